@@ -1,0 +1,13 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning; takes what `nemo-rl-moe sft` takes, for example:
+
+python examples/run_sft.py --config examples/configs/sft_tiny_moe.yaml sft.max_num_steps=50
+"""
+
+import sys
+
+from nemo_rl_moe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["sft", *sys.argv[1:]]))

@@ -1,0 +1,267 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between settings, each a pure function that yields one line for each problem.
+
+A rule reads only what it needs. Where the schema found some values wrong, the rules that need them are skipped and all
+others still run, so that the user sees every problem at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from nemo_rl_moe.config.megatron_moe_fields import version_problem
+from nemo_rl_moe.config.schema import MasterConfig, SFTMasterConfig
+
+MEGATRON = "policy.megatron_cfg"
+Rule = Callable[[Any], Iterator[str]]
+
+
+def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_version: str | None) -> list[str]:
+    """One line for each rule that the configuration breaks.
+
+    Args:
+        config: The configuration, or the valid part of it.
+        is_whole: False when values are missing from it; rules that need them are skipped.
+        megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
+    """
+    rules: list[Rule] = [*COMMON_RULES, *(SFT_RULES if isinstance(config, SFTMasterConfig) else ())]
+    problems = apply_rules(rules, config, is_whole=is_whole)
+    if megatron_version is not None:
+        problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)
+    return problems
+
+
+def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) -> list[str]:
+    """Runs each rule; on a configuration that is not whole, a rule ends where it meets a value that is not there."""
+    problems: list[str] = []
+    for rule in rules:
+        try:
+            problems.extend(rule(config))  # what a rule said before it met a missing value stays
+        except AttributeError:
+            if is_whole:
+                raise
+    return problems
+
+
+def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
+    """Every copy of the dense part, and every copy of the experts, takes a whole number of the workers."""
+    megatron, world = config.policy.megatron_cfg, config.cluster.world_size
+    tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
+    context, expert = megatron.context_parallel_size, megatron.expert_model_parallel_size
+    expert_tensor = megatron.expert_tensor_parallel_size
+    kind = "gpus_per_node" if config.cluster.gpus_per_node else "cpu_workers_per_node"
+    workers = (
+        f"cluster: {world} workers (num_nodes {config.cluster.num_nodes} x {kind} {config.cluster.workers_per_node})"
+    )
+    experts = (
+        f"expert_model_parallel_size {expert} x expert_tensor_parallel_size {expert_tensor}"
+        f" x pipeline_model_parallel_size {pipeline}"
+    )
+    dense = (
+        f"tensor_model_parallel_size {tensor} x pipeline_model_parallel_size {pipeline}"
+        f" x context_parallel_size {context}"
+    )
+    # Keyed by size: where both are the same, one line says it.
+    for size, factors in {expert * expert_tensor * pipeline: experts, tensor * pipeline * context: dense}.items():
+        if world % size:
+            yield f"{workers} cannot be divided by {size} ({MEGATRON}: {factors}); take a multiple of {size} workers"
+
+
+def context_parallel_is_supported(config: MasterConfig) -> Iterator[str]:
+    """Sequences are not shared between ranks."""
+    size = config.policy.megatron_cfg.context_parallel_size
+    if size > 1:
+        yield (
+            f"{MEGATRON}.context_parallel_size: got {size}, expected 1: context parallelism needs Transformer Engine's"
+            " attention and is not supported here"
+        )
+
+
+def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterator[str]:
+    """Megatron-Core's MoE layers need the one with the other."""
+    megatron = config.policy.megatron_cfg
+    if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
+        yield f"{MEGATRON}.sequence_parallel: true needs {MEGATRON}.tensor_model_parallel_size above 1"
+    if not megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1:
+        yield (
+            f"{MEGATRON}.sequence_parallel: false cannot be used with {MEGATRON}.tensor_model_parallel_size"
+            f" {megatron.tensor_model_parallel_size}: MoE layers need true"
+        )
+
+
+def expert_tensor_parallel_size_is_possible(config: MasterConfig) -> Iterator[str]:
+    """Experts are either whole or cut as the dense matrices are."""
+    megatron = config.policy.megatron_cfg
+    size, tensor = megatron.expert_tensor_parallel_size, megatron.tensor_model_parallel_size
+    if size not in (1, tensor):
+        allowed = "1" if tensor == 1 else f"1 or {tensor}"
+        yield f"{MEGATRON}.expert_tensor_parallel_size: got {size}, expected {allowed} (1 or the tensor parallel size)"
+
+
+def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
+    """The interleaved schedule needs several stages, several pieces and microbatches in groups of the stages."""
+    megatron = config.policy.megatron_cfg
+    pieces, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
+    name = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
+    if pieces is None:
+        return
+    if pieces < 2:
+        yield f"{name}: got {pieces}, expected 2 or more, or null"
+    if stages < 2:
+        yield f"{name}: {pieces} needs {MEGATRON}.pipeline_model_parallel_size above 1"
+        return
+    policy = config.policy
+    for batching in ("sequence_packing", "dynamic_batching"):
+        if getattr(policy, batching).enabled:
+            yield (
+                f"{name}: {pieces} cannot be used with policy.{batching}: the interleaved schedule needs a number of"
+                f" microbatches that is a multiple of {stages}"
+            )
+            return
+    rows = policy.train_micro_batch_size * config.data_parallel_size
+    if rows and policy.train_global_batch_size % rows == 0 and (policy.train_global_batch_size // rows) % stages:
+        yield (
+            f"policy.train_global_batch_size: {policy.train_global_batch_size} makes"
+            f" {policy.train_global_batch_size // rows} microbatches of {policy.train_micro_batch_size} on each of"
+            f" {config.data_parallel_size} data-parallel ranks; {name} {pieces} needs a multiple of {stages}"
+        )
+
+
+def only_one_way_to_batch(config: MasterConfig) -> Iterator[str]:
+    """Packing and dynamic batching exclude each other."""
+    if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
+        yield "policy.sequence_packing.enabled and policy.dynamic_batching.enabled: only one of them can be true"
+
+
+def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
+    """Megatron-Core's own unfused attention refuses packed rows."""
+    if config.policy.sequence_packing.enabled and config.policy.megatron_cfg.layer_spec == "local":
+        yield (
+            f"policy.sequence_packing.enabled: true cannot be used with {MEGATRON}.layer_spec local, whose attention"
+            " takes no packed rows; use auto"
+        )
+
+
+def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
+    """A token budget is at least one whole sample."""
+    longest = config.policy.max_total_sequence_length
+    for name in ("sequence_packing", "dynamic_batching"):
+        budget = getattr(config.policy, name)
+        if budget.enabled and budget.train_mb_tokens < longest:
+            yield (
+                f"policy.{name}.train_mb_tokens: got {budget.train_mb_tokens}, expected at least"
+                f" policy.max_total_sequence_length = {longest}"
+            )
+
+
+def global_batch_divides(config: MasterConfig) -> Iterator[str]:
+    """Every data-parallel rank gets the same number of samples, and of microbatches in plain batching."""
+    policy = config.policy
+    size, copies = policy.train_global_batch_size, config.data_parallel_size
+    if copies == 0 or config.cluster.world_size % policy.megatron_cfg.model_parallel_size:
+        return  # told by model_parallel_fits_world
+    by_tokens = policy.sequence_packing.enabled or policy.dynamic_batching.enabled
+    unit = copies if by_tokens else copies * policy.train_micro_batch_size
+    if size % unit:
+        factors = f"{copies} data-parallel ranks" + (
+            "" if by_tokens else f" x policy.train_micro_batch_size {policy.train_micro_batch_size}"
+        )
+        nearby = sorted({max(size // unit, 1) * unit, (size // unit + 1) * unit})
+        yield (
+            f"policy.train_global_batch_size: got {size}, expected a multiple of {unit} ({factors});"
+            f" nearest: {' or '.join(map(str, nearby))}"
+        )
+
+
+def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
+    """What is not tracked cannot be logged."""
+    megatron = config.policy.megatron_cfg
+    if megatron.moe_per_layer_logging and not megatron.track_moe_metrics:
+        yield f"{MEGATRON}.moe_per_layer_logging: true needs {MEGATRON}.track_moe_metrics true"
+
+
+def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
+    """Megatron-Core's older switch must not contradict ours."""
+    megatron = config.policy.megatron_cfg
+    older, ours = megatron.moe_transformer_fields.get("moe_layer_recompute"), megatron.activation_checkpointing
+    if older is not None and older != (ours == "moe"):
+        yield (
+            f"{MEGATRON}.moe_layer_recompute: {str(older).lower()} contradicts {MEGATRON}.activation_checkpointing"
+            f" {ours}; leave it out and use activation_checkpointing: none, full or moe"
+        )
+
+
+def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
+    """A list of balancing losses goes with a list of as many coefficients."""
+    fields = config.policy.megatron_cfg.moe_transformer_fields
+    types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
+    if types is None or coefficients is None:
+        return
+    lengths = [len(value) if isinstance(value, list) else None for value in (types, coefficients)]
+    if lengths[0] != lengths[1]:
+        words = [f"a list of {length}" if length is not None else "one value" for length in lengths]
+        yield (
+            f"{MEGATRON}.moe_aux_loss_coeff: got {words[1]}, but {MEGATRON}.moe_router_load_balancing_type is"
+            f" {words[0]}; each type needs its own coefficient"
+        )
+
+
+def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
+    """The decay goes down, and there is one after the warm-up."""
+    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
+    if optimizer.min_lr > optimizer.lr:
+        yield f"{MEGATRON}.optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr = {optimizer.lr}"
+    end = scheduler.lr_decay_iters
+    if end is not None and scheduler.lr_warmup_iters >= end:
+        yield (
+            f"{MEGATRON}.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than"
+            f" scheduler.lr_decay_iters = {end}"
+        )
+
+
+def warmup_ends_within_the_run(config: SFTMasterConfig) -> Iterator[str]:
+    """Without a decay length of its own, the schedule ends with the run."""
+    scheduler, steps = config.policy.megatron_cfg.scheduler, config.sft.max_num_steps
+    if scheduler.lr_decay_iters is None and steps is not None and scheduler.lr_warmup_iters >= steps:
+        yield (
+            f"{MEGATRON}.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than"
+            f" sft.max_num_steps = {steps} (lr_decay_iters is null)"
+        )
+
+
+def validation_has_data(config: SFTMasterConfig) -> Iterator[str]:
+    """Validation at any time needs held-out samples."""
+    if config.data.validation is not None:
+        return
+    for name, off in (("val_period", "0"), ("val_at_start", "false"), ("val_at_end", "false")):
+        value = getattr(config.sft, name)
+        if value:
+            yield f"sft.{name}: {str(value).lower()} needs data.validation, which is null; set {off} or name the data"
+
+
+def _versions_rule(installed: str) -> Rule:
+    def megatron_has_the_fields(config: MasterConfig) -> Iterator[str]:
+        for name, value in config.policy.megatron_cfg.moe_transformer_fields.items():
+            problem = version_problem(name, value, installed)
+            if problem is not None:
+                yield f"{MEGATRON}.{name}: {problem}"
+
+    return megatron_has_the_fields
+
+
+COMMON_RULES: tuple[Rule, ...] = (
+    model_parallel_fits_world,
+    context_parallel_is_supported,
+    sequence_parallel_goes_with_tensor_parallel,
+    expert_tensor_parallel_size_is_possible,
+    virtual_pipeline_is_possible,
+    only_one_way_to_batch,
+    packing_has_an_attention,
+    a_microbatch_holds_the_longest_sample,
+    global_batch_divides,
+    per_layer_logging_needs_tracking,
+    recompute_is_said_once,
+    balancing_types_match_coefficients,
+    learning_rates_fall,
+)
+SFT_RULES: tuple[Rule, ...] = (warmup_ends_within_the_run, validation_has_data)

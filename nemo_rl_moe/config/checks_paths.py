@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Do the local files and folders exist that the configuration names? Looks, never writes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_rl_moe.config.checks import Rule, apply_rules
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_run import DataSourceConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+
+
+def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
+    """One line for each local file or folder that is not there.
+
+    Args:
+        config: The configuration, or the valid part of it.
+        is_whole: False when values are missing from it; rules that need them are skipped.
+    """
+    return apply_rules(PATH_RULES, config, is_whole=is_whole)
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a model's name means a folder: a hub's name has no leading dot or slash and at most one slash."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+
+
+def model_folder_exists(config: MasterConfig) -> Iterator[str]:
+    """A local model is a folder with a `config.json`."""
+    yield from _folder_problem("policy.model_name", config.policy.model_name, needs="config.json")
+
+
+def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:
+    """A local tokenizer is a folder."""
+    if config.policy.tokenizer.name != getattr(config.policy, "model_name", None):
+        yield from _folder_problem("policy.tokenizer.name", config.policy.tokenizer.name)
+
+
+def chat_template_exists(config: MasterConfig) -> Iterator[str]:
+    """A chat template of the user's own is a file."""
+    template = config.policy.tokenizer.chat_template
+    if template is not None and not Path(template).is_file():
+        yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
+
+
+def training_data_exists(config: MasterConfig) -> Iterator[str]:
+    """A `.jsonl` file is there."""
+    yield from _data_problem("data.train.path", config.data.train)
+
+
+def validation_data_exists(config: MasterConfig) -> Iterator[str]:
+    """A `.jsonl` file is there."""
+    if config.data.validation is not None:
+        yield from _data_problem("data.validation.path", config.data.validation)
+
+
+def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[str]:
+    if not looks_like_a_path(name):
+        return
+    folder = Path(name)
+    if not folder.is_dir():
+        yield f"{key}: {_not_found(folder)}; expected a folder, or a hub's name such as Qwen/Qwen3-30B-A3B"
+    elif needs is not None and not (folder / needs).is_file():
+        yield f"{key}: the folder {name} holds no {needs}"
+
+
+def _data_problem(key: str, source: DataSourceConfig) -> Iterator[str]:
+    if source.path.endswith(".jsonl") and not Path(source.path).is_file():
+        yield f"{key}: {_not_found(Path(source.path))}"
+
+
+def _not_found(path: Path) -> str:
+    """Says that a path is not there, and which neighbour may be meant."""
+    neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+    neighbour = nearest(path.name, neighbours)
+    start = "" if path.is_absolute() else f" in the working folder {Path.cwd()}"
+    return f"{path} not found{start}{did_you_mean(str(path.parent / neighbour) if neighbour else None)}"
+
+
+PATH_RULES: tuple[Rule, ...] = (
+    model_folder_exists,
+    tokenizer_folder_exists,
+    chat_template_exists,
+    training_data_exists,
+    validation_data_exists,
+)

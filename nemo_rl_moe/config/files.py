@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""YAML files and what they inherit through `defaults:`, as one plain mapping."""
+
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import MarkedYAMLError, YAMLError
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.errors import ConfigurationError
+
+DEFAULTS_KEY = "defaults"
+_NO_SECTIONS = "expected sections such as `policy:`, got something else"
+_PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
+_REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "configs"
+
+
+def exemplars_folder() -> Path:
+    """The folder of the configurations that ship with this package: a wheel has its own copy of the repository's."""
+    return _PACKAGED_EXEMPLARS if _PACKAGED_EXEMPLARS.is_dir() else _REPOSITORY_EXEMPLARS
+
+
+def exemplar_names() -> list[str]:
+    """File names of the shipped configurations."""
+    return sorted(path.name for path in exemplars_folder().glob("*.yaml"))
+
+
+def find_config(path: str | Path) -> Path:
+    """The file that the user asked for: a path, or the name of a shipped configuration.
+
+    Raises:
+        ConfigurationError: There is no such file.
+    """
+    candidates = [Path(path), exemplars_folder() / path]
+    for candidate in candidates:
+        if candidate.is_file():
+            return candidate
+    names = exemplar_names()
+    raise ConfigurationError(
+        f"{path}: no such file{did_you_mean(nearest(Path(path).name, names))}"
+        f" (shipped configurations: {', '.join(names)})"
+    )
+
+
+def read_with_defaults(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Reads a YAML file over the files that its `defaults:` names; nothing is interpolated yet.
+
+    `defaults` is one file or a list, in which later ones win; the file itself wins over all of them. A name is looked
+    for beside the including file first, then among the shipped configurations.
+
+    Args:
+        path: The file.
+        including: The files that led here, the first one outermost.
+
+    Raises:
+        ConfigurationError: A file is missing, is no YAML mapping, or includes itself.
+    """
+    here = path.resolve()
+    if here in including:
+        circle = " -> ".join(step.name for step in (*including[including.index(here) :], here))
+        raise ConfigurationError(f"{path}: {DEFAULTS_KEY} go in a circle: {circle}")
+    content = _read_yaml(path)
+    parents = content.pop(DEFAULTS_KEY, [])
+    parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigurationError(f"{path}: {DEFAULTS_KEY}: expected the name of a YAML file or a list of names")
+    merged: dict[str, Any] = {}
+    for parent in parents:
+        merged = merge(merged, read_with_defaults(_find_parent(parent, path), (*including, here)))
+    return merge(merged, content)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`; sections are merged key by key, everything else is replaced."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def parse_value(text: str) -> Any:
+    """One value as YAML reads it, with OmegaConf's numbers (`1e-3` is one).
+
+    Raises:
+        YAMLError: The text is no YAML.
+        OmegaConfBaseException: An interpolation in it is malformed.
+    """
+    return with_text_keys(OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False))["value"]
+
+
+def with_text_keys(value: Any) -> Any:
+    """A copy in which every key is text: YAML reads a key such as `1` as a number."""
+    if isinstance(value, dict):
+        return {str(key): with_text_keys(entry) for key, entry in value.items()}
+    return [with_text_keys(entry) for entry in value] if isinstance(value, list) else value
+
+
+def yaml_problem(error: Exception) -> str:
+    """What is wrong with a YAML text, on one line."""
+    if isinstance(error, MarkedYAMLError):
+        return str(error.problem or error.context or "not valid YAML")
+    return str(error).splitlines()[0]
+
+
+def _find_parent(name: str, including: Path) -> Path:
+    for candidate in (including.parent / name, exemplars_folder() / name):
+        # A file never means itself: the user's own `sft.yaml` may inherit from the shipped `sft.yaml`.
+        if candidate.is_file() and candidate.resolve() != including.resolve():
+            return candidate
+    if (including.parent / name).resolve() == including.resolve():
+        raise ConfigurationError(f"{including}: {DEFAULTS_KEY} go in a circle: {including.name} -> {including.name}")
+    beside = [path.name for path in including.parent.glob("*.yaml")]
+    suggestion = nearest(Path(name).name, [*beside, *exemplar_names()])
+    raise ConfigurationError(
+        f"{including}: {DEFAULTS_KEY}: {name}: no such file, neither in {including.parent} nor among the shipped"
+        f" configurations{did_you_mean(suggestion)}"
+    )
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigurationError(f"{path}: cannot be read: {reason}") from error
+    try:
+        content = with_text_keys(OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigurationError(f"{path}{where}: not valid YAML: {yaml_problem(error)}") from error
+    except OSError as error:  # how OmegaConf says that the file holds a single number
+        raise ConfigurationError(f"{path}: {_NO_SECTIONS}") from error
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigurationError(f"{path}: not valid: {yaml_problem(error)}") from error
+    if not isinstance(content, dict) or (len(content) == 1 and text.strip() in content):
+        raise ConfigurationError(f"{path}: {_NO_SECTIONS}")
+    return content

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A YAML file and overrides in, a checked configuration out."""
+
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TypeVar
+
+from nemo_rl_moe.config.checks import combination_problems
+from nemo_rl_moe.config.checks_paths import path_problems
+from nemo_rl_moe.config.describe import known_keys
+from nemo_rl_moe.config.files import find_config, read_with_defaults
+from nemo_rl_moe.config.interpolation import resolve
+from nemo_rl_moe.config.overrides import apply_overrides
+from nemo_rl_moe.config.schema import MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.validation import validate
+from nemo_rl_moe.errors import ConfigurationError
+
+ConfigT = TypeVar("ConfigT", bound=MasterConfig)
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SFTMasterConfig:
+    """Loads the configuration of a supervised fine-tuning run.
+
+    Args:
+        path: A YAML file, or the name of a shipped configuration.
+        overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value`, `~section.key`;
+            applied in this order, values in YAML.
+        check_paths: Also check that local data files and model folders are there. Relative ones are looked for from
+            the working folder.
+
+    Raises:
+        ConfigurationError: Something is wrong; it carries one line for each problem, all of them at once.
+    """
+    return load_config_as(SFTMasterConfig, path, overrides, check_paths=check_paths)
+
+
+def load_config_as(
+    schema: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True
+) -> ConfigT:
+    """Does what `load_config` does, for any algorithm's schema."""
+    merged = read_with_defaults(find_config(path))
+    overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
+    values, interpolation_problems = resolve(overridden)
+    problems += interpolation_problems.values()
+    config, schema_problems, is_whole = validate(schema, values, interpolation_problems.keys())
+    problems += schema_problems
+    problems += combination_problems(config, is_whole=is_whole, megatron_version=installed_megatron_version())
+    if check_paths:
+        problems += path_problems(config, is_whole=is_whole)
+    if problems:
+        raise ConfigurationError(list(dict.fromkeys(problems)))
+    return config
+
+
+def installed_megatron_version() -> str | None:
+    """Version of the installed Megatron-Core, read without importing it; None when there is none."""
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,192 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The `moe_*` fields of Megatron-Core's `TransformerConfig`, by their own names.
+
+A static copy of names and types, so that a configuration is checked without importing Megatron-Core. It covers 0.16.1
+and 0.19.2; a field that only some versions have says so. A field that the user does not set is not passed on: the
+model's own value or Megatron-Core's default holds. `moe_per_layer_logging` is not here: it is a key of this project
+that decides about all per-layer MoE metrics. Neither is `moe_extended_tp`, which Megatron-Core replaced by the expert
+tensor parallel size, nor `moe_grad_scale_func`, a function. Numbers of experts come from the model and are no keys.
+"""
+
+import re
+from typing import Any, Literal
+
+from pydantic import Field
+
+from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveInt, StrictModel
+
+LoadBalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
+
+# Values that only newer versions know: field -> value -> first version that has it.
+VALUE_SINCE: dict[str, dict[str, str]] = {
+    "moe_router_load_balancing_type": {"quantile_balancing": "0.19"},
+    "moe_router_score_function": {"sqrtsoftplus": "0.19"},
+    "moe_flex_dispatcher_backend": {"ncclep": "0.19"},
+}
+
+
+def _unset(since: str | None = None, until: str | None = None) -> Any:
+    """A field that may stay out of the YAML; the versions are the first and the last release line that has it."""
+    return Field(default=None, json_schema_extra={"since": since, "until": until})
+
+
+class MoeTransformerFields(StrictModel):
+    """Any of these may be set in `policy.megatron_cfg`; what is not set keeps the model's or Megatron-Core's value."""
+
+    moe_layer_freq: int | list[int] = _unset()
+    """One MoE layer in so many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
+    moe_ffn_hidden_size: int | None = _unset()
+    """Hidden size of each routed expert."""
+    moe_latent_size: int | None = _unset()
+    """Size that tokens are projected to before they go to the experts; null: no projection."""
+    moe_mlp_glu_interleave_size: int | None = _unset(since="0.19")
+    """Block size of interleaved gate and linear halves in the routed experts."""
+    moe_shared_expert_intermediate_size: int | None = _unset()
+    """Hidden size of all shared experts together; null: none."""
+    moe_shared_expert_gate: bool = _unset()
+    """Weigh the shared expert's output by a learnt gate."""
+    moe_shared_expert_overlap: bool = _unset()
+    """Compute shared experts while tokens travel between ranks."""
+    moe_shared_expert_glu_interleave_size: int | None = _unset(since="0.19")
+    """Block size of interleaved gate and linear halves in the shared experts."""
+
+    moe_router_topk: PositiveInt = _unset()
+    """Experts that each token goes to."""
+    moe_router_load_balancing_type: LoadBalancingType | list[LoadBalancingType] = _unset()
+    """How the router is kept balanced; of several, a list with a coefficient each."""
+    moe_aux_loss_coeff: NonNegativeFloat | list[NonNegativeFloat] = _unset()
+    """Weight of the load balancing loss; a list goes with a list of balancing types."""
+    moe_z_loss_coeff: NonNegativeFloat | None = _unset()
+    """Weight of the loss on large router logits; null: none."""
+    moe_input_jitter_eps: float | None = _unset()
+    """Relative noise on the router's input; null: none."""
+    moe_router_pre_softmax: bool = _unset()
+    """Take the softmax over all experts before the top ones are chosen."""
+    moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = _unset()
+    """What turns logits into scores."""
+    moe_router_topk_scaling_factor: float | None = _unset()
+    """Factor on the scores of the chosen experts; null: 1."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = _unset()
+    """Number format of routing; null: the model's."""
+    moe_router_num_groups: int | None = _unset()
+    """Groups of experts for group-limited routing."""
+    moe_router_group_topk: int | None = _unset()
+    """Groups that each token may use."""
+    moe_router_topk_limited_devices: int | None = _unset()
+    """Older way to limit groups, by expert-parallel ranks."""
+    moe_router_enable_expert_bias: bool = _unset()
+    """Balance by a bias on each expert's score, without a loss."""
+    moe_router_bias_update_rate: float = _unset()
+    """Step of that bias."""
+    moe_router_quantile_balancing_ema: float = _unset(since="0.19")
+    """Share of the old bias that quantile balancing keeps."""
+    moe_router_force_load_balancing: bool = _unset()
+    """For benchmarks only: random logits, the router's own are thrown away."""
+    moe_router_force_biased: float | None = _unset(since="0.17")
+    """For benchmarks only: spread of a random bias on each expert; negative: one bias for each layer, kept."""
+    moe_router_fusion: bool = _unset()
+    """Fused routing kernels of Transformer Engine."""
+    moe_router_padding_for_quantization: bool | None = _unset()
+    """Pad each expert's tokens to what 8-bit and 4-bit kernels need."""
+    moe_router_padding_for_fp8: bool | None = _unset()
+    """Older name of the padding for quantization."""
+    moe_enable_routing_replay: bool = _unset()
+    """Let chosen experts be recorded and replayed."""
+
+    moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = _unset()
+    """How tokens travel to the experts' ranks."""
+    moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = _unset()
+    """Library behind the flex dispatcher."""
+    moe_flex_dispatcher_num_sms: int | None = _unset(since="0.19")
+    """Streaming multiprocessors that the flex dispatcher uses."""
+    moe_enable_deepep: bool = _unset()
+    """Older switch for DeepEP."""
+    moe_deepep_num_sms: int | None = _unset()
+    """Streaming multiprocessors for DeepEP."""
+    moe_hybridep_num_sms: int | None = _unset()
+    """Streaming multiprocessors for HybridEP."""
+    moe_hybridep_num_sms_preprocessing: int = _unset(since="0.19")
+    """Streaming multiprocessors for HybridEP's first scan."""
+    moe_hybridep_num_blocks_permute: int | None = _unset(since="0.19")
+    """Thread blocks for HybridEP's permutation."""
+    moe_hybridep_num_blocks_unpermute: int | None = _unset(since="0.19")
+    """Thread blocks for the way back."""
+    moe_hybridep_pad_uneven_dispatch_inputs: bool = _unset(since="0.19")
+    """Pad to the longest input of the group before HybridEP sends."""
+    moe_permute_fusion_into_hybridep: bool = _unset(since="0.19")
+    """Let HybridEP permute while it sends."""
+    moe_ncclep_static_shape: bool = _unset(since="0.19")
+    """Fixed buffer sizes with the ncclep backend."""
+    moe_ncclep_zero_copy: bool = _unset(since="0.19")
+    """Send without a staging copy with the ncclep backend."""
+
+    moe_token_dropping: bool = _unset()
+    """Reserved by Megatron-Core for dropping tokens."""
+    moe_expert_capacity_factor: float | None = _unset()
+    """Tokens that an expert takes, relative to its fair share; null: all."""
+    moe_expert_rank_capacity_factor: float | None = _unset(since="0.19")
+    """Tokens that an expert-parallel rank takes, relative to its fair share; null: all."""
+    moe_pad_expert_input_to_capacity: bool = _unset()
+    """Pad each expert's tokens up to its capacity."""
+    moe_pad_experts_for_cuda_graph_inference: bool = _unset(since="0.19")
+    """Pad while decoding, so that shapes stay fixed."""
+    moe_token_drop_policy: Literal["probs", "position"] = _unset()
+    """Which tokens an expert over capacity drops: the least probable or the last."""
+
+    moe_grouped_gemm: bool = _unset()
+    """One kernel for the matrices of all experts of a rank."""
+    moe_use_legacy_grouped_gemm: bool = _unset(until="0.16")
+    """The older grouped kernels."""
+    moe_single_grouped_weight: bool = _unset(since="0.19")
+    """Keep the experts' weights as one parameter."""
+    moe_single_grouped_bias: bool = _unset(since="0.19")
+    """Keep the experts' biases as one parameter."""
+    moe_permute_fusion: bool = _unset()
+    """Fused kernels for the order of tokens."""
+    moe_apply_probs_on_input: bool = _unset()
+    """Weigh tokens before the expert instead of after it."""
+    moe_layer_recompute: bool = _unset()
+    """Megatron-Core's older name for `activation_checkpointing: moe`."""
+    moe_paged_stash: bool = _unset(since="0.19")
+    """Keep the experts' activations for the backward pass in pages."""
+    moe_paged_stash_page_size: int = _unset(since="0.19")
+    """Tokens on a page."""
+    moe_paged_stash_buffer_size_factor_cuda: float = _unset(since="0.19")
+    """Room for pages on the GPU, relative to the average (negative: to the maximum)."""
+    moe_paged_stash_buffer_size_factor_cpu: float = _unset(since="0.19")
+    """Room for pages in main memory; 0: none."""
+
+    @property
+    def moe_transformer_fields(self) -> dict[str, Any]:
+        """What the user has set, to be passed to `TransformerConfig` by name."""
+        return {name: getattr(self, name) for name in MOE_FIELD_NAMES if name in self.model_fields_set}
+
+
+MOE_FIELD_NAMES = tuple(MoeTransformerFields.model_fields)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, whatever follows them: "0.19.2rc1" is (0, 19)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def version_problem(name: str, value: Any, installed: str) -> str | None:
+    """What is wrong with a `moe_*` field under the installed Megatron-Core, or None.
+
+    Args:
+        name: A field of `MoeTransformerFields`.
+        value: Its value.
+        installed: Version of Megatron-Core, such as "0.16.1".
+    """
+    extra = MoeTransformerFields.model_fields[name].json_schema_extra
+    since, until = (extra.get("since"), extra.get("until")) if isinstance(extra, dict) else (None, None)
+    if isinstance(since, str) and _release(installed) < _release(since):
+        return f"needs megatron-core {since} or newer, installed is {installed}"
+    if isinstance(until, str) and _release(installed) > _release(until):
+        return f"megatron-core has it up to {until}, installed is {installed}"
+    for single in value if isinstance(value, list) else [value]:
+        first = VALUE_SINCE.get(name, {}).get(single) if isinstance(single, str) else None
+        if first is not None and _release(installed) < _release(first):
+            return f"{single!r} needs megatron-core {first} or newer, installed is {installed}"
+    return None

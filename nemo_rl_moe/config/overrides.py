@@ -1,0 +1,115 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Overrides from the command line: `key=value`, `+key=value`, `~key`."""
+
+import copy
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from nemo_rl_moe.config.files import parse_value, yaml_problem
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key
+
+_FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
+_REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
+
+
+@dataclass(frozen=True)
+class Override:
+    """One override.
+
+    Attributes:
+        key: The parts of the full key.
+        value: The new value; None and `remove` set: the key goes.
+        add: The key need not exist.
+        remove: Take the key out.
+    """
+
+    key: tuple[str, ...]
+    value: Any = None
+    add: bool = False
+    remove: bool = False
+
+
+def parse_override(text: str) -> Override:
+    """Reads one override; its value is YAML.
+
+    Raises:
+        ValueError: It has another form, or its value is no YAML; the message is for the user.
+    """
+    if removal := _REMOVAL.fullmatch(text):
+        return Override(tuple(removal["key"].split(".")), remove=True)
+    form = _FORM.fullmatch(text)
+    if form is None or not all(form["key"].split(".")):
+        raise ValueError(f"override {text!r}: expected section.key=value, +section.key=value or ~section.key")
+    try:
+        value = parse_value(form["value"])
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{form['key']}: {form['value']!r} is not valid YAML: {yaml_problem(error)}") from error
+    return Override(tuple(form["key"].split(".")), value, add=bool(form["add"]))
+
+
+def apply_overrides(
+    config: Mapping[str, Any], overrides: Sequence[str], known: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Applies overrides in their order.
+
+    Args:
+        config: The merged YAML; it is not changed.
+        overrides: As the user typed them.
+        known: Every full key of the schema. These may be set without `+` even where the YAML leaves them out.
+
+    Returns:
+        The new mapping, and a line for each override that could not be applied.
+    """
+    changed: dict[str, Any] = copy.deepcopy(dict(config))
+    problems = []
+    for text in overrides:
+        try:
+            override = parse_override(text)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        name = ".".join(override.key)
+        if override.remove:
+            if not _remove(changed, override.key):
+                problems.append(f"~{name}: no such key{did_you_mean(nearest_key(name, present_keys(changed)))}")
+        elif override.add or name in known or name in present_keys(changed):
+            _set(changed, override.key, override.value)
+        else:
+            suggestion = nearest_key(name, [*known, *present_keys(changed)])
+            problems.append(f"{name}: unknown key{did_you_mean(suggestion)}")
+    return changed, problems
+
+
+def present_keys(config: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Every full key that a nested mapping holds, sections included."""
+    keys = []
+    for key, value in config.items():
+        keys.append(prefix + key)
+        if isinstance(value, Mapping):
+            keys += present_keys(value, f"{prefix}{key}.")
+    return keys
+
+
+def _set(config: dict[str, Any], key: Sequence[str], value: Any) -> None:
+    section = config
+    for part in key[:-1]:
+        if not isinstance(section.get(part), dict):
+            section[part] = {}
+        section = section[part]
+    section[key[-1]] = value
+
+
+def _remove(config: dict[str, Any], key: Sequence[str]) -> bool:
+    section: Any = config
+    for part in key[:-1]:
+        section = section.get(part) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or key[-1] not in section:
+        return False
+    del section[key[-1]]
+    return True

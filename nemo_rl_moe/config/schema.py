@@ -1,0 +1,53 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The whole configuration of each algorithm."""
+
+from nemo_rl_moe.config.schema_base import NonNegativeInt, PositiveInt, StrictModel
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.config.schema_run import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
+
+
+class SFTConfig(StrictModel):
+    """Supervised fine-tuning: how long, and when to validate."""
+
+    max_num_epochs: PositiveInt
+    """Passes over the training samples after which the run ends."""
+    max_num_steps: PositiveInt | None
+    """Optimizer steps after which the run ends, if that comes first; null: epochs alone decide."""
+    val_period: NonNegativeInt
+    """Validate each time this many steps are done; 0: never."""
+    val_batches: PositiveInt | None
+    """Global batches of one validation; null: all held-out samples."""
+    val_at_start: bool
+    """Validate before the first step."""
+    val_at_end: bool
+    """Validate after the last step."""
+    seed: NonNegativeInt
+    """Seed of the order of the samples and of dropout."""
+
+
+class MasterConfig(StrictModel):
+    """The sections that every algorithm has."""
+
+    checkpointing: CheckpointingConfig
+    """What is kept."""
+    policy: PolicyConfig
+    """The model."""
+    data: DataConfig
+    """The samples."""
+    logger: LoggerConfig
+    """Where metrics go."""
+    cluster: ClusterConfig
+    """The machines."""
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Copies of the model, each of which works on its own part of a global batch."""
+        return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
+
+
+class SFTMasterConfig(MasterConfig):
+    """Everything that a run of supervised fine-tuning needs."""
+
+    sft: SFTConfig
+    """The loop."""

@@ -1,0 +1,153 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The `policy` section: the model, how its batches are cut, and how Megatron-Core runs and optimizes it."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from nemo_rl_moe.config.megatron_moe_fields import MoeTransformerFields
+from nemo_rl_moe.config.schema_base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+    Text,
+    UnitFloat,
+)
+
+
+def _recompute_from_bool(value: Any) -> Any:
+    return {False: "none", True: "full"}[value] if isinstance(value, bool) else value
+
+
+ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValidator(_recompute_from_bool)]
+
+
+class TokenizerConfig(StrictModel):
+    """The tokenizer, read by `transformers.AutoTokenizer`."""
+
+    name: Text
+    """A folder or a hub's name."""
+    chat_template: Text | None
+    """A Jinja file that replaces the tokenizer's own chat template; null: its own."""
+
+
+class TokenBudgetConfig(StrictModel):
+    """A way to fill microbatches by tokens instead of by samples."""
+
+    enabled: bool
+    """Cut the global batch this way; then `train_micro_batch_size` is not used."""
+    train_mb_tokens: PositiveInt
+    """Most tokens that one microbatch may hold."""
+
+
+class DistributedDataParallelConfig(StrictModel):
+    """Megatron-Core's data parallelism."""
+
+    use_distributed_optimizer: bool
+    """Shard the optimizer's state over the data-parallel ranks (ZeRO-1)."""
+    overlap_grad_reduce: bool
+    """Reduce gradients while the backward pass still runs."""
+    grad_reduce_in_fp32: bool
+    """Accumulate and reduce gradients in float32."""
+
+
+class OptimizerConfig(StrictModel):
+    """Adam with decoupled weight decay."""
+
+    lr: PositiveFloat
+    """Highest learning rate, reached at the end of the warm-up."""
+    min_lr: NonNegativeFloat
+    """Learning rate at the end of the decay."""
+    weight_decay: NonNegativeFloat
+    """Decay of matrices; norms and biases are not decayed."""
+    adam_beta1: UnitFloat
+    """Adam's first moment decay."""
+    adam_beta2: UnitFloat
+    """Adam's second moment decay."""
+    adam_eps: PositiveFloat
+    """Adam's epsilon."""
+
+
+class SchedulerConfig(StrictModel):
+    """The learning rate over the optimizer's steps."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
+    """Shape of the decay from `lr` to `min_lr`."""
+    lr_warmup_iters: NonNegativeInt
+    """Steps of linear warm-up from 0."""
+    lr_decay_iters: PositiveInt | None
+    """Step at which `min_lr` is reached, warm-up included; null: the run's number of steps."""
+
+
+class MegatronConfig(MoeTransformerFields):
+    """How Megatron-Core lays the model out and runs it; any `moe_*` field of its `TransformerConfig` besides."""
+
+    tensor_model_parallel_size: PositiveInt
+    """Ranks that share each matrix."""
+    pipeline_model_parallel_size: PositiveInt
+    """Ranks that share the layers, one stage each."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None
+    """Pieces that each pipeline stage is cut into (interleaved schedule); null: one."""
+    expert_model_parallel_size: PositiveInt
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: PositiveInt
+    """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
+    context_parallel_size: PositiveInt
+    """Ranks that share each sequence; only 1 is supported."""
+    sequence_parallel: bool
+    """Share activations between the tensor-parallel ranks along the sequence; goes with tensor parallelism."""
+    activation_checkpointing: ActivationCheckpointing
+    """What the backward pass computes again to save memory: nothing (none, false), all layers (full, true) or the MoE
+    layers (moe)."""
+    layer_spec: Literal["auto", "local"]
+    """auto: Transformer Engine where it is installed, otherwise this project's fast modules; local: Megatron-Core's own
+    unfused modules."""
+    freeze_moe_router: bool
+    """Leave the routers' weights as they are."""
+    track_moe_metrics: bool
+    """Log MoE metrics under `moe/`."""
+    moe_per_layer_logging: bool
+    """Log MoE metrics for each layer too."""
+    distributed_data_parallel_config: DistributedDataParallelConfig
+    """Data parallelism."""
+    optimizer: OptimizerConfig
+    """The optimizer."""
+    scheduler: SchedulerConfig
+    """The learning rate schedule."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the dense part of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+class PolicyConfig(StrictModel):
+    """The model that is trained."""
+
+    model_name: Text
+    """A folder with a Hugging Face `config.json`, or a hub's name."""
+    init: Literal["random", "pretrained"]
+    """Start from random weights, or from the model's own."""
+    init_seed: NonNegativeInt
+    """Seed of random weights."""
+    tokenizer: TokenizerConfig
+    """The tokenizer."""
+    train_global_batch_size: PositiveInt
+    """Samples of one optimizer step, over all ranks."""
+    train_micro_batch_size: PositiveInt
+    """Samples of one forward and backward pass on one data-parallel rank."""
+    max_total_sequence_length: PositiveInt
+    """Most tokens of a sample; longer ones are cut and counted."""
+    precision: Literal["float32", "bfloat16"]
+    """Number format of weights and activations; the optimizer keeps float32 masters."""
+    max_grad_norm: PositiveFloat | None
+    """Clip the gradient to this norm; null: no clipping."""
+    sequence_packing: TokenBudgetConfig
+    """Put several samples into one row, without padding between them."""
+    dynamic_batching: TokenBudgetConfig
+    """Put samples of similar length together, as many as fit."""
+    megatron_cfg: MegatronConfig
+    """Megatron-Core."""

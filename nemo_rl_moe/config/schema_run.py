@@ -1,0 +1,107 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The sections that say where a run reads, writes and works: data, checkpointing, logger, cluster."""
+
+from typing import Literal
+
+from nemo_rl_moe.config.schema_base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel, Text
+
+
+class CheckpointingConfig(StrictModel):
+    """What is kept of the trained model."""
+
+    enabled: bool
+    """Write the final weights as a Hugging Face folder."""
+    checkpoint_dir: Text | None
+    """Folder to write to; null: `checkpoints` inside the run's folder."""
+
+
+class DataSourceConfig(StrictModel):
+    """Where one set of samples comes from."""
+
+    path: Text
+    """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes."""
+    split: Text
+    """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
+
+
+class DataConfig(StrictModel):
+    """The samples to train on and to validate with."""
+
+    train: DataSourceConfig
+    """The samples to train on."""
+    validation: DataSourceConfig | None
+    """The samples that are held out; null: no validation."""
+    on_bad_line: Literal["stop", "skip"]
+    """What a line that cannot be used does: end the run, or be left out and counted."""
+    shuffle: bool
+    """Draw a new order of the training samples for each epoch, from `sft.seed`."""
+
+
+class ConsoleConfig(StrictModel):
+    """What the terminal shows during a run."""
+
+    live: Literal["auto", "always", "never"]
+    """One line that renews itself; auto: only where the output is a terminal, otherwise a plain line for each step."""
+
+
+class WandbConfig(StrictModel):
+    """Names of the run in Weights & Biases."""
+
+    project: Text
+    """The project."""
+    name: Text
+    """The run's name."""
+
+
+class MlflowConfig(StrictModel):
+    """Names and place of the run in MLflow."""
+
+    experiment_name: Text
+    """The experiment."""
+    run_name: Text
+    """The run's name."""
+    tracking_uri: Text | None
+    """The store; null: `mlflow.db` beside the log folder."""
+
+
+class LoggerConfig(StrictModel):
+    """Where metrics go. The JSONL file in the run's folder is always written."""
+
+    log_dir: Text
+    """Folder that gets one numbered folder for each run."""
+    console: ConsoleConfig
+    """The terminal."""
+    tensorboard_enabled: bool
+    """Write TensorBoard files."""
+    wandb_enabled: bool
+    """Write a Weights & Biases run; offline unless the user is logged in."""
+    mlflow_enabled: bool
+    """Write an MLflow run."""
+    wandb: WandbConfig
+    """Read when `wandb_enabled`."""
+    mlflow: MlflowConfig
+    """Read when `mlflow_enabled`."""
+
+
+class ClusterConfig(StrictModel):
+    """The machines: one worker process for each GPU, or the given number of CPU workers."""
+
+    num_nodes: PositiveInt
+    """Machines to use."""
+    gpus_per_node: NonNegativeInt
+    """GPUs to use on each; 0: train on CPUs."""
+    cpu_workers_per_node: PositiveInt
+    """Worker processes on each machine when `gpus_per_node` is 0."""
+    worker_start_timeout_s: PositiveFloat
+    """Seconds that the workers may take to start before the run gives up."""
+
+    @property
+    def workers_per_node(self) -> int:
+        """Worker processes on each machine."""
+        return self.gpus_per_node or self.cpu_workers_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes in all."""
+        return self.num_nodes * self.workers_per_node

@@ -1,0 +1,48 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The nearest right key for a wrong one."""
+
+from collections.abc import Iterable, Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+# Below these, a suggestion confuses more than it helps. A key elsewhere must be nearer than one in the same section.
+SAME_SECTION_CUTOFF = 0.6
+ELSEWHERE_CUTOFF = 0.75
+
+
+def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:
+    """The allowed word that is most like `wrong`, or None when none is like it."""
+    matches = get_close_matches(wrong, list(allowed), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
+    """The known key that was probably meant.
+
+    Looks in the same section first, then for a key of nearly that name in the whole configuration.
+
+    Args:
+        wrong: Full key, parts joined by dots.
+        known: Full keys.
+    """
+    section, _, name = wrong.rpartition(".")
+    siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
+    sibling = nearest(name, siblings)
+    if sibling is not None:
+        return siblings[sibling]
+
+    def likeness(key: str) -> tuple[float, float]:
+        return (
+            SequenceMatcher(None, name, key.rpartition(".")[2]).ratio(),
+            SequenceMatcher(None, wrong, key).ratio(),
+        )
+
+    if not known:
+        return None
+    best = max(known, key=likeness)
+    return best if likeness(best)[0] >= ELSEWHERE_CUTOFF else nearest(wrong, known, ELSEWHERE_CUTOFF)
+
+
+def did_you_mean(suggestion: str | None) -> str:
+    """The end of an error line that offers `suggestion`; empty without one."""
+    return f"; did you mean {suggestion}?" if suggestion else ""

@@ -1,0 +1,36 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The errors that a user can cause, and the exit code each one ends the program with."""
+
+from collections.abc import Sequence
+
+EXIT_BAD_INPUT = 2
+EXIT_RUN_FAILED = 1
+
+
+class UserError(Exception):
+    """Something in the user's input is wrong; shown without a stack trace, exit code 2.
+
+    Args:
+        problems: One line for each problem, each complete in itself.
+    """
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, problems: str | Sequence[str]):
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+class ConfigurationError(UserError):
+    """A key, a type, a value or a combination in the configuration is wrong."""
+
+
+class DataError(UserError):
+    """A data file is missing, or one of its lines cannot be used."""
+
+
+class WorkerDiedError(RuntimeError):
+    """A worker process ended or raised; carries the worker's own error text. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED

@@ -1,0 +1,23 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.errors import ConfigurationError
+
+Problems = Callable[..., list[str]]
+
+
+@pytest.fixture
+def problems_of() -> Problems:
+    """The lines that the tiny exemplar, changed by these overrides, is refused with."""
+
+    def problems(*overrides: str, config: str | Path = "sft_tiny_moe.yaml", check_paths: bool = False) -> list[str]:
+        with pytest.raises(ConfigurationError) as caught:
+            load_config(config, overrides, check_paths=check_paths)
+        return caught.value.problems
+
+    return problems

@@ -1,0 +1,164 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""YAML files: inheritance, what is missing or malformed, and that nothing in them runs."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe.config.files import exemplars_folder, read_with_defaults
+from nemo_rl_moe.config.interpolation import resolve
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.errors import ConfigurationError
+
+Problems = Callable[..., list[str]]
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def problem_of(path: Path) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        read_with_defaults(path)
+    (problem,) = caught.value.problems
+    assert "\n" not in problem
+    return problem
+
+
+def test_later_defaults_win_and_the_file_wins_over_all(tmp_path: Path) -> None:
+    write(tmp_path, "one.yaml", "s: {a: 1, b: 1, c: 1, list: [1, 2]}")
+    write(tmp_path, "sub/two.yaml", "defaults: three.yaml\ns: {b: 2, c: 2, list: [3]}")
+    write(tmp_path, "sub/three.yaml", "s: {d: 3, c: 3}\nt: {x: 1}")
+    path = write(tmp_path, "main.yaml", "defaults: [one.yaml, sub/two.yaml]\ns: {c: 4}\nt: null")
+    assert read_with_defaults(path) == {"s": {"a": 1, "b": 2, "c": 4, "d": 3, "list": [3]}, "t": None}
+
+
+def test_shipped_file_is_found_from_anywhere_and_ones_own_of_the_same_name_comes_first(tmp_path: Path) -> None:
+    path = write(tmp_path, "mine.yaml", "defaults: sft.yaml\nsft: {seed: 7}")
+    assert load_config(path, check_paths=False).sft.seed == 7
+    write(tmp_path, "sft.yaml", "defaults: sft.yaml\nlogger: {log_dir: elsewhere}")
+    config = load_config(path, check_paths=False)
+    assert (config.sft.seed, config.logger.log_dir) == (7, "elsewhere")
+
+
+def test_a_file_that_two_parents_share_is_no_circle(tmp_path: Path) -> None:
+    write(tmp_path, "root.yaml", "a: 1")
+    write(tmp_path, "left.yaml", "defaults: root.yaml\nb: 1")
+    write(tmp_path, "right.yaml", "defaults: root.yaml\nc: 1")
+    assert read_with_defaults(write(tmp_path, "m.yaml", "defaults: [left.yaml, right.yaml]")) == {
+        "a": 1,
+        "b": 1,
+        "c": 1,
+    }
+
+
+def test_circle(tmp_path: Path) -> None:
+    first = write(tmp_path, "first.yaml", "defaults: second.yaml")
+    write(tmp_path, "second.yaml", "defaults: first.yaml")
+    assert problem_of(first) == f"{first}: defaults go in a circle: first.yaml -> second.yaml -> first.yaml"
+    alone = write(tmp_path, "alone.yaml", "defaults: alone.yaml")
+    assert problem_of(alone) == f"{alone}: defaults go in a circle: alone.yaml -> alone.yaml"
+
+
+def test_missing_parent_names_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, "main.yaml", "defaults: sft_tiny.yaml")
+    assert problem_of(path) == (
+        f"{path}: defaults: sft_tiny.yaml: no such file, neither in {tmp_path} nor among the shipped configurations;"
+        " did you mean sft_tiny_moe.yaml?"
+    )
+
+
+def test_missing_file_names_the_nearest(problems_of: Problems) -> None:
+    assert problems_of(config="nowhere/sft.yml") == [
+        "nowhere/sft.yml: no such file; did you mean sft.yaml?"
+        f" (shipped configurations: {', '.join(sorted(p.name for p in exemplars_folder().glob('*.yaml')))})"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "reason"),
+    [
+        ("a: 1\nb: 2\n c: 3\n", ", line 3, column 3", "mapping values are not allowed"),
+        ("a: 1\nb: 2\na: 3\n", ", line 3, column 1", "duplicate key a"),
+        ("a: [1, 2\nb: 3\n", ", line 2", "not valid YAML"),
+        ("a: 1\n---\nb: 2\n", ", line 2", "another document"),
+        ("a: &x {b: *x}\n", ", line 1", "recursive aliases"),
+        ("- 1\n- 2\n", "", "expected sections"),
+        ("just words", "", "expected sections"),
+        ("3", "", "expected sections"),
+        ("a: ${b\n", "", "${b"),
+        ("defaults: 3\n", "", "defaults: expected the name of a YAML file"),
+        ("defaults: {a: b}\n", "", "defaults: expected the name of a YAML file"),
+    ],
+)
+def test_malformed_file_says_where(tmp_path: Path, text: str, where: str, reason: str) -> None:
+    path = write(tmp_path, "bad.yaml", text)
+    problem = problem_of(path)
+    assert problem.startswith(f"{path}{where}")
+    assert reason in problem
+
+
+def test_unreadable_files(tmp_path: Path, problems_of: Problems) -> None:
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"a: \xff\xfe")
+    assert problem_of(binary) == f"{binary}: cannot be read: not UTF-8 text"
+    assert problems_of(config=tmp_path)[0].startswith(f"{tmp_path}: no such file")
+
+
+def test_empty_file_lacks_every_section(tmp_path: Path, problems_of: Problems) -> None:
+    problems = problems_of(config=write(tmp_path, "empty.yaml", ""))
+    assert [problem.split(":")[0] for problem in problems] == [
+        "checkpointing",
+        "policy",
+        "data",
+        "logger",
+        "cluster",
+        "sft",
+    ]
+
+
+def test_no_code_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    path = write(tmp_path, "evil.yaml", f"a: !!python/object/apply:os.system ['touch {marker}']")
+    assert "line 1" in problem_of(path)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("text", ["${oc.env:SECRET}", "x${oc.decode:1}", "${a.${b}:SECRET}", "\\${a}", "${a[0]}"])
+def test_only_names_of_keys_are_interpolated(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(os.environ, "SECRET", "token")
+    resolved, problems = resolve({"a": {"x": 1}, "b": "x", "c": text})
+    assert list(problems) == [("c",)]
+    assert "takes the name of another key" in problems[("c",)]
+    assert "token" not in str(resolved)
+
+
+def test_interpolation_of_values_sections_neighbours_and_in_text() -> None:
+    config = {"a": {"b": 3, "c": "${.b}", "d": "${..e}"}, "e": "v${a.b}", "f": "${a}", "g": "${e}-${e}"}
+    resolved, problems = resolve(config)
+    assert problems == {}
+    assert resolved == {
+        "a": {"b": 3, "c": 3, "d": "v3"},
+        "e": "v3",
+        "f": {"b": 3, "c": 3, "d": "v3"},
+        "g": "v3-v3",
+    }
+
+
+def test_interpolations_in_a_circle_and_to_nowhere() -> None:
+    _, problems = resolve({"a": "${b}", "b": "${a}", "policy": {"model_name": "m"}, "c": "${policy.modelname}"})
+    assert problems[("c",)] == "c: '${policy.modelname}' names no key; did you mean policy.model_name?"
+    assert problems[("a",)].startswith("a: '${b}': Recursive interpolation")
+    assert len(problems) == 3
+
+
+def test_question_marks_mean_still_to_be_given(tmp_path: Path, problems_of: Problems) -> None:
+    path = write(tmp_path, "m.yaml", "defaults: sft_tiny_moe.yaml\nlogger: {log_dir: '???'}")
+    assert problems_of(config=path) == ["logger.log_dir: missing; expected text that is not empty"]
+    assert load_config(path, ["logger.log_dir=x"], check_paths=False).logger.log_dir == "x"

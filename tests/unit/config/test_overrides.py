@@ -1,0 +1,36 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.overrides import apply_overrides
+
+
+def test_set_add_and_remove_in_order_without_touching_the_input() -> None:
+    config = {"a": {"b": 1, "c": 2}, "d": None}
+    changed, problems = apply_overrides(config, ["a.b=5", "+a.e.f=[1, 2e-1]", "~a.c", "d=x=y", "a.b=6"], [])
+    assert problems == []
+    assert changed == {"a": {"b": 6, "e": {"f": [1, 0.2]}}, "d": "x=y"}
+    assert config == {"a": {"b": 1, "c": 2}, "d": None}
+
+
+def test_key_must_exist_in_the_file_or_the_schema() -> None:
+    changed, problems = apply_overrides({"a": {"bcd": 1}}, ["a.bce=5", "a.new=1"], ["a.new"])
+    assert changed == {"a": {"bcd": 1, "new": 1}}
+    assert problems == ["a.bce: unknown key; did you mean a.bcd?"]
+
+
+def test_empty_value_is_null_and_a_section_can_be_replaced() -> None:
+    overrides = ["sft.max_num_steps=", "data.validation={path: held_out, split: test}"]
+    config = load_config("sft_tiny_moe.yaml", overrides, check_paths=False)
+    assert config.sft.max_num_steps is None
+    assert config.data.validation is not None
+    assert config.data.validation.path == "held_out"
+
+
+def test_removed_and_given_again() -> None:
+    config = load_config("sft_tiny_moe.yaml", ["~sft.seed", "+sft.seed=9"], check_paths=False)
+    assert config.sft.seed == 9
+
+
+def test_override_acts_before_interpolation() -> None:
+    config = load_config("sft_tiny_moe.yaml", ["policy.model_name=a/b"], check_paths=False)
+    assert config.policy.tokenizer.name == "a/b"

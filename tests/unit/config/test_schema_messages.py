@@ -1,0 +1,147 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a user reads after a wrong key, type or value."""
+
+from collections.abc import Callable
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_config
+
+Problems = Callable[..., list[str]]
+M = "policy.megatron_cfg"
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("sft.max_num_steps=ten", "sft.max_num_steps: got 'ten' (str), expected a whole number above 0 or null"),
+        ("sft.max_num_steps=0", "sft.max_num_steps: got 0 (int), expected a whole number above 0 or null"),
+        ("sft.max_num_steps=2.0", "sft.max_num_steps: got 2.0 (float), expected a whole number above 0 or null"),
+        ("sft.seed='1'", "sft.seed: got '1' (str), expected a whole number from 0 up"),
+        ("sft.seed=true", "sft.seed: got true (bool), expected a whole number from 0 up"),
+        ("sft.val_at_start=1", "sft.val_at_start: got 1 (int), expected true or false"),
+        ("sft.val_period=null", "sft.val_period: got null, expected a whole number from 0 up"),
+        ("policy.max_grad_norm=true", "policy.max_grad_norm: got true (bool), expected a number above 0 or null"),
+        (
+            "policy.max_grad_norm=.nan",
+            "policy.max_grad_norm: got nan (float), expected a finite number above 0 or null",
+        ),
+        ("policy.tokenizer.name=''", "policy.tokenizer.name: got '' (str), expected text that is not empty"),
+        ("logger.wandb.project=2024", "logger.wandb.project: got 2024 (int), expected text that is not empty"),
+        (
+            "policy.precision=bfloat",
+            "policy.precision: got 'bfloat' (str), expected float32 or bfloat16; did you mean bfloat16?",
+        ),
+        (
+            f"{M}.scheduler.lr_decay_style=cosin",
+            f"{M}.scheduler.lr_decay_style: got 'cosin' (str), expected one of constant, linear, cosine,"
+            " inverse-square-root; did you mean cosine?",
+        ),
+        (
+            f"{M}.optimizer.adam_beta1=1",
+            f"{M}.optimizer.adam_beta1: got 1 (int), expected a number from 0 up and below 1",
+        ),
+        (f"{M}.moe_router_topk=0", f"{M}.moe_router_topk: got 0 (int), expected a whole number above 0"),
+        (
+            f"{M}.moe_aux_loss_coeff=[0.1,x]",
+            f"{M}.moe_aux_loss_coeff: got [0.1, 'x'] (list), expected a number from 0 up or a list of numbers",
+        ),
+        (
+            f"{M}.moe_router_load_balancing_type=aux_los",
+            f"{M}.moe_router_load_balancing_type: got 'aux_los' (str), expected one of aux_loss, seq_aux_loss,"
+            " global_aux_loss, sinkhorn, quantile_balancing, none or a list of these; did you mean aux_loss?",
+        ),
+        (
+            f"{M}.activation_checkpointing=moee",
+            f"{M}.activation_checkpointing: got 'moee' (str), expected one of none, full, moe; did you mean moe?",
+        ),
+        (f"{M}.track_moe_metric=true", f"{M}.track_moe_metric: unknown key; did you mean {M}.track_moe_metrics?"),
+        (
+            "policy.track_moe_metrics=true",
+            f"policy.track_moe_metrics: unknown key; did you mean {M}.track_moe_metrics?",
+        ),
+        ("+wibble.zzz=1", "wibble: unknown key; allowed here: checkpointing, policy, data, logger, cluster, sft"),
+        ("+sft.zzz=1", None),
+        ("data=3", "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle"),
+        ("cluster={num_nodes: 1}", None),
+        ("~policy.init", "policy.init: missing; expected random or pretrained"),
+        ("~policy.inti", "~policy.inti: no such key; did you mean policy.init?"),
+        ("sft", "override 'sft': expected section.key=value, +section.key=value or ~section.key"),
+        ("sft..seed=1", "override 'sft..seed=1': expected section.key=value, +section.key=value or ~section.key"),
+        ("sft.seed.x=1", "sft.seed.x: unknown key; did you mean"),
+    ],
+)
+def test_one_wrong_input_gives_its_line(problems_of: Problems, override: str, line: str | None) -> None:
+    problems = problems_of(override)
+    if override == "cluster={num_nodes: 1}":
+        missing = [
+            f"cluster.{key}: missing" for key in ("gpus_per_node", "cpu_workers_per_node", "worker_start_timeout_s")
+        ]
+        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 3
+    elif line is None:
+        assert problems[0].startswith("sft.zzz: unknown key; allowed here: max_num_epochs, max_num_steps,")
+    elif line.endswith("did you mean"):
+        assert len(problems) == 1
+        assert problems[0].startswith(line)
+    else:
+        assert problems == [line]
+
+
+def test_bad_yaml_in_an_override(problems_of: Problems) -> None:
+    (problem,) = problems_of("data.train={path: x")
+    assert problem.startswith("data.train: '{path: x' is not valid YAML: ")
+    assert "\n" not in problem
+
+
+def test_every_problem_is_told_at_once(problems_of: Problems) -> None:
+    problems = problems_of(
+        "sft.max_num_steps=ten",
+        f"{M}.track_moe_metric=true",
+        "policy.tokenizer.name=${policy.modle_name}",
+        "logger.log_dir=${oc.env:HOME}",
+        "cluster.cpu_workers_per_node=3",
+        f"{M}.optimizer.min_lr=1",
+        "oops",
+    )
+    keys = [problem.split(":")[0] for problem in problems]
+    assert set(keys) == {
+        "sft.max_num_steps",
+        f"{M}.track_moe_metric",
+        "policy.tokenizer.name",
+        "logger.log_dir",
+        "policy.train_global_batch_size",
+        f"{M}.optimizer.min_lr",
+        "override 'oops'",
+    }
+    assert len(keys) == 7
+    assert all("\n" not in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("policy.max_grad_norm=1e-3", 1e-3),
+        ("policy.max_grad_norm=1E5", 1e5),
+        ("policy.max_grad_norm=2", 2.0),
+        ("policy.max_grad_norm=null", None),
+    ],
+)
+def test_numbers_as_people_write_them(override: str, expected: float | None) -> None:
+    value = load_config("sft_tiny_moe.yaml", [override], check_paths=False).policy.max_grad_norm
+    assert value == expected
+    assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("text", "meaning"), [("true", "full"), ("false", "none"), ("moe", "moe"), ("none", "none"), ("full", "full")]
+)
+def test_activation_checkpointing_takes_booleans_too(text: str, meaning: str) -> None:
+    config = load_config("sft_tiny_moe.yaml", [f"{M}.activation_checkpointing={text}"], check_paths=False)
+    assert config.policy.megatron_cfg.activation_checkpointing == meaning
+
+
+def test_configuration_is_frozen() -> None:
+    config = load_config("sft_tiny_moe.yaml", check_paths=False)
+    with pytest.raises(ValueError, match="frozen"):
+        config.sft.seed = 3
