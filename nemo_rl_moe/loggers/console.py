@@ -1,0 +1,158 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the user sees while a run goes on: a live line in a terminal, plain lines everywhere else."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from nemo_rl_moe.loggers.step_text import TimeLeft, train_line, validation_line
+
+LiveMode = Literal["auto", "always", "never"]
+_REFRESHES_PER_SECOND = 5
+_BAR_WIDTH = 16
+
+
+class ConsoleLogger:
+    """The console as a `MetricLogger`, plus messages, warnings and phases that stay in order with the live line.
+
+    In a terminal the current step is one line that renews itself at the bottom; validation results, messages and the
+    last step stay above it. Elsewhere every step is a line of its own, never wrapped. Text is shown as it is: no
+    markup, no control characters.
+
+    Args:
+        total_steps: The step at which training will end; 0 while that is not known (`begin` sets it).
+        live: `auto` shows the live line in a terminal; `always` and `never` decide it whatever the stream is.
+        stream: Where to write; None means standard output.
+        clock: Seconds on a clock that only goes forward.
+    """
+
+    name = "console"
+
+    def __init__(
+        self,
+        total_steps: int,
+        live: LiveMode = "auto",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        forced = {"auto": None, "always": True, "never": None}[live]
+        self._console = Console(file=stream, force_terminal=forced, highlight=False, markup=False, emoji=False)
+        in_terminal = self._console.is_terminal and not self._console.is_dumb_terminal
+        self._is_live = live == "always" or (live == "auto" and in_terminal)
+        self._total_steps = total_steps
+        self._clock = clock
+        self._time_left = TimeLeft(total_steps)
+        self._display: Live | None = None
+        self._phases: list[Spinner] = []
+        self._step = 0
+        self._step_line = ""
+
+    @property
+    def total_steps(self) -> int:
+        """The step at which training will end."""
+        return self._total_steps
+
+    def begin(self, total_steps: int) -> None:
+        """Sets the step at which training will end, once the data say how many there are."""
+        self._total_steps = total_steps
+        self._time_left = TimeLeft(total_steps)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the step; the fields it looks for are listed in `step_text`."""
+        line = train_line(step, self._total_steps, metrics, None)
+        if line:
+            line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
+            self._step, self._step_line = step, line
+            if self._is_live:
+                self._refresh()
+            else:
+                self._print(line)
+        if validation := validation_line(step, metrics):
+            self._print(validation, "bold")
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Does nothing: a whole configuration would push everything else off the screen."""
+
+    def close(self) -> None:
+        """Ends the live line and leaves the last step standing; messages still work afterwards."""
+        if self._is_live and self._step_line:
+            last, self._step_line = self._step_line, ""
+            self._print(last)
+        self._phases.clear()
+        self._refresh()
+
+    def message(self, text: str) -> None:
+        """Shows text."""
+        self._print(text)
+
+    def warn(self, text: str) -> None:
+        """Shows a warning."""
+        self._print(f"warning: {text}", "yellow")
+
+    @contextmanager
+    def phase(self, text: str) -> Iterator[None]:
+        """Tells the user what takes so long, and at its end how long it took.
+
+        Args:
+            text: What is being done, for example `starting workers`.
+        """
+        started = self._clock()
+        spinner = Spinner("dots", Text(f"{_printable(text)} ..."))
+        if self._is_live:
+            self._phases.append(spinner)
+            self._refresh()
+        else:
+            self._print(f"{text} ...")
+        outcome = "failed after"
+        try:
+            yield
+            outcome = "done in"
+        finally:
+            if spinner in self._phases:
+                self._phases.remove(spinner)
+            self._print(f"{text}: {outcome} {self._clock() - started:.1f} s")
+            self._refresh()
+
+    def _print(self, text: str, style: str = "") -> None:
+        # Soft wrap leaves long lines whole, for files and for the terminal's own wrapping.
+        self._console.print(Text(_printable(text), style=style), soft_wrap=True)
+
+    def _refresh(self) -> None:
+        """Brings the live display in line with what there is to show: starts it, renews it or takes it away."""
+        if self._phases or (self._step_line and self._is_live):
+            if self._display is None:
+                # Transient: what should stay is printed, so nothing is left half drawn.
+                self._display = Live(
+                    console=self._console,
+                    get_renderable=self._render,
+                    refresh_per_second=_REFRESHES_PER_SECOND,
+                    transient=True,
+                )
+                self._display.start()
+            self._display.refresh()
+        elif self._display is not None:
+            self._display.stop()
+            self._display = None
+
+    def _render(self) -> RenderableType:
+        rows: list[RenderableType] = list(self._phases)
+        if self._step_line:
+            row = Table.grid(padding=(0, 1))
+            bar = ProgressBar(total=max(1, self._total_steps), completed=self._step, width=_BAR_WIDTH)
+            row.add_row(bar, Text(self._step_line))
+            rows.append(row)
+        return Group(*rows)
+
+
+def _printable(text: str) -> str:
+    """Control characters written out, so that text from elsewhere cannot move the cursor or colour the terminal."""
+    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,0 +1,128 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""MLflow tracking, by default in a local SQLite store beside the log folder."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# The most that one request may carry, and the lengths that servers in use accept.
+_METRICS_PER_BATCH = 1000
+_PARAMS_PER_BATCH = 100
+_LONGEST_KEY = 250
+_LONGEST_VALUE = 500
+_SQLITE_PREFIX = "sqlite:///"
+
+
+class MlflowLogger:
+    """One MLflow run, reached through a client of its own: MLflow's global state is left alone.
+
+    NaN is kept. A local store keeps infinities as plus and minus the largest float64.
+
+    Args:
+        tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
+        experiment_name: Created where it does not exist yet.
+        run_name: The run's name; None leaves it to MLflow.
+    """
+
+    name = "mlflow"
+
+    def __init__(self, tracking_uri: str, experiment_name: str, run_name: str | None):
+        _set_environment_defaults()
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self._metric_type, self._param_type = Metric, Param
+        with _quiet("mlflow", "alembic"):
+            self._client = MlflowClient(tracking_uri)
+            experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
+        self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records all metrics of the step, in one request up to 1,000 of them."""
+        milliseconds = int(time.time() * 1000)
+        entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in metrics.items()]
+        for batch in _batches(entries, _METRICS_PER_BATCH):
+            self._client.log_batch(self._run_id, metrics=batch)
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Stores the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`."""
+        entries = [self._param_type(key, value) for key, value in flatten_config(config).items()]
+        for batch in _batches(entries, _PARAMS_PER_BATCH):
+            self._client.log_batch(self._run_id, params=batch)
+
+    def close(self) -> None:
+        """Marks the run as finished."""
+        self._client.set_terminated(self._run_id)
+
+    def _experiment_id(self, name: str, artifact_folder: Path | None) -> str:
+        from mlflow.exceptions import MlflowException
+
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment is None:
+            try:
+                location = artifact_folder.as_uri() if artifact_folder else None
+                return str(self._client.create_experiment(name, artifact_location=location))
+            except MlflowException:
+                # Another run may have created it a moment ago; if it still does not exist, the error was another one.
+                experiment = self._client.get_experiment_by_name(name)
+                if experiment is None:
+                    raise
+        return str(experiment.experiment_id)
+
+
+def local_store_uri(folder: Path) -> str:
+    """The tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return f"{_SQLITE_PREFIX}{(folder.resolve() / 'mlflow.db').as_posix()}"
+
+
+def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
+    """A nested configuration as flat text: `a.b.c` to value, cut to the lengths that MLflow accepts."""
+    return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in _leaves(config, "")}
+
+
+def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (entries[start : start + size] for start in range(0, len(entries), size))
+
+
+def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _local_artifact_folder(tracking_uri: str) -> Path | None:
+    """Artifacts of a SQLite store go beside it; MLflow's own choice would be the working directory."""
+    if not tracking_uri.startswith(_SQLITE_PREFIX):
+        return None
+    return Path(tracking_uri.removeprefix(_SQLITE_PREFIX)).resolve().parent / "mlartifacts"
+
+
+def _set_environment_defaults() -> None:
+    """Settings that MLflow reads from the environment; what the user set stays."""
+    # Metrics go to the store that the user chose and nowhere else.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # By default a server that has gone away would hold up a training step for several minutes.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
+
+
+@contextmanager
+def _quiet(*logger_names: str) -> Iterator[None]:
+    """Holds back the notes, such as those on the tables of a new database, that would mix with the console's lines."""
+    loggers = [logging.getLogger(name) for name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,118 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A failing backend warns once and is left out; the others get every step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.loggers.fan_out import FanOutLogger
+
+
+class Recorder:
+    """Keeps what it is given; fails where it is told to."""
+
+    name = "recorder"
+
+    def __init__(self, fail_in: str = "", error: Exception | None = None):
+        self.calls: list[tuple[Any, ...]] = []
+        self._fail_in = fail_in
+        self._error = error or OSError("disk is full")
+        self._note("open")
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._note("log_step", step, dict(metrics))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self._note("log_config", dict(config))
+
+    def close(self) -> None:
+        self._note("close")
+
+    def _note(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] == self._fail_in:
+            raise self._error
+
+
+def drive(broken_in: str) -> tuple[Recorder, Recorder | None, list[str]]:
+    warnings: list[str] = []
+    healthy = Recorder()
+    opened: list[Recorder] = []
+
+    def open_broken() -> Recorder:
+        opened.append(Recorder(broken_in))
+        return opened[-1]
+
+    logger = FanOutLogger({"broken": open_broken, "healthy": lambda: healthy}, warnings.append)
+    logger.log_config({"a": 1})
+    for step in (1, 2, 3):
+        logger.log_step(step, {"train/loss": float(step)})
+    logger.close()
+    return healthy, opened[0] if opened else None, warnings
+
+
+@pytest.mark.parametrize(
+    ("broken_in", "text"),
+    [
+        ("open", "logger broken could not start and is left out from here on: OSError: disk is full"),
+        ("log_config", "logger broken failed to store the configuration and is left out"),
+        ("log_step", "logger broken failed at step 1 and is left out from here on: OSError: disk is full"),
+        ("close", "logger broken failed to close and is left out"),
+    ],
+)
+def test_failure_warns_once_and_spares_the_others(broken_in: str, text: str) -> None:
+    healthy, broken, warnings = drive(broken_in)
+    assert len(warnings) == 1
+    assert warnings[0].startswith(text)
+    steps = [("log_step", step, {"train/loss": float(step)}) for step in (1, 2, 3)]
+    assert healthy.calls == [("open",), ("log_config", {"a": 1}), *steps, ("close",)]
+    if broken_in == "log_step":
+        assert broken is not None
+        assert [call[0] for call in broken.calls] == ["open", "log_config", "log_step", "close"]
+
+
+def test_without_failure_nothing_is_said_and_all_get_the_same() -> None:
+    healthy, other, warnings = drive("nowhere")
+    assert warnings == []
+    assert other is not None
+    assert other.calls == healthy.calls
+
+
+def test_missing_package_is_named() -> None:
+    warnings: list[str] = []
+
+    def open_backend() -> Recorder:
+        import package_that_is_not_there  # noqa: F401
+
+        return Recorder()
+
+    FanOutLogger({"x": open_backend}, warnings.append)
+    assert warnings[0].endswith("the package package_that_is_not_there is not installed")
+
+
+def test_warning_that_cannot_be_shown_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    def closed_pipe(_: str) -> None:
+        raise BrokenPipeError
+
+    logger = FanOutLogger({"console": lambda: Recorder("log_step")}, closed_pipe)
+    logger.log_step(1, {})
+    assert "logger console failed at step 1" in capsys.readouterr().err
+    assert logger.active == ()
+
+
+def test_an_interrupt_is_not_swallowed() -> None:
+    class Interrupted(Recorder):
+        def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FanOutLogger({"x": Interrupted}, print).log_step(1, {})
+
+
+def test_leaving_the_context_closes_even_after_an_error() -> None:
+    recorder = Recorder()
+    with pytest.raises(RuntimeError, match="training"), FanOutLogger({"x": lambda: recorder}, print):
+        raise RuntimeError("training broke")
+    assert recorder.calls[-1] == ("close",)
