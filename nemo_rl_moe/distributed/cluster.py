@@ -1,0 +1,209 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The machines that a run uses: a local Ray of its own, or the cluster that RAY_ADDRESS names."""
+
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from nemo_rl_moe.distributed.node_tools import usable_cores
+from nemo_rl_moe.errors import ConfigurationError
+
+LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
+SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
+SHARED_MEMORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class ClusterRequest:
+    """What a run asks for, as the `cluster` section of the configuration says it.
+
+    Attributes:
+        num_nodes: Machines.
+        gpus_per_node: GPUs on each, one worker a GPU; 0 trains on CPUs.
+        cpu_workers_per_node: Workers on each when there are no GPUs.
+    """
+
+    num_nodes: int
+    gpus_per_node: int
+    cpu_workers_per_node: int
+
+    @property
+    def workers_per_node(self) -> int:
+        """Worker processes on each machine."""
+        return self.gpus_per_node or self.cpu_workers_per_node
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes in all."""
+        return self.num_nodes * self.workers_per_node
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What Ray reserves on each machine: one CPU a worker, and its GPU."""
+        resources = {"CPU": float(self.workers_per_node)}
+        return resources | {"GPU": float(self.gpus_per_node)} if self.gpus_per_node else resources
+
+
+def describe_shortage(request: ClusterRequest, nodes: Sequence[Mapping[str, float]]) -> list[str]:
+    """What a cluster lacks.
+
+    Args:
+        request: What the run asks for.
+        nodes: The resources of each node that is alive, by Ray's names.
+
+    Returns:
+        One line for each thing that is missing; none when the run fits.
+    """
+    if len(nodes) < request.num_nodes:
+        return [
+            f"cluster.num_nodes: got {request.num_nodes}, the Ray cluster has {len(nodes)};"
+            f" nearest: cluster.num_nodes={len(nodes)}"
+        ]
+    gpus, cpus = ([int(node.get(kind, 0)) for node in nodes] for kind in ("GPU", "CPU"))
+    on_nodes = f" on each of {request.num_nodes} nodes" if request.num_nodes > 1 else " on one node"
+    if request.gpus_per_node:
+        if (most := _most_on_each(gpus, request.num_nodes)) < request.gpus_per_node:
+            nearest = "cluster.gpus_per_node=0, which trains on CPUs" if most == 0 else f"cluster.gpus_per_node={most}"
+            return [
+                f"cluster.gpus_per_node: asked for {request.gpus_per_node} GPUs{on_nodes}, the Ray cluster has"
+                f" {_by_node(gpus)}; nearest: {nearest}"
+            ]
+        key = "cluster.gpus_per_node"
+    else:
+        key = "cluster.cpu_workers_per_node"
+    if (most := _most_on_each(cpus, request.num_nodes)) < request.workers_per_node:
+        return [
+            f"{key}: {request.workers_per_node} workers{on_nodes} need a CPU each, the Ray cluster has"
+            f" {_by_node(cpus)}; nearest: {key}={most}"
+        ]
+    return []
+
+
+def _most_on_each(amounts: Sequence[int], num_nodes: int) -> int:
+    """The largest amount that as many nodes have."""
+    return sorted(amounts, reverse=True)[num_nodes - 1]
+
+
+def _by_node(amounts: Sequence[int]) -> str:
+    return f"{amounts[0]}" if len(amounts) == 1 else f"{', '.join(map(str, amounts))} on its {len(amounts)} nodes"
+
+
+def object_store_bytes() -> int:
+    """A small object store: batches and metrics are all that travels. Less where shared memory is scarce."""
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        free = LARGEST_OBJECT_STORE_BYTES
+    return max(SMALLEST_OBJECT_STORE_BYTES, min(LARGEST_OBJECT_STORE_BYTES, int(0.8 * free)))
+
+
+class RayCluster:
+    """Machines with a place reserved for every worker.
+
+    Starts a local Ray, or joins the cluster that RAY_ADDRESS names ("host:port" or "auto"); a Ray that this process is
+    connected to already is used as it is. Each machine is one bundle of a placement group, on a machine of its own.
+
+    Args:
+        num_nodes: Machines.
+        gpus_per_node: GPUs on each, one worker a GPU; 0 trains on CPUs.
+        cpu_workers_per_node: Workers on each when there are no GPUs.
+        placement_timeout_s: Seconds to wait until other jobs have freed what is asked for.
+
+    Attributes:
+        request: What was asked for.
+        placement_group: One bundle for each machine.
+        is_local: True when every worker runs on this machine.
+
+    Raises:
+        ConfigurationError: The cluster cannot be reached or lacks what is asked for; says what.
+    """
+
+    def __init__(
+        self, num_nodes: int, gpus_per_node: int, cpu_workers_per_node: int, *, placement_timeout_s: float = 60.0
+    ):
+        self.request = ClusterRequest(num_nodes, gpus_per_node, cpu_workers_per_node)
+        self.placement_group: PlacementGroup | None = None
+        self._disconnects = False
+        try:
+            self._connect()
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            if problems := describe_shortage(self.request, [node["Resources"] for node in nodes]):
+                raise ConfigurationError(problems)
+            self.is_local = num_nodes == 1 and len(nodes) == 1
+            self._reserve(placement_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def shutdown(self) -> None:
+        """Gives back what was reserved, and stops Ray if this object started it. Does nothing the second time."""
+        if self.placement_group is not None and ray.is_initialized():
+            remove_placement_group(self.placement_group)
+        self.placement_group = None
+        if self._disconnects:
+            self._disconnects = False
+            ray.shutdown()
+
+    def _connect(self) -> None:
+        if ray.is_initialized():
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Workers without a GPU hide the GPUs themselves; without this Ray warns about its own way of doing so.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        address = os.environ.get("RAY_ADDRESS", "")
+        # What workers print goes to Ray's log files; when one fails, its error and the end of its log are shown.
+        if address in ("", "local"):
+            self._start_local()
+        elif address.startswith("ray://"):
+            raise ConfigurationError(
+                f"RAY_ADDRESS: got {address}, expected host:port or auto; Ray's client protocol (ray://) is not"
+                " supported, start the run on a node of the cluster"
+            )
+        else:
+            try:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise ConfigurationError(
+                    f"RAY_ADDRESS: cannot join the Ray cluster at {address} ({reason});"
+                    " unset it to use this machine only"
+                ) from error
+            self._disconnects = True
+
+    def _start_local(self) -> None:
+        if self.request.num_nodes > 1:
+            raise ConfigurationError(
+                f"cluster.num_nodes: got {self.request.num_nodes}, this machine is 1; to use more, start Ray on all of"
+                " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
+            )
+        ray.init(
+            address="local",
+            # Ray counts logical CPUs: more workers than cores only means that they take turns.
+            num_cpus=max(usable_cores(), self.request.workers_per_node),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=object_store_bytes(),
+        )
+        self._disconnects = True
+
+    def _reserve(self, timeout_s: float) -> None:
+        # One bundle a machine, each on another: as many workers on every machine as asked, never more on one.
+        self.placement_group = placement_group([self.request.bundle] * self.request.num_nodes, strategy="STRICT_SPREAD")
+        if self.placement_group.wait(timeout_seconds=timeout_s):
+            return
+        free = ray.available_resources()
+        raise ConfigurationError(
+            f"cluster: the Ray cluster is large enough, but busy: waited {timeout_s:g} s for {self.request.num_nodes} x"
+            f" {_amounts(self.request.bundle)}; free now: {_amounts(free)}. Wait for its other jobs, or ask for less"
+        )
+
+
+def _amounts(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{int(resources.get(kind, 0))} {kind}s" for kind in ("CPU", "GPU") if kind in resources) or "0"

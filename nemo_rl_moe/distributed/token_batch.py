@@ -1,0 +1,52 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The batch container that travels from the data loader over Ray to the workers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Right-padded token sequences with the mask that says which tokens are trained on.
+
+    Attributes:
+        input_ids: Token ids; what stands after a sequence's length is padding.
+        lengths: Number of real tokens of each sequence.
+        token_mask: True where a token counts in the loss *as a target* (position `t` is predicted
+            from position `t - 1`); False on prompts and padding.
+        sample_ids: Where each sequence came from, for error messages.
+        extras: Further tensors with the same leading dimension (advantages, say).
+    """
+
+    input_ids: Int[Tensor, "batch sequence"]
+    lengths: Int[Tensor, " batch"]
+    token_mask: Bool[Tensor, "batch sequence"]
+    sample_ids: tuple[str, ...]
+    extras: dict[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.input_ids.shape[0]
+
+    def select(self, indices: Sequence[int]) -> "TokenBatch":
+        """The sequences at `indices`, in that order, cut to the longest of them."""
+        index = torch.as_tensor(indices, dtype=torch.long)
+        longest = int(self.lengths[index].max()) if len(index) else 0
+        return TokenBatch(
+            input_ids=self.input_ids[index, :longest],
+            lengths=self.lengths[index],
+            token_mask=self.token_mask[index, :longest],
+            sample_ids=tuple(self.sample_ids[i] for i in indices),
+            extras={
+                name: value[index, :longest] if value.shape[1:2] == self.input_ids.shape[1:2] else value[index]
+                for name, value in self.extras.items()
+            },
+        )
+
+    def num_valid_tokens(self) -> int:
+        """How many tokens count in the loss. The first token of a sequence has no prediction and never counts."""
+        return int(self.token_mask[:, 1:].sum())

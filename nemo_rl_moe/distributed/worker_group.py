@@ -1,0 +1,288 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One Ray actor a rank, called together; when one fails, all are stopped and its own error is shown."""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import ray
+from ray import cloudpickle
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import (
+    dump_stacks,
+    end_processes,
+    find_families,
+    read_tail,
+)
+from nemo_rl_moe.distributed.worker_environment import worker_environment
+from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerPlace, WorkerProcess
+from nemo_rl_moe.errors import WorkerDiedError
+
+ROOT_CAUSE_WAIT_S = 3.0
+"""After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""
+END_GRACE_S = 2.0
+LOG_TAIL_LINES = 30
+REMOTE_CALL_TIMEOUT_S = 8.0
+SMALL_TYPES = (bool, int, float, str, type(None), Path)
+
+
+class WorkerGroup:
+    """All ranks of one program.
+
+    Args:
+        cluster: Where the ranks run.
+        worker_class: Made on each rank as `worker_class(rank, world_size, **worker_kwargs)`, after the rank's
+            environment variables are set.
+        worker_kwargs: Further arguments, the same for all ranks.
+        start_timeout_s: Seconds that starting all ranks may take.
+
+    Raises:
+        WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        worker_class: type,
+        worker_kwargs: Mapping[str, Any],
+        start_timeout_s: float,
+    ):
+        self._cluster = cluster
+        self._driver_node = ray.get_runtime_context().get_node_id()
+        self._actors: list[Any] = []
+        self._places: dict[int, WorkerPlace] = {}
+        self._ended: str | None = None
+        try:
+            self._start(worker_class, dict(worker_kwargs), start_timeout_s)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self._cluster.request.world_size
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The process id of each rank, on its own node."""
+        return [self._places[rank].process.pid for rank in sorted(self._places)]
+
+    def call_all(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method with the same arguments on every rank.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            WorkerDiedError: A worker raised or died; all of them have been stopped.
+        """
+        return self.call_each(method, [args] * self.world_size)
+
+    def call_each(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
+        """Calls a method with other arguments on every rank; an object that several ranks get travels once.
+
+        Args:
+            method: Its name.
+            args_by_rank: Positional arguments for each rank.
+
+        Returns:
+            The results by rank.
+
+        Raises:
+            WorkerDiedError: A worker raised or died; all of them have been stopped.
+        """
+        if self._ended is not None:
+            raise WorkerDiedError(f"cannot call `{method}`: {self._ended}")
+        if len(args_by_rank) != self.world_size:
+            raise ValueError(f"`{method}` got arguments for {len(args_by_rank)} ranks, expected {self.world_size}")
+        calls = [
+            actor.call.remote(method, *args)
+            for actor, args in zip(self._actors, _put_shared(args_by_rank), strict=True)
+        ]
+        return self._wait(f"in `{method}`", calls)
+
+    def shutdown(self) -> None:
+        """Stops every worker and everything that it has started. Does nothing the second time."""
+        if self._ended is None:
+            self._ended = "the workers have been stopped"
+        actors, self._actors = self._actors, []
+        if not actors:
+            return
+        by_node: defaultdict[str, list[WorkerPlace]] = defaultdict(list)
+        for place in self._places.values():
+            by_node[place.node_id].append(place)
+        families = {
+            node: self._on_node(node, find_families, [place.process for place in places], default=[])
+            for node, places in by_node.items()
+        }
+        if ray.is_initialized():
+            for actor in actors:
+                with suppress(RayError, ValueError):
+                    ray.kill(actor, no_restart=True)
+        # Ray's own kill leaves out what a worker has started, and may be late for one that hangs in a library.
+        for node, family in families.items():
+            self._on_node(node, end_processes, family, END_GRACE_S, default=[])
+
+    def _start(self, worker_class: type, worker_kwargs: dict[str, Any], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        request = self._cluster.request
+        actor_class = ray.remote(WorkerProcess)
+        for rank in range(self.world_size):
+            options = actor_class.options(
+                num_cpus=1,
+                num_gpus=1 if request.gpus_per_node else 0,
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=self._cluster.placement_group,
+                    placement_group_bundle_index=rank // request.workers_per_node,
+                ),
+            )
+            self._actors.append(options.remote())
+
+        def wait(calls: list[ray.ObjectRef], on_result: Callable[[int, Any], None] = lambda rank, result: None) -> Any:
+            return self._wait("while starting", calls, deadline, timeout_s, on_result)
+
+        places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
+        (port,) = wait([self._actors[0].find_free_port.remote()])
+        environments = worker_environment(places, request.workers_per_node, port, is_local=self._cluster.is_local)
+        payload = ray.put(cloudpickle.dumps((worker_class, worker_kwargs)))
+        wait(
+            [
+                actor.start.remote(environment, payload, rank, self.world_size)
+                for rank, (actor, environment) in enumerate(zip(self._actors, environments, strict=True))
+            ]
+        )
+
+    def _wait(
+        self,
+        doing: str,
+        calls: Sequence[Any],
+        deadline: float | None = None,
+        timeout_s: float = 0.0,
+        on_result: Callable[[int, Any], None] = lambda rank, result: None,
+    ) -> list[Any]:
+        """Waits for one call on each rank, and no longer than until the first of them fails."""
+        pending = {call: rank for rank, call in enumerate(calls)}
+        results: dict[int, Any] = {}
+        failures: dict[int, WorkerFailure | RayError] = {}
+        while pending:
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+            if not ready:
+                if failures:
+                    break
+                self._fail_for_time(sorted(pending.values()), timeout_s)
+            rank = pending.pop(ready[0])
+            result = _outcome(ready[0])
+            if isinstance(result, WorkerFailure | RayError):
+                if not failures:
+                    deadline = time.monotonic() + ROOT_CAUSE_WAIT_S
+                failures[rank] = result
+            else:
+                results[rank] = result
+                on_result(rank, result)
+        if failures:
+            self._fail(doing, failures)
+        return [results[rank] for rank in range(len(calls))]
+
+    def _fail(self, doing: str, failures: Mapping[int, WorkerFailure | RayError]) -> NoReturn:
+        """Stops all workers and raises the error that most likely started it all."""
+        died = [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
+        rank = died[0] if died else next(iter(failures))
+        failure = failures[rank]
+        if isinstance(failure, WorkerFailure):
+            what, details = failure.summary, failure.details
+        elif isinstance(failure, RayActorError):
+            what, details = "died", f"{_exit_reason(failure)}\n{self._tail(rank)}".rstrip()
+        else:
+            what, details = f"raised {type(failure).__name__}", str(failure)
+        others = sorted(set(failures) - {rank})
+        also = f"\nAfter it failed: {', '.join(f'rank {other}' for other in others)}." if others else ""
+        self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
+
+    def _fail_for_time(self, ranks: Sequence[int], timeout_s: float) -> NoReturn:
+        """Stops all workers and says which did not start, and where they are."""
+        for rank in ranks:
+            if place := self._places.get(rank):
+                self._on_node(place.node_id, dump_stacks, [place.process], default=None)
+        time.sleep(0.3)
+        first = ranks[0]
+        names = ", ".join(self._name(rank) for rank in ranks)
+        tail = self._tail(first)
+        self._stop_and_raise(
+            f"{len(ranks)} of {self.world_size} workers did not start within {timeout_s:g} s"
+            f" (cluster.worker_start_timeout_s): {names}\n{tail}".rstrip()
+        )
+
+    def _stop_and_raise(self, message: str) -> NoReturn:
+        self.shutdown()
+        self._ended = "the workers have been stopped after one of them failed"
+        raise WorkerDiedError(f"{message}\nAll {self.world_size} workers have been stopped.")
+
+    def _name(self, rank: int) -> str:
+        place = self._places.get(rank)
+        if place is None:
+            return f"rank {rank}"
+        node = "" if self._cluster.is_local else f", node {place.node_ip}"
+        return f"rank {rank} (pid {place.process.pid}{node})"
+
+    def _tail(self, rank: int) -> str:
+        """The end of what a worker has written to stderr."""
+        place = self._places.get(rank)
+        if place is None:
+            return ""
+        tail = self._on_node(place.node_id, read_tail, place.stderr_path, LOG_TAIL_LINES, default="")
+        return f"The end of the stderr of rank {rank}:\n{tail}" if tail else ""
+
+    def _on_node(self, node_id: str, function: Callable[..., Any], *args: Any, default: Any) -> Any:
+        """Calls a function on one of the machines; `default` when the machine does not answer."""
+        if node_id == self._driver_node:
+            return function(*args)
+        if not ray.is_initialized():
+            return default
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        call = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(*args)
+        try:
+            return ray.get(call, timeout=REMOTE_CALL_TIMEOUT_S)
+        except RayError:
+            return default
+
+
+def _outcome(call: Any) -> Any:
+    """A call's result, or what Ray says went wrong."""
+    try:
+        return ray.get(call)
+    except RayError as error:
+        return error
+
+
+def _exit_reason(error: RayActorError) -> str:
+    """The part of Ray's message that says how a process ended."""
+    text = " ".join(str(error).split())
+    for start in ("Worker exit type:", "The actor is dead because"):
+        if start in text:
+            return text[text.index(start) :]
+    return text
+
+
+def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Replaces each larger object that several ranks get by a reference to one copy in the object store."""
+    times = Counter(id(arg) for args in args_by_rank for arg in args)
+    stored: dict[int, Any] = {}
+
+    def share(arg: Any) -> Any:
+        if times[id(arg)] == 1 or isinstance(arg, SMALL_TYPES):
+            return arg
+        if id(arg) not in stored:
+            stored[id(arg)] = ray.put(arg)
+        return stored[id(arg)]
+
+    return [[share(arg) for arg in args] for args in args_by_rank]

@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Ray actor around a worker class: gives it its environment, and turns its errors into text that always travels."""
+
+import faulthandler
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from ray import cloudpickle
+
+from nemo_rl_moe.distributed.node_tools import ProcessIdentity, usable_cores
+from nemo_rl_moe.errors import UserError
+
+
+@dataclass(frozen=True)
+class WorkerPlace:
+    """Where a worker's process runs.
+
+    Attributes:
+        process: The process.
+        node_id: Ray's name of the node.
+        node_ip: The node's address.
+        num_cores: Cores that the node offers.
+        gpu_ids: The GPUs that Ray gave to the worker, as CUDA_VISIBLE_DEVICES names them.
+        stderr_path: The file that holds what the worker writes to stderr; None where it cannot be found.
+    """
+
+    process: ProcessIdentity
+    node_id: str
+    node_ip: str
+    num_cores: int
+    gpu_ids: tuple[str, ...]
+    stderr_path: str | None
+
+
+@dataclass(frozen=True)
+class WorkerFailure:
+    """What a worker raised, as text: an exception itself may not survive the journey.
+
+    Attributes:
+        summary: Such as "raised ValueError".
+        details: The traceback from the worker class's own frame on; of an error made for users, its message only.
+    """
+
+    summary: str
+    details: str
+
+
+class WorkerProcess:  # pragma: no cover  (runs in another process)
+    """One rank's process. It imports nothing heavy before it knows its environment.
+
+    Thread counts, for one, are read by the numeric libraries when they are loaded and never again.
+    """
+
+    def __init__(self) -> None:
+        # For a worker that hangs: the driver sends the signal and reads the stack from the log.
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+        self._worker: Any = None
+
+    def place(self) -> WorkerPlace:
+        """Where this process runs."""
+        context = ray.get_runtime_context()
+        stderr_path = os.path.realpath("/proc/self/fd/2")
+        return WorkerPlace(
+            process=ProcessIdentity.of(psutil.Process()),
+            node_id=context.get_node_id(),
+            node_ip=ray.util.get_node_ip_address(),
+            num_cores=usable_cores(),
+            gpu_ids=tuple(map(str, ray.get_gpu_ids())),
+            stderr_path=stderr_path if os.path.isfile(stderr_path) else None,
+        )
+
+    def find_free_port(self) -> int:
+        """A TCP port that nobody uses on this node right now."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port: int = probe.getsockname()[1]
+            return port
+
+    def start(self, environment: Mapping[str, str], payload: bytes, rank: int, world_size: int) -> WorkerFailure | None:
+        """Sets the environment, and only then imports and makes the worker.
+
+        Args:
+            environment: Variables to set.
+            payload: The worker class and its keyword arguments, pickled, since unpickling them imports their modules.
+            rank: Global rank.
+            world_size: Number of ranks.
+        """
+        try:
+            os.environ.update(environment)
+            worker_class, worker_kwargs = cloudpickle.loads(payload)
+            self._worker = worker_class(rank, world_size, **worker_kwargs)
+        except BaseException as error:
+            return describe_failure(error)
+        return None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Calls a method of the worker; what it raises comes back as a `WorkerFailure`."""
+        try:
+            return getattr(self._worker, method)(*args)
+        except BaseException as error:
+            return describe_failure(error)
+
+
+def describe_failure(error: BaseException) -> WorkerFailure:
+    """Writes down an exception that the calling frame has caught."""
+    summary = f"raised {type(error).__name__}"
+    if isinstance(error, UserError):
+        return WorkerFailure(summary, str(error))
+    # The first frame is the dispatcher's, which tells the reader nothing.
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    text = "".join(traceback.format_exception(error.with_traceback(frames)))
+    return WorkerFailure(summary, text.rstrip())
