@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loads the tokenizer that a configuration names."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
+    """Loads `policy.tokenizer.name`.
+
+    Args:
+        name: A folder, or a hub's name.
+        chat_template: A Jinja file to use in place of the tokenizer's own template.
+
+    Raises:
+        ConfigurationError: There is no such tokenizer, or no such file.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the hub, the file formats and the classes of models raise dozens of types
+        cause = next(iter(str(error).splitlines()), "")
+        problem = f"policy.tokenizer.name: {name}: cannot be loaded: {type(error).__name__}: {cause}"
+        raise ConfigurationError(problem) from error
+    if chat_template is not None:
+        try:
+            tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"policy.tokenizer.chat_template: {chat_template}: {error}") from None
+    return tokenizer
+
+
+def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
+    """The id to pad with. Padding is masked everywhere, so the end token does where there is no token for it.
+
+    Raises:
+        DataError: The tokenizer has neither.
+    """
+    found = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if not isinstance(found, int):
+        raise DataError("the tokenizer has neither a padding token nor an end token")
+    return found
