@@ -1,0 +1,112 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.step_metrics import timing_metrics, training_metrics, validation_metrics
+from nemo_rl_moe.config.schema import SFTConfig
+from nemo_rl_moe.data.loader import GlobalBatchLoader
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.loggers.interface import MetricLogger
+from nemo_rl_moe.models.policy.interfaces import PolicyInterface
+
+
+@dataclass(frozen=True)
+class SFTSummary:
+    """What a run came to.
+
+    Attributes:
+        num_steps: Optimizer steps done.
+        first_validation: The first validation's metrics; empty when there was none.
+        last_validation: The last one's.
+        last_training: The last step's training metrics.
+    """
+
+    num_steps: int
+    first_validation: dict[str, float]
+    last_validation: dict[str, float]
+    last_training: dict[str, float]
+
+
+def num_training_steps(config: SFTConfig, steps_per_epoch: int) -> int:
+    """Optimizer steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
+    steps = config.max_num_epochs * steps_per_epoch
+    return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
+
+
+def train_sft(
+    config: SFTConfig,
+    policy: PolicyInterface,
+    loader: GlobalBatchLoader,
+    validation_batches: Callable[[], Iterator[TokenBatch]] | None,
+    logger: MetricLogger,
+) -> SFTSummary:
+    """Trains for the configured steps, validates when due, and logs each step once.
+
+    Args:
+        config: The `sft` section.
+        policy: What is trained.
+        loader: The training batches.
+        validation_batches: Makes one pass over the held-out batches; None without validation data.
+        logger: Gets one record for each step; a validation before the first step is step 0.
+    """
+    num_steps = num_training_steps(config, len(loader))
+    validations: list[dict[str, float]] = []
+    training: dict[str, float] = {}
+
+    def validate() -> dict[str, float]:
+        assert validation_batches is not None  # the schema asks for data where a validation is asked for
+        validations.append(run_validation(policy, validation_batches()))
+        return validations[-1]
+
+    if config.val_at_start:
+        logger.log_step(0, validate())
+    for step, batch in _numbered_batches(loader, num_steps):
+        started = time.perf_counter()
+        result = policy.train(batch, sft_loss)
+        metrics = training = training_metrics(result)
+        metrics |= timing_metrics("train", time.perf_counter() - started, result.num_tokens)
+        if validation_is_due(config, step, num_steps):
+            metrics |= validate()
+        logger.log_step(step, metrics)
+    return SFTSummary(
+        num_steps=num_steps,
+        first_validation=validations[0] if validations else {},
+        last_validation=validations[-1] if validations else {},
+        last_training=training,
+    )
+
+
+def validation_is_due(config: SFTConfig, step: int, num_steps: int) -> bool:
+    """Whether a validation follows this step (counted from 1)."""
+    periodic = config.val_period > 0 and step % config.val_period == 0
+    return periodic or (config.val_at_end and step == num_steps)
+
+
+def run_validation(policy: PolicyInterface, batches: Iterator[TokenBatch]) -> dict[str, float]:
+    """Loss and accuracy over all held-out batches, each weighed by its trained tokens."""
+    started = time.perf_counter()
+    totals: dict[str, float] = {}
+    num_tokens = 0
+    for batch in batches:
+        measured = validation_metrics(policy.evaluate(batch, sft_loss))
+        weight = batch.num_valid_tokens()
+        num_tokens += weight
+        for name in ("val/loss", "val/accuracy"):
+            totals[name] = totals.get(name, 0.0) + measured[name] * weight
+    means = {name: total / num_tokens for name, total in totals.items()}
+    return means | timing_metrics("validation", time.perf_counter() - started)
+
+
+def _numbered_batches(loader: GlobalBatchLoader, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
+    step = 0
+    while step < num_steps:
+        for batch in loader.epoch(step // len(loader)):
+            step += 1
+            yield step, batch
+            if step == num_steps:
+                return

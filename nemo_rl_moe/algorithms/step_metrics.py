@@ -1,0 +1,48 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One step's numbers, merged once for all algorithms: the only place that reduces series and adds `moe/`."""
+
+from collections.abc import Mapping
+
+from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.policy.interfaces import EvaluationResult, TrainResult
+
+MOE_PREFIX = "moe/"
+
+
+def training_metrics(result: TrainResult) -> dict[str, float]:
+    """What one `train` call measured, as `train/...` keys."""
+    metrics = {
+        "loss": result.global_loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "num_microbatches": float(result.num_microbatches),
+        "num_tokens": float(result.num_tokens),
+    }
+    # The loss is in the result already, as the mean over the global batches of the call.
+    series = {name: values for name, values in result.microbatch_metrics.items() if name != "loss"}
+    metrics |= _reduced(series)
+    metrics |= {MOE_PREFIX + name: value for name, value in result.moe_metrics.items()}
+    return with_prefix("train", metrics)
+
+
+def validation_metrics(result: EvaluationResult) -> dict[str, float]:
+    """What one validation measured, as `val/...` keys."""
+    return with_prefix("val", _reduced(result.microbatch_metrics))
+
+
+def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
+    """How long a phase took, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
+    metrics = {"seconds": seconds}
+    if num_tokens:
+        metrics["tokens_per_second"] = num_tokens / seconds
+    return with_prefix(f"timing/{phase}", metrics)
+
+
+def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The same numbers under `{prefix}/{name}`."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _reduced(series: Mapping[str, MetricSeries]) -> dict[str, float]:
+    return {name: values.reduce() for name, values in series.items()}

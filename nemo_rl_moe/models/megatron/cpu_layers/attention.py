@@ -1,0 +1,162 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Core attention on `scaled_dot_product_attention`: causal, grouped queries, packed sequences, cached keys."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu_layers.packing import PaddedBatch, packed_lengths, worth_padding
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
+    """True where a query may look at a key; the last query belongs to the last key. `[queries, keys]`."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+
+
+def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> None:
+    """Refuses every attention mask but the causal one (or none at all, which means causal).
+
+    Args:
+        attention_mask: As Megatron-Core has it: True where a query must not look; broadcasts to `[..., queries, keys]`.
+        queries: Number of query positions.
+        keys: Number of key positions.
+
+    Raises:
+        ValueError: The mask is another one.
+    """
+    if attention_mask is None:
+        return
+    allowed = causal_mask(queries, keys, attention_mask.device)
+    if attention_mask.shape[-2:] != allowed.shape or not bool((attention_mask != allowed).all()):
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask of {queries} queries and "
+            f"{keys} keys; pass None, which means causal, or choose Megatron-Core's own layer spec for other masks"
+        )
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+    """Causal attention in Megatron's layout.
+
+    With more keys than queries the queries are the last positions: decoding with cached keys.
+
+    Args:
+        query: `[queries, batch, heads, dim]`.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: As `key`.
+        scale: Factor of the scores; None means `dim ** -0.5`.
+
+    Returns:
+        `[queries, batch, heads * dim]`.
+    """
+    queries, batch, heads, dim = query.shape
+    keys, groups = key.shape[0], key.shape[2]
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    if queries == 1:
+        # Nothing is hidden from the last position, and the heads of one group can share a product.
+        query = query.reshape(batch, groups, heads // groups, dim)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale).reshape(1, batch, heads * dim)
+    # torch aligns its causal mask to the first key, which is right only for as many keys as queries.
+    mask = None if queries == keys else causal_mask(queries, keys, query.device)
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads != groups
+    )
+    return context.permute(2, 0, 1, 3).reshape(queries, batch, heads * dim)
+
+
+def packed_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None = None
+) -> Tensor:
+    """Causal attention inside each sequence of a pack.
+
+    Args:
+        query: `[tokens, heads, dim]`.
+        key: `[tokens, groups, dim]`.
+        value: As `key`.
+        lengths: Of the sequences, in order, adding up to `tokens`.
+        scale: Factor of the scores; None means `dim ** -0.5`.
+
+    Returns:
+        `[tokens, heads * dim]`.
+    """
+    tensors = (query, key, value)
+    if worth_padding(lengths):
+        batch = PaddedBatch.of(lengths)
+        return batch.unpad(causal_attention(*(batch.pad(tensor) for tensor in tensors), scale))
+    sequences = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in tensors), strict=True)
+    return torch.cat([causal_attention(*sequence, scale) for sequence in sequences]).squeeze(1)
+
+
+class SDPAttention(MegatronModule):
+    """Core attention for Megatron-Core's `SelfAttention`: causal only, no dropout.
+
+    Args:
+        config: The model's configuration.
+        layer_number: Not used.
+        attn_mask_type: Must be causal, or causal with padding at the end.
+        attention_type: Not used.
+        attention_dropout: Not used: the layer spec keeps the stock module where there is dropout.
+        softmax_scale: Factor of the scores; None means `dim ** -0.5`.
+        cp_comm_type: Not used: no context parallelism here.
+        pg_collection: Not used.
+
+    Raises:
+        ValueError: Another `attn_mask_type`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_others: Any,
+    ):
+        super().__init__(config=config)
+        _require_causal_type(attn_mask_type)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attends as `causal_attention` or, with `packed_seq_params`, as `packed_causal_attention`.
+
+        Raises:
+            ValueError: A mask other than the causal one, or an attention bias.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported here; choose Megatron-Core's own layer spec")
+        queries, keys = query.shape[0], key.shape[0]
+        if queries > 1:
+            # Nothing is hidden from one query: Megatron then says that there is no mask.
+            _require_causal_type(attn_mask_type)
+        require_causal(attention_mask, queries, keys)
+        if packed_seq_params is not None:
+            lengths = packed_lengths(packed_seq_params, queries)
+            return packed_causal_attention(query, key, value, lengths, self.softmax_scale)
+        return causal_attention(query, key, value, self.softmax_scale)
+
+
+def _require_causal_type(attn_mask_type: AttnMaskType | None) -> None:
+    if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise ValueError(f"only causal attention is supported here, got attn_mask_type {attn_mask_type}")

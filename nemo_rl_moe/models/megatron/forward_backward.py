@@ -1,0 +1,166 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the microbatches of a global batch through Megatron-Core's schedule, with a loss function of this project."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.megatron.corrections import padding_mask_for_stage
+from nemo_rl_moe.models.megatron.microbatch import (
+    MicrobatchShape,
+    ModelMicrobatch,
+    common_shape,
+    pack_microbatch,
+    pad_microbatch,
+)
+from nemo_rl_moe.models.megatron.token_statistics import token_statistics
+from nemo_rl_moe.models.policy.interfaces import LossFunction, LossInputs
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model
+
+MicrobatchMetrics = dict[str, tuple[Tensor, Reduction]]
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """How this rank runs microbatches.
+
+    Attributes:
+        config: The model's effective configuration.
+        packed: Sequences are packed, not padded.
+        explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
+        device: Where the model lives.
+    """
+
+    config: TransformerConfig
+    packed: bool
+    explicit_mask: bool
+    device: torch.device
+
+    def __call__(
+        self,
+        chunks: Sequence[MegatronModule],
+        shard: GlobalBatchShard,
+        loss_function: LossFunction,
+        *,
+        forward_only: bool,
+    ) -> list[MicrobatchMetrics]:
+        """One forward (and backward) pass over all microbatches.
+
+        Returns:
+            The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
+        """
+        microbatches = self._prepare(shard)
+        iterators = [iter(microbatches) for _ in chunks]
+        results: list[MicrobatchMetrics] = get_forward_backward_func()(
+            forward_step_func=partial(self._forward_step, shard, loss_function, forward_only),
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].input_ids.shape[1],
+            micro_batch_size=microbatches[0].input_ids.shape[0],
+            forward_only=forward_only,
+        )
+        return results
+
+    def _prepare(self, shard: GlobalBatchShard) -> list[ModelMicrobatch]:
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        shape = MicrobatchShape(multiple)
+        if self.config.pipeline_model_parallel_size > 1:
+            shape = common_shape(shard.microbatches, packed=self.packed, column_multiple=multiple)
+        make = pack_microbatch if self.packed else pad_microbatch
+        return [make(batch, shape, self.device) for batch in shard.microbatches]
+
+    def _forward_step(
+        self,
+        shard: GlobalBatchShard,
+        loss_function: LossFunction,
+        forward_only: bool,
+        data_iterator: Iterator[ModelMicrobatch],
+        model: MegatronModule,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, MicrobatchMetrics]]]:
+        microbatch = next(data_iterator)
+        output = model(
+            microbatch.input_ids,
+            microbatch.position_ids,
+            self._attention_mask(microbatch),
+            labels=None if forward_only else microbatch.labels,
+            packed_seq_params=microbatch.packed_seq_params,
+            padding_mask=padding_mask_for_stage(
+                microbatch.padding_mask,
+                is_first_stage=get_attr_wrapped_model(model, "pre_process"),
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            ),
+        )
+        if forward_only:
+            return output, partial(self._evaluate_loss, shard, loss_function, microbatch, model)
+        return output, partial(self._training_loss, shard, loss_function, microbatch)
+
+    def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
+        if not self.explicit_mask:
+            return None
+        length = microbatch.input_ids.shape[1]
+        return torch.ones(length, length, dtype=torch.bool, device=self.device).triu_(1)[None, None]
+
+    def _training_loss(
+        self, shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
+    ) -> tuple[Tensor, MicrobatchMetrics]:
+        outputs = loss_function(_loss_inputs(shard, microbatch, logprobs=-output, greedy_matches=None))
+        # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the
+        # loss is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
+        scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
+        return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SUM)}
+
+    def _evaluate_loss(
+        self,
+        shard: GlobalBatchShard,
+        loss_function: LossFunction,
+        microbatch: ModelMicrobatch,
+        model: MegatronModule,
+        output: Tensor,
+    ) -> tuple[Tensor, MicrobatchMetrics]:
+        logits = get_attr_wrapped_model(model, "mask_logits")(output)
+        statistics = token_statistics(logits, microbatch.labels, parallel_state.get_tensor_model_parallel_group())
+        outputs = loss_function(
+            _loss_inputs(
+                shard, microbatch, logprobs=statistics.logprobs, greedy_matches=statistics.greedy_matches
+            )
+        )
+        # The schedule divides the returned loss in place, so the metric gets a copy.
+        return outputs.loss.clone(), outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SUM)}
+
+
+def _loss_inputs(
+    shard: GlobalBatchShard, microbatch: ModelMicrobatch, *, logprobs: Tensor, greedy_matches: Tensor | None
+) -> LossInputs:
+    return LossInputs(
+        logprobs=microbatch.per_sequence(logprobs),
+        token_mask=microbatch.batch.token_mask[:, 1:],
+        global_valid_tokens=shard.global_valid_tokens,
+        global_sequences=shard.global_sequences,
+        greedy_matches=None if greedy_matches is None else microbatch.per_sequence(greedy_matches),
+        extras=microbatch.batch.extras,
+    )
+
+
+def metrics_to_host(results: Sequence[MicrobatchMetrics]) -> dict[str, tuple[list[float], Reduction]]:
+    """Copies the metrics of all microbatches to the host, in one copy."""
+    if not results:
+        return {}
+    names = list(results[0])
+    stacked = torch.stack([torch.stack([result[name][0].double() for name in names]) for result in results])
+    columns: list[list[Any]] = stacked.T.tolist()
+    return {name: (column, results[0][name][1]) for name, column in zip(names, columns, strict=True)}

@@ -1,0 +1,103 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's data-parallel wrapper, optimizer and learning-rate schedule from the user's configuration."""
+
+import math
+from collections.abc import Sequence
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.transformer_config import DTYPES
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def wrap_data_parallel(
+    policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[GPTModel]
+) -> list[DistributedDataParallel]:
+    """Wraps each model chunk for gradient reduction and tells the schedule how to finish a step's gradients."""
+    chosen = policy.megatron_cfg.distributed_data_parallel_config
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
+        overlap_grad_reduce=chosen.overlap_grad_reduce,
+        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [
+        # Buckets are for overlapping; the later chunks' gradients are complete first, so they need none.
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if chosen.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def build_optimizer(
+    policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Adam with float32 master weights where training is in bfloat16; weight decay on matrices only."""
+    chosen = policy.megatron_cfg.optimizer
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=chosen.lr,
+        min_lr=chosen.min_lr,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.adam_beta1,
+        adam_beta2=chosen.adam_beta2,
+        adam_eps=chosen.adam_eps,
+        # Without clipping the norm is still wanted: no norm exceeds infinity.
+        clip_grad=math.inf if policy.max_grad_norm is None else policy.max_grad_norm,
+        bf16=config.bf16,
+        params_dtype=DTYPES[policy.precision],
+        use_distributed_optimizer=policy.megatron_cfg.distributed_data_parallel_config.use_distributed_optimizer,
+    )
+    # Without the overrides norms and biases are decayed too.
+    optimizer: MegatronOptimizer = get_megatron_optimizer(
+        optimizer_config, list(chunks), config_overrides=get_standard_config_overrides(optimizer_config)
+    )
+    if config.bf16:
+        config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
+    """Learning-rate schedule: linear warm-up, then the decay that the user chose. One tick an optimizer step.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        optimizer: The optimizer whose groups it sets; weight decay too acts only through it.
+        num_steps: Optimizer steps of the whole run; where the decay ends unless the user says otherwise.
+    """
+    chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
+    decay_steps = chosen.lr_decay_iters or num_steps
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=rates.lr,
+        min_lr=rates.min_lr,
+        lr_warmup_steps=min(chosen.lr_warmup_iters, decay_steps - 1),
+        lr_decay_steps=decay_steps,
+        lr_decay_style=chosen.lr_decay_style,
+        start_wd=rates.weight_decay,
+        end_wd=rates.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )
+    # The first step is the first tick of the warm-up; at tick 0 its learning rate would be 0.
+    scheduler.step(1)
+    return scheduler

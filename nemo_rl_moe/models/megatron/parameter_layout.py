@@ -1,0 +1,148 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which full, layout-independent tensor each local parameter is a piece of."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class ParameterPiece:
+    """A local tensor that is (a slice of) one full canonical parameter.
+
+    Attributes:
+        name: Canonical name: global layer and expert numbers, no wrapper prefixes.
+        local: View of the local parameter's data.
+        shard_dimension: Dimension along which tensor parallelism cuts it, None where it is whole.
+        num_shards: Number of tensor-parallel (for experts: expert-tensor-parallel) ranks.
+        shard_rank: This rank among them.
+        gated: True where the dimension holds two halves (gate, up) that are each cut.
+        is_expert: True for a routed expert's weight.
+        trains: False where gradients are off.
+    """
+
+    name: str
+    local: Tensor
+    shard_dimension: int | None
+    num_shards: int
+    shard_rank: int
+    gated: bool
+    is_expert: bool
+    trains: bool
+
+    @property
+    def is_vocabulary(self) -> bool:
+        """True where the rows are vocabulary entries, with padding rows at the end."""
+        return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
+
+    def pad_vocabulary(self, rows: Tensor) -> Tensor:
+        """Adds zero rows up to the full (padded) shape; other parameters pass through."""
+        missing = self.full_shape()[0] - rows.shape[0]
+        return torch.nn.functional.pad(rows, (0, 0, 0, missing)) if self.is_vocabulary and missing else rows
+
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor (of a padded vocabulary: with its padding)."""
+        shape = list(self.local.shape)
+        if self.shard_dimension is not None:
+            shape[self.shard_dimension] *= self.num_shards
+        return tuple(shape)
+
+    def slice_of(self, full: Tensor) -> Tensor:
+        """This rank's piece of the full tensor."""
+        if self.shard_dimension is None or self.num_shards == 1:
+            return full
+        halves = full.chunk(2, self.shard_dimension) if self.gated else (full,)
+        mine = [half.chunk(self.num_shards, self.shard_dimension)[self.shard_rank] for half in halves]
+        return torch.cat(mine, self.shard_dimension)
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """The full tensor from all ranks' pieces, in rank order."""
+        if self.shard_dimension is None or self.num_shards == 1:
+            return shards[0]
+        if not self.gated:
+            return torch.cat(list(shards), self.shard_dimension)
+        halves = [shard.chunk(2, self.shard_dimension) for shard in shards]
+        return torch.cat([half[part] for part in (0, 1) for half in halves], self.shard_dimension)
+
+
+_LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
+_STACKED_EXPERTS = re.compile(r"\.experts\.(linear_fc[12])_weights$")
+# Transformer Engine keeps a norm's weight in the linear layer behind it.
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
+    """Every parameter of this rank's unwrapped model chunks, stacked experts one by one."""
+    for chunk in chunks:
+        for local_name, parameter in chunk.named_parameters():
+            yield from _pieces_of(chunk, local_name, parameter, config)
+
+
+def _pieces_of(
+    chunk: GPTModel, local_name: str, parameter: torch.nn.Parameter, config: TransformerConfig
+) -> Iterator[ParameterPiece]:
+    name = _LOCAL_LAYER.sub(
+        lambda match: f"decoder.layers.{chunk.decoder.layers[int(match.group(1))].layer_number - 1}.", local_name
+    )
+    for fused, plain in _FUSED_NORMS.items():
+        if name.endswith(fused):
+            name = name.removesuffix(fused) + plain
+    if ".experts." in name:
+        yield from _expert_pieces(name, parameter, config)
+        return
+    sharded = bool(getattr(parameter, "tensor_model_parallel", False))
+    yield ParameterPiece(
+        name=name,
+        local=parameter.data,
+        shard_dimension=parameter.partition_dim if sharded else None,  # type: ignore[attr-defined]
+        num_shards=parallel_state.get_tensor_model_parallel_world_size() if sharded else 1,
+        shard_rank=parallel_state.get_tensor_model_parallel_rank() if sharded else 0,
+        gated=sharded and name.endswith("linear_fc1.weight"),
+        is_expert=False,
+        trains=parameter.requires_grad,
+    )
+
+
+def _expert_pieces(
+    name: str, parameter: torch.nn.Parameter, config: TransformerConfig
+) -> Iterator[ParameterPiece]:
+    num_local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+    first = parallel_state.get_expert_model_parallel_rank() * num_local
+    if match := _SEQUENTIAL_EXPERT.search(name):
+        experts = [(first + int(match.group(1)), match.group(2), parameter.data)]
+    elif match := _GROUPED_EXPERT.search(name):
+        experts = [(first + int(match.group(2)), match.group(1), parameter.data)]
+    elif match := _STACKED_EXPERTS.search(name):
+        experts = [(first + index, match.group(1), weight) for index, weight in enumerate(parameter.data)]
+    else:
+        raise ValueError(f"no rule for the expert parameter {name}")
+    prefix = name[: match.start()]
+    num_shards = parallel_state.get_expert_tensor_parallel_world_size()
+    for expert, linear, weight in experts:
+        yield ParameterPiece(
+            name=f"{prefix}.experts.{expert}.{linear}.weight",
+            local=weight,
+            # fc1 is cut along its outputs, fc2 along its inputs.
+            shard_dimension=(0 if linear == "linear_fc1" else 1) if num_shards > 1 else None,
+            num_shards=num_shards,
+            shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
+            gated=linear == "linear_fc1",
+            is_expert=True,
+            trains=parameter.requires_grad,
+        )

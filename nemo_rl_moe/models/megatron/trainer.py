@@ -1,0 +1,137 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
+from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.megatron import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.common import get_moe_metrics
+from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
+from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights
+from nemo_rl_moe.models.megatron.model import build_model_chunks
+from nemo_rl_moe.models.megatron.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from nemo_rl_moe.models.megatron.random_init import initialize_weights
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.policy.interfaces import LossFunction
+
+
+@dataclass(frozen=True)
+class RankTrainResult:
+    """What one rank did in one `train` call.
+
+    Attributes:
+        global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
+        grad_norm: Norm before clipping; of several steps, the mean. The same on every rank.
+        lr: Learning rate of the last optimizer step.
+        num_microbatches: Microbatches of this data-parallel rank.
+        microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
+        moe_metrics: The same on every rank.
+    """
+
+    global_loss: float
+    grad_norm: float
+    lr: float
+    num_microbatches: int
+    microbatch_metrics: dict[str, MetricSeries]
+    moe_metrics: dict[str, float]
+
+
+class MegatronTrainer:
+    """Trains one rank's part of the model with Megatron-Core.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        hf_config: The model's Hugging Face configuration.
+        weights_folder: Folder to read weights from; None for random ones.
+        num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None, num_steps: int):
+        self.policy, self.hf_config = policy, hf_config
+        self.device = project_parallel_state.device()
+        self.coordinates = project_parallel_state.parallel_coordinates()
+        self.config = build_transformer_config(policy, hf_config)
+        self.chunks = build_model_chunks(policy, self.config, hf_config)
+        if weights_folder is None:
+            initialize_weights(self.chunks, self.config, hf_config, policy.init_seed)
+        else:
+            load_weights(self.chunks, self.config, hf_config, weights_folder)
+        self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)
+        self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
+        self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
+        self._forward_backward = ForwardBackward(
+            config=self.config,
+            packed=policy.sequence_packing.enabled,
+            explicit_mask=policy.megatron_cfg.layer_spec == "local",
+            device=self.device,
+        )
+
+    def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
+        """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
+        results, grad_norms, lr = [], [], 0.0
+        for chunk in self.ddp_chunks:
+            chunk.train()
+        for shard in shards:
+            for chunk in self.ddp_chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            results += self._forward_backward(self.ddp_chunks, shard, loss_function, forward_only=False)
+            _, grad_norm, _ = self.optimizer.step()
+            grad_norms.append(float(grad_norm))
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            self.scheduler.step(1)
+        num_microbatches = sum(len(shard.microbatches) for shard in shards)
+        series = self._series(results)
+        return RankTrainResult(
+            global_loss=self._sum_over_ranks(series) / len(shards),
+            grad_norm=sum(grad_norms) / len(grad_norms),
+            lr=lr,
+            num_microbatches=num_microbatches,
+            microbatch_metrics=series,
+            moe_metrics=self._moe_metrics(num_microbatches),
+        )
+
+    def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        for chunk in self.ddp_chunks:
+            chunk.eval()
+        with torch.no_grad():
+            results = self._forward_backward(self.ddp_chunks, shard, loss_function, forward_only=True)
+        return self._series(results)
+
+    def save_weights(self, tokenizer: Any, folder: Path) -> None:
+        """Writes the weights as a Hugging Face folder. Every rank calls it."""
+        save_weights(self.chunks, self.config, self.hf_config, tokenizer, folder)
+
+    def _moe_metrics(self, num_microbatches: int) -> dict[str, float]:
+        if not self.policy.megatron_cfg.track_moe_metrics:
+            return {}
+        return get_moe_metrics(
+            1 / num_microbatches,
+            per_layer_logging=self.policy.megatron_cfg.moe_per_layer_logging,
+            config=self.config,
+            device=self.device,
+        )
+
+    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
+        if not self.coordinates.reports_loss:
+            return {}
+        return {
+            name: MetricSeries(tuple(values), reduction)
+            for name, (values, reduction) in metrics_to_host(results).items()
+        }
+
+    def _sum_over_ranks(self, series: dict[str, MetricSeries]) -> float:
+        own = series["loss"].reduce() if "loss" in series else 0.0
+        total = torch.tensor([own], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)

@@ -1,0 +1,147 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From the user's configuration and the model's `config.json` to Megatron-Core's TransformerConfig."""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.families import family_of
+from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, transformer_config_fields
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def has_transformer_engine() -> bool:
+    """True where Transformer Engine is installed and there is an accelerator to run it on."""
+    return not cpu_backend.ACTIVE and importlib.util.find_spec("transformer_engine") is not None
+
+
+def use_transformer_engine(policy: PolicyConfig) -> bool:
+    """Whether this policy's layers are Transformer Engine's."""
+    return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
+
+
+def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
+    megatron = policy.megatron_cfg
+    return {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": megatron.virtual_pipeline_model_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
+        "sequence_parallel": megatron.sequence_parallel,
+    }
+
+
+def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
+    """Fields that choose implementations, by what this machine has."""
+    dtype = DTYPES[policy.precision]
+    fused = use_transformer_engine(policy)
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Weights are set by this project afterwards, the same in every layout; but it is Megatron's initialisation that
+        # marks parameters as tensor-parallel, and the gradient norm counts by that mark.
+        "perform_initialization": True,
+        "use_cpu_initialization": cpu_backend.ACTIVE,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": fused,
+        "persist_layer_norm": fused,
+        "moe_grouped_gemm": fused,
+        # Both give another loss under gloo with interleaved stages, without an error, so both stay off there.
+        "batch_p2p_comm": not cpu_backend.ACTIVE,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+        # Microbatches of a pipeline are padded to one length instead.
+        "variable_seq_lengths": False,
+    }
+
+
+def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
+    """The effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        hf_config: The model's Hugging Face configuration.
+
+    Raises:
+        ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
+    """
+    fields = family_of(hf_config).transformer_fields(hf_config)
+    fields |= _implementation_fields(policy) | _layout_fields(policy)
+    fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
+    chosen = policy.megatron_cfg.moe_transformer_fields
+    problems = [
+        f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
+        for name in chosen
+        if name not in transformer_config_fields()
+    ]
+    problems += _problems_with_layers(fields)
+    if chosen.get("moe_grouped_gemm") and not use_transformer_engine(policy):
+        problems.append("policy.megatron_cfg.moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
+    if problems:
+        raise ConfigurationError(problems)
+    fields |= chosen
+    if fields.get("moe_z_loss_coeff") == 0:
+        # The router divides the loss by its coefficient when it records it: off means None.
+        fields["moe_z_loss_coeff"] = None
+    try:
+        return TransformerConfig(**fields)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigurationError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
+
+
+def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
+    """Combinations of the model's sizes and the layout that cannot be cut evenly."""
+    tensor, pipeline = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
+    virtual, expert = fields["virtual_pipeline_model_parallel_size"] or 1, fields["expert_model_parallel_size"]
+    key = "policy.megatron_cfg."
+    problems = []
+    if fields["num_layers"] % (pipeline * virtual):
+        problems.append(
+            f"{key}pipeline_model_parallel_size: got {pipeline} (x {virtual} virtual stages), which does not divide the "
+            f"model's {fields['num_layers']} layers"
+        )
+    if fields["num_moe_experts"] % expert:
+        problems.append(
+            f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's "
+            f"{fields['num_moe_experts']} experts"
+        )
+    for name in ("num_attention_heads", "num_query_groups"):
+        if fields[name] % tensor:
+            problems.append(
+                f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {fields[name]} "
+                f"{'query' if name == 'num_attention_heads' else 'key and value'} heads"
+            )
+    return problems
+
+
+def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
+    """The router and expert settings that are really in force, whoever set them."""
+    names = [name for name in sorted(transformer_config_fields()) if name.startswith("moe_") or name == "num_moe_experts"]
+    return {name: _printable(getattr(config, name)) for name in names}
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_printable(entry) for entry in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

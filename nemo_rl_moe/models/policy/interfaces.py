@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What an algorithm sees of a policy: nothing of Ray, nothing of Megatron-Core."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.metrics import MetricSeries, Reduction
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What a loss function gets for one microbatch.
+
+    Attributes:
+        logprobs: Log-probability of each token given those before it, in nats; entry `t` belongs to the target
+            token `t + 1` of the sequence. Carries the graph during training.
+        token_mask: True where that target counts in the loss.
+        global_valid_tokens: Number of counting targets in the whole global batch, over all data-parallel ranks.
+        global_sequences: Number of sequences in the whole global batch.
+        greedy_matches: True where the target is the token ranked first; only during evaluation.
+        extras: The batch's further tensors, rows and columns as in `logprobs`.
+    """
+
+    logprobs: Float[Tensor, "sequences targets"]
+    token_mask: Bool[Tensor, "sequences targets"]
+    global_valid_tokens: int
+    global_sequences: int
+    greedy_matches: Bool[Tensor, "sequences targets"] | None
+    extras: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """What a loss function returns for one microbatch.
+
+    Attributes:
+        loss: This microbatch's share of the global batch's loss: the losses of all microbatches of all ranks *add up*
+            to it.
+        metrics: Name to a detached scalar and its reduction over microbatches and ranks.
+    """
+
+    loss: Float[Tensor, ""]
+    metrics: dict[str, tuple[Tensor, Reduction]]
+
+
+class LossFunction(Protocol):
+    """A pure function from one microbatch to its share of the loss. Must be picklable: it travels to the workers."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What one `train` call did, the same numbers on every rank.
+
+    Attributes:
+        global_loss: Loss of the global batch, without auxiliary losses; of several, the mean.
+        grad_norm: Norm of the gradient before clipping; of several optimizer steps, the mean.
+        lr: Learning rate that the last optimizer step used.
+        num_microbatches: Microbatches that each data-parallel rank ran in this call.
+        num_tokens: Real tokens (no padding) over all ranks.
+        microbatch_metrics: One series for each metric of the loss function, over all microbatches and ranks.
+        moe_metrics: MoE metrics without the `moe/` prefix; empty when tracking is off.
+    """
+
+    global_loss: float
+    grad_norm: float
+    lr: float
+    num_microbatches: int
+    num_tokens: int
+    microbatch_metrics: dict[str, MetricSeries]
+    moe_metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one `evaluate` call measured: a series for each metric of the loss function."""
+
+    microbatch_metrics: dict[str, MetricSeries]
+
+
+class PolicyInterface(Protocol):
+    """The model that an algorithm trains."""
+
+    def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
+        """One optimizer step for each global batch in `batch`."""
+        ...
+
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
+        """Forward passes only; nothing of the model changes."""
+        ...
+
+    def save_weights(self, directory: Path) -> None:
+        """Writes the weights as a Hugging Face folder."""
+        ...
+
+    def shutdown(self) -> None:
+        """Stops every worker."""
+        ...

@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How evenly each layer's experts are loaded: one vectorised pass over a matrix of counts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_SMALLEST = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Numbers of each layer, in float64 on the host.
+
+    A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and all
+    utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0, diversity 1.
+
+    Attributes:
+        num_experts: E.
+        utilization: Load over fair share, `E * c / sum c`; 1 is fair, 0 is dead. All experts of the first layer, then
+            all of the second, and so on.
+        utilization_mean: Mean of the layer's utilizations: 1, or 0 without load.
+        cv: Sample standard deviation (ddof 1) of the loads over their mean.
+        cv_null: What cv would be on average (root mean square) if the same tokens were routed at random; None when
+            the routers' top-k is not known.
+        cv_excess: `sqrt(max(0, cv^2 - cv_null^2))`; None with `cv_null`.
+        max_violation: Highest utilization - 1.
+        dead_expert_frac: Fraction of the experts without any load.
+        expert_diversity: `exp(entropy) / E`; 1 for uniform loads, 1/E for one expert, 0 for no load.
+    """
+
+    num_experts: list[int]
+    utilization: Float[Tensor, " all_experts"]
+    utilization_mean: list[float]
+    cv: list[float]
+    cv_null: list[float] | None
+    cv_excess: list[float] | None
+    max_violation: list[float]
+    dead_expert_frac: list[float]
+    expert_diversity: list[float]
+
+
+def layer_statistics(
+    counts_LE: Float[Tensor, "layers experts"], topk_L: Float[Tensor, " layers"] | None
+) -> LayerStatistics:
+    """Statistics of each row.
+
+    Args:
+        counts_LE: Assignments of each layer's experts, float64, not negative.
+        topk_L: Experts that a token of the layer goes to; None where that is not known.
+    """
+    num_experts = counts_LE.shape[1]
+    total_L = counts_LE.sum(1)
+    loaded_L = total_L > 0
+    # Dividing by 1 where there is no load gives the zeros that the docstring of the class promises.
+    divisor_L = total_L.where(loaded_L, 1.0)
+    mean_L = divisor_L / num_experts
+    # (c * E) / total: both steps round once at most, so equal loads have equal bits in any layout.
+    utilization_LE = (counts_LE * num_experts) / divisor_L[:, None]
+    deviation_LE = counts_LE - (total_L / num_experts)[:, None]
+    variance_L = torch.linalg.vecdot(deviation_LE, deviation_LE) / max(num_experts - 1, 1)
+    cv_L = variance_L.sqrt() / mean_L
+    share_LE = counts_LE / divisor_L[:, None]
+    # 0 * log(smallest) is 0, which is the limit of p log p.
+    entropy_L = -torch.linalg.vecdot(share_LE, share_LE.clamp(min=_SMALLEST).log())
+    rows = [
+        utilization_LE.mean(1),
+        cv_L,
+        (utilization_LE.amax(1) - 1).where(loaded_L, 0.0),
+        1 - counts_LE.count_nonzero(1) / num_experts,
+        (entropy_L.exp() / num_experts).clamp(max=1.0).where(loaded_L, 0.0),
+    ]
+    if topk_L is not None:
+        # T * k = sum c, where nothing is dropped.
+        null_variance_L = (1 - topk_L / num_experts).clamp(min=0) * num_experts / divisor_L
+        null_variance_L = null_variance_L.where(loaded_L, 0.0)
+        rows += [null_variance_L.sqrt(), (cv_L.square() - null_variance_L).clamp(min=0).sqrt()]
+    utilization_mean, cv, max_violation, dead, diversity, *noise = torch.stack([row.double() for row in rows]).tolist()
+    return LayerStatistics(
+        num_experts=[num_experts] * len(cv),
+        utilization=utilization_LE.reshape(-1),
+        utilization_mean=utilization_mean,
+        cv=cv,
+        cv_null=noise[0] if noise else None,
+        cv_excess=noise[1] if noise else None,
+        max_violation=max_violation,
+        dead_expert_frac=dead,
+        expert_diversity=diversity,
+    )
+
+
+def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
+    """Puts groups of layers into one.
+
+    Args:
+        parts: Statistics of each group.
+        rows: For each layer of the first part, then the second and so on, its row in the result.
+    """
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    num_experts = [number for part in parts for number in part.num_experts]
+    utilization = torch.cat([part.utilization for part in parts]).split(num_experts)
+
+    def in_order(lists: Sequence[list[float] | None]) -> list[float]:
+        values = [value for part in lists if part is not None for value in part]
+        return [values[position] for position in order]
+
+    noise_known = all(part.cv_null is not None for part in parts)
+    return LayerStatistics(
+        num_experts=[num_experts[position] for position in order],
+        utilization=torch.cat([utilization[position] for position in order]),
+        utilization_mean=in_order([part.utilization_mean for part in parts]),
+        cv=in_order([part.cv for part in parts]),
+        cv_null=in_order([part.cv_null for part in parts]) if noise_known else None,
+        cv_excess=in_order([part.cv_excess for part in parts]) if noise_known else None,
+        max_violation=in_order([part.max_violation for part in parts]),
+        dead_expert_frac=in_order([part.dead_expert_frac for part in parts]),
+        expert_diversity=in_order([part.expert_diversity for part in parts]),
+    )
