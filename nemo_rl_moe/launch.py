@@ -163,7 +163,9 @@ def summarise(config: MasterConfig, summary: SFTSummary, run_folder: Path, weigh
     if config.logger.wandb_enabled:
         lines.append(f"  Weights & Biases              {run_folder / 'wandb'} (offline runs: wandb sync FOLDER)")
     if config.logger.mlflow_enabled:
-        lines.append(f"  MLflow                        mlflow ui --backend-store-uri {mlflow_tracking_uri(config.logger)}")
+        lines.append(
+            f"  MLflow                        mlflow ui --backend-store-uri {mlflow_tracking_uri(config.logger)}"
+        )
     if weights is not None:
         lines.append(f"  trained model                 {weights}")
     return "\n".join(lines)

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A metric carries its own reduction, so that no name ever decides how a number is combined."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
-
-import math
 
 
 class Reduction(Enum):

@@ -13,8 +13,8 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
     weigh short sequences up and change with the micro-batch size.
 
     Returns:
-        This microbatch's share of the mean, in nats. Metrics: `accuracy`, the share of the trained tokens that the model
-        ranks first given what precedes them (evaluation only), and `num_valid_tokens`.
+        This microbatch's share of the mean, in nats. Metrics: `accuracy`, the share of the trained tokens that the
+        model ranks first given what precedes them (evaluation only), and `num_valid_tokens`.
     """
     mask = inputs.token_mask
     # Where a padded position holds an infinite value, a product with 0 would make it NaN.

@@ -57,12 +57,12 @@ def threads_per_worker(cores: int, workers: int) -> int:
     return max(1, cores // workers)
 
 
-def read_tail(path: str | None, num_lines: int) -> str:
+def read_tail(path: Path | None, num_lines: int) -> str:
     """The last lines of a log file; empty when it is missing or says nothing."""
     if path is None:
         return ""
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LARGEST_TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:

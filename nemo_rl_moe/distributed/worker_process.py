@@ -9,6 +9,7 @@ import socket
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -37,7 +38,7 @@ class WorkerPlace:
     node_ip: str
     num_cores: int
     gpu_ids: tuple[str, ...]
-    stderr_path: str | None
+    stderr_path: Path | None
 
 
 @dataclass(frozen=True)
@@ -67,14 +68,14 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     def place(self) -> WorkerPlace:
         """Where this process runs."""
         context = ray.get_runtime_context()
-        stderr_path = os.path.realpath("/proc/self/fd/2")
+        stderr_path = Path("/proc/self/fd/2").resolve()
         return WorkerPlace(
             process=ProcessIdentity.of(psutil.Process()),
             node_id=context.get_node_id(),
             node_ip=ray.util.get_node_ip_address(),
             num_cores=usable_cores(),
             gpu_ids=tuple(map(str, ray.get_gpu_ids())),
-            stderr_path=stderr_path if os.path.isfile(stderr_path) else None,
+            stderr_path=stderr_path if stderr_path.is_file() else None,
         )
 
     def find_free_port(self) -> int:

@@ -20,7 +20,9 @@ def load_hf_config(model_name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"policy.model_name: cannot read the configuration of {model_name!r}: {error}") from error
+        raise ConfigurationError(
+            f"policy.model_name: cannot read the configuration of {model_name!r}: {error}"
+        ) from error
 
 
 def weights_folder(policy: PolicyConfig) -> Path | None:

@@ -15,12 +15,12 @@ load gives is said in `LayerStatistics`, and such a layer takes part in every me
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NotRequired, TypedDict
 
 import torch
 from jaxtyping import Num
 from torch import Tensor
 
+from nemo_rl_moe.moe.layer_load import LayerLoad
 from nemo_rl_moe.moe.layer_statistics import LayerStatistics, joined, layer_statistics
 from nemo_rl_moe.moe.load_balance_tracking import (
     collect_expert_loads,
@@ -39,22 +39,6 @@ __all__ = [
     "enable_load_balance_tracking",
     "load_balance_metrics_from_matrix",
 ]
-
-
-class LayerLoad(TypedDict):
-    """What one MoE layer's experts received.
-
-    Attributes:
-        expert_load: `[E]`, assignments of each expert.
-        aux_loss: The layer's load balancing loss before its coefficient, a scalar; None where there is none.
-        n_experts: E.
-        topk: Experts that each token goes to; needed for `cv_null_mean` and `cv_excess_mean`.
-    """
-
-    expert_load: Tensor
-    aux_loss: Tensor | None
-    n_experts: int
-    topk: NotRequired[int | None]
 
 
 def compute_brief_metrics(

@@ -14,19 +14,15 @@ that the tracked model is called with; without one every token counts. Megatron-
 `padding_mask`.
 """
 
-from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
+from nemo_rl_moe.moe.layer_load import LayerLoad
 from nemo_rl_moe.moe.router_hooks import LoadCounter, watch_model
-from nemo_rl_moe.moe.router_outputs import RouterKind, router_kind
-from nemo_rl_moe.moe.metric_keys import natural_order, number_in_name
-
-if TYPE_CHECKING:
-    from nemo_rl_moe.moe.load_balance_metrics import LayerLoad
+from nemo_rl_moe.moe.routers import routers_of
 
 # Kept outside of the models: nothing of it is copied, saved or moved with them.
 _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
@@ -47,7 +43,7 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
     """
     counter = _find_counter(model)
     if counter is None:
-        routers = _layers_of_routers(model)
+        routers = routers_of(model)
         if not routers:
             raise ValueError(
                 f"{type(model).__name__} has no MoE layer to track: none of its {sum(1 for _ in model.modules())} modules "
@@ -68,7 +64,7 @@ def disable_load_balance_tracking(model: nn.Module) -> None:
 
 def collect_expert_loads(
     model: nn.Module, dp_group: dist.ProcessGroup | None = None
-) -> "dict[int, LayerLoad] | dict[str, LayerLoad]":
+) -> dict[int, LayerLoad] | dict[str, LayerLoad]:
     """The loads since the last collection, all microbatches added up; counting starts again at zero.
 
     Args:

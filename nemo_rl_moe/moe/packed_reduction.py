@@ -10,8 +10,8 @@ from torch import Tensor
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
     """Sums every tensor over all ranks of the job.
 
-    All axes of the layout (data, tensor, expert, pipeline) are covered by the one collective: a rank that holds nothing of
-    some part gives zeros of the same shape. Numbers travel as float64, in which counts below 2^53 are exact.
+    All axes of the layout (data, tensor, expert, pipeline) are covered by the one collective: a rank that holds nothing
+    of some part gives zeros of the same shape. Numbers travel as float64, in which counts below 2^53 are exact.
 
     Args:
         parts: Tensors of the same shapes and in the same order on every rank.

@@ -93,5 +93,7 @@ class ExpertLoadRecorder:
         if self._microbatch is None:
             return
         # bincount would synchronise on an accelerator; scatter_add does not.
-        valid = torch.ones_like(expert_indices) if padding is None else (~padding).long()[:, None].expand_as(expert_indices)
+        valid = (
+            torch.ones_like(expert_indices) if padding is None else (~padding).long()[:, None].expand_as(expert_indices)
+        )
         self.counts[self._microbatch, layer_position].scatter_add_(0, expert_indices.reshape(-1), valid.reshape(-1))

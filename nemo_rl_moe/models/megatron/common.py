@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.packed_reduction import sum_over_ranks
 from nemo_rl_moe.models.megatron.versions import clear_auxiliary_losses, recorded_auxiliary_losses
+from nemo_rl_moe.moe.packed_reduction import sum_over_ranks
 
 # isort: split
 from megatron.core import parallel_state
@@ -24,7 +24,7 @@ _Z_LOSS = "z_loss"
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
-    """The losses that the routers of this model record, in a fixed order; from the configuration, so equal on all ranks."""
+    """The losses that this model's routers record, in a fixed order; by the configuration, so equal on all ranks."""
     types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(types, str):
         types, coefficients = [types], [coefficients]
@@ -54,8 +54,8 @@ def _share_of_rank(name: str, sizes: _Sizes) -> float:
     """What one rank's recorded value weighs in the sum over all ranks.
 
     The routers record: for the micro-batch and sequence losses, this rank's part of a sum over the tensor and context
-    ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over its
-    own tokens. Reported is the mean over data-parallel ranks.
+    ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over
+    its own tokens. Reported is the mean over data-parallel ranks.
     """
     if name == "global_load_balancing_loss":
         return 1.0
@@ -67,8 +67,8 @@ def _share_of_rank(name: str, sizes: _Sizes) -> float:
 def _reduce_over_ranks(names: Sequence[str], config: TransformerConfig, device: torch.device) -> Tensor:
     """Sum over all ranks, each with its share; [names, layers] in float64 on the host.
 
-    One collective over all axes at once and one copy to the host. A pipeline stage adds zeros for the layers it does not
-    hold, and a rank without any record adds zeros throughout, so every rank takes part whatever it holds.
+    One collective over all axes at once and one copy to the host. A pipeline stage adds zeros for the layers it does
+    not hold, and a rank without any record adds zeros throughout, so every rank takes part whatever it holds.
     """
     sizes = _Sizes(
         tensor_context=parallel_state.get_tensor_and_context_parallel_group().size(),

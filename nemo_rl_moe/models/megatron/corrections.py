@@ -26,8 +26,8 @@ def mark_expert_parameters(model: nn.Module) -> None:
     """Puts every routed expert's gradient in the expert buffers, whatever the layout.
 
     Megatron decides by `allreduce`, which it sets only where expert parallelism is on. With tensor parallel 2, expert
-    parallel 1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them always
-    also lets an optimizer checkpoint move between expert-parallel sizes.
+    parallel 1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them
+    always also lets an optimizer checkpoint move between expert-parallel sizes.
     """
     for name, parameter in model.named_parameters():
         if is_routed_expert(name):
@@ -48,10 +48,12 @@ def correct_expert_bias_with_padding() -> None:
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
 
 
-def padding_mask_for_stage(padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int) -> Tensor | None:
+def padding_mask_for_stage(
+    padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
+) -> Tensor | None:
     """The padding mask as this pipeline stage needs it.
 
-    Megatron cuts the mask for sequence parallelism in the embedding, so later stages get it whole and fail on its shape.
+    Megatron cuts the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its shape.
 
     Args:
         padding_mask: [batch, sequence], True on padding.
@@ -65,4 +67,3 @@ def padding_mask_for_stage(padding_mask: Tensor | None, *, is_first_stage: bool,
     if padding_mask is None or is_first_stage or tensor_size == 1:
         return padding_mask
     return padding_mask.chunk(tensor_size, dim=1)[tensor_rank].contiguous()
-

@@ -20,6 +20,7 @@ import os
 import re
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,6 +223,8 @@ def _activate() -> bool:
         )
     # Megatron's jit_fuser is torch.compile, which costs 19 s of start here and gains nothing on a CPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    # It warns on every import that Apex is missing, which a CPU cannot have.
+    warnings.filterwarnings("ignore", message="Apex is not installed", category=UserWarning)
     _replace_torch_cuda()
     sys.meta_path.insert(0, _Finder(_source_edits(version)))
     return True

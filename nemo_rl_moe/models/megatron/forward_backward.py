@@ -135,9 +135,7 @@ class ForwardBackward:
         logits = get_attr_wrapped_model(model, "mask_logits")(output)
         statistics = token_statistics(logits, microbatch.labels, parallel_state.get_tensor_model_parallel_group())
         outputs = loss_function(
-            _loss_inputs(
-                shard, microbatch, logprobs=statistics.logprobs, greedy_matches=statistics.greedy_matches
-            )
+            _loss_inputs(shard, microbatch, logprobs=statistics.logprobs, greedy_matches=statistics.greedy_matches)
         )
         # The schedule divides the returned loss in place, so the metric gets a copy.
         return outputs.loss.clone(), outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SUM)}

@@ -37,7 +37,7 @@ class _TensorReader:
                 self._file_of.update(dict.fromkeys(file.keys(), path.name))
         if not self._file_of:
             raise ConfigurationError(
-                f"policy.init: got 'pretrained', but {folder} holds no *.safetensors file; use random, or another folder"
+                f"policy.init: got 'pretrained', but {folder} holds no *.safetensors file; allowed with it: random"
             )
 
     def __call__(self, name: str) -> Tensor:
@@ -60,7 +60,8 @@ def load_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_confi
             full = piece.pad_vocabulary(family.from_hugging_face(piece.name, read, hf_config))
             if tuple(full.shape) != piece.full_shape():
                 raise ConfigurationError(
-                    f"policy.model_name: {folder}: {piece.name} has shape {tuple(full.shape)}, expected {piece.full_shape()}"
+                    f"policy.model_name: {folder}: {piece.name} has shape {tuple(full.shape)}, "
+                    f"expected {piece.full_shape()}"
                 )
             piece.local.copy_(piece.slice_of(full))
 
@@ -119,9 +120,12 @@ def _tensors_to_write(
 
 
 def _gather_shards(piece: ParameterPiece) -> Tensor | None:
-    """The full tensor on the one rank that writes it, None elsewhere. All ranks of a tensor-parallel group take part."""
+    """The full tensor on the one rank that writes it, else None. All ranks of a tensor-parallel group take part."""
     if piece.is_expert:
-        replica, group = parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_tensor_parallel_group()
+        replica, group = (
+            parallel_state.get_expert_data_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_group(),
+        )
         # With experts not cut, their tensor-parallel ranks belong to the data-parallel ones.
         shard_rank = piece.shard_rank
     else:

@@ -119,9 +119,7 @@ def _pieces_of(
     )
 
 
-def _expert_pieces(
-    name: str, parameter: torch.nn.Parameter, config: TransformerConfig
-) -> Iterator[ParameterPiece]:
+def _expert_pieces(name: str, parameter: torch.nn.Parameter, config: TransformerConfig) -> Iterator[ParameterPiece]:
     num_local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     if match := _SEQUENTIAL_EXPERT.search(name):

@@ -15,7 +15,7 @@ from nemo_rl_moe.models.megatron.parameter_layout import ParameterPiece, paramet
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-# Projections back into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, section 2.3).
+# Projections back into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, 2.3).
 _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
 
 

@@ -118,26 +118,28 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     problems = []
     if fields["num_layers"] % (pipeline * virtual):
         problems.append(
-            f"{key}pipeline_model_parallel_size: got {pipeline} (x {virtual} virtual stages), which does not divide the "
-            f"model's {fields['num_layers']} layers"
+            f"{key}pipeline_model_parallel_size: got {pipeline} (x {virtual} virtual stages), which does not divide "
+            f"the model's {fields['num_layers']} layers"
         )
     if fields["num_moe_experts"] % expert:
         problems.append(
             f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's "
             f"{fields['num_moe_experts']} experts"
         )
-    for name in ("num_attention_heads", "num_query_groups"):
-        if fields[name] % tensor:
-            problems.append(
-                f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {fields[name]} "
-                f"{'query' if name == 'num_attention_heads' else 'key and value'} heads"
-            )
+    heads = {"query": fields["num_attention_heads"], "key and value": fields["num_query_groups"]}
+    problems += [
+        f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind} heads"
+        for kind, number in heads.items()
+        if number % tensor
+    ]
     return problems
 
 
 def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
     """The router and expert settings that are really in force, whoever set them."""
-    names = [name for name in sorted(transformer_config_fields()) if name.startswith("moe_") or name == "num_moe_experts"]
+    names = [
+        name for name in sorted(transformer_config_fields()) if name.startswith("moe_") or name == "num_moe_experts"
+    ]
     return {name: _printable(getattr(config, name)) for name in names}
 
 

@@ -84,7 +84,7 @@ class MegatronPolicy:
             ]
             for rank in range(self._data_parallel_size)
         ]
-        results: "list[RankTrainResult]" = self._call("train", shards, loss_function)
+        results: list[RankTrainResult] = self._call("train", shards, loss_function)
         first = results[0]
         return TrainResult(
             global_loss=first.global_loss,

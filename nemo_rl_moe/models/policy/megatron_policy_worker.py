@@ -45,7 +45,9 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return {
             "coordinates": self._trainer.coordinates,
             "moe_configuration": effective_moe_configuration(self._trainer.config),
-            "num_parameters": sum(parameter.numel() for chunk in self._trainer.chunks for parameter in chunk.parameters()),
+            "num_parameters": sum(
+                parameter.numel() for chunk in self._trainer.chunks for parameter in chunk.parameters()
+            ),
         }
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:

@@ -91,9 +91,10 @@ def packed_causal_attention(
     tensors = (query, key, value)
     if worth_padding(lengths):
         batch = PaddedBatch.of(lengths)
-        return batch.unpad(causal_attention(*(batch.pad(tensor) for tensor in tensors), scale))
+        query, key, value = (batch.pad(tensor) for tensor in tensors)
+        return batch.unpad(causal_attention(query, key, value, scale))
     sequences = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in tensors), strict=True)
-    return torch.cat([causal_attention(*sequence, scale) for sequence in sequences]).squeeze(1)
+    return torch.cat([causal_attention(q, k, v, scale) for q, k, v in sequences]).squeeze(1)
 
 
 class SDPAttention(MegatronModule):

@@ -22,7 +22,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         return (log_total - logits.gather(-1, rows)).squeeze(-1).masked_fill_(outside, 0.0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Softmax less one at the target, times the gradient of each loss."""
         logits, log_total, rows, outside = ctx.saved_tensors
         grad_logits = (logits - log_total).exp_()

@@ -26,7 +26,7 @@ class DispatchFunction(torch.autograd.Function):
         return tokens.index_select(0, source)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Adds up the gradients of each token's k rows: a gather, which is faster than scattered additions."""
         (place,) = ctx.saved_tensors
         return _gather_sum(grad, place), None, None
@@ -42,7 +42,7 @@ class CombineFunction(torch.autograd.Function):
         return _gather_sum(rows, place)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Every row gets its token's gradient."""
         (source,) = ctx.saved_tensors
         return grad.index_select(0, source), None, None

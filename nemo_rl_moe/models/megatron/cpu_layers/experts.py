@@ -75,7 +75,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
         return products.with_weights(scaled, weights_2.transpose(1, 2))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
         """Gradients of tokens, probabilities and both weights; those of unused experts are zero."""
         tokens, probs, weights_1, weights_2, gate_up, activated, product, scaled = ctx.saved_tensors
         products: ExpertProducts = ctx.products

@@ -95,7 +95,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         return context.view(batch, groups, heads, sequence, dim).permute(3, 0, 1, 2, 4).reshape(sequence, batch, -1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of `mixed` and of the two norm weights."""
         normalized, inverse_rms, weight, cosines, sines, query, key, value, probs = ctx.saved_tensors
         groups, heads, dim = ctx.layout.groups, ctx.layout.heads_per_group, ctx.layout.dim

@@ -26,7 +26,7 @@ class RMSNormFunction(torch.autograd.Function):
         return normalized * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         """Gradients of inputs and weight."""
         normalized, inverse_rms, weight = ctx.saved_tensors
         hidden = normalized.size(-1)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packed sequences: their lengths, and a padded batch of them."""
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -32,7 +33,7 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
     bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
     if bounds[0] != 0 or bounds[-1] != total:
         raise ValueError(f"packed sequences: cu_seqlens must run from 0 to {total}, got {bounds[0]} to {bounds[-1]}")
-    return [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True) if end > start]
+    return [end - start for start, end in itertools.pairwise(bounds) if end > start]
 
 
 def worth_padding(lengths: list[int]) -> bool:

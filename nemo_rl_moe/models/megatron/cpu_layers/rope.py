@@ -69,6 +69,6 @@ class RotaryFunction(torch.autograd.Function):
         return rotate(inputs, cosines, sines)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Rotates the gradient back."""
         return rotate_back(grad, *ctx.saved_tensors), None, None

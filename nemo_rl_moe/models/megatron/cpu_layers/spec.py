@@ -129,7 +129,8 @@ def _fast_linears(config: TransformerConfig) -> dict[type, type]:
 def _replaced(submodules: Any, replacements: dict[type, type]) -> Any:
     """A copy of a dataclass of submodules; classes among its values are replaced, everything else is kept."""
     values = {field.name: getattr(submodules, field.name) for field in dataclasses.fields(submodules)}
-    changes = {name: replacements[value] for name, value in values.items() if isinstance(value, type) and value in replacements}
+    classes = {name: value for name, value in values.items() if isinstance(value, type)}
+    changes = {name: replacements[value] for name, value in classes.items() if value in replacements}
     return dataclasses.replace(submodules, **changes)
 
 

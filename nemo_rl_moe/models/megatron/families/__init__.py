@@ -20,5 +20,7 @@ def family_of(hf_config: Any) -> ModelFamily:
     model_type = str(hf_config.model_type)
     if model_type not in _FAMILIES:
         supported = ", ".join(sorted(_FAMILIES))
-        raise ConfigurationError(f"policy.model_name: model_type {model_type!r} is not supported; supported: {supported}")
+        raise ConfigurationError(
+            f"policy.model_name: model_type {model_type!r} is not supported; supported: {supported}"
+        )
     return _FAMILIES[model_type]

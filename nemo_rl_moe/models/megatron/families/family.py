@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 # Canonical parameter names are Megatron-Core's own with two changes, so that they do not depend on the layout or on the
-# modules in use: layer and expert numbers are global, and an expert's weight is `mlp.experts.{expert}.linear_fc1.weight`.
+# modules in use: layer and expert numbers are global; an expert's weight is `mlp.experts.{expert}.linear_fc1.weight`.
 ToHuggingFace = Callable[[str, Tensor, Any], Mapping[str, Tensor]]
 FromHuggingFace = Callable[[str, Callable[[str], Tensor], Any], Tensor]
 
@@ -22,7 +22,7 @@ class ModelFamily:
         transformer_fields: From the Hugging Face configuration to TransformerConfig fields (without the layout).
         rotary_base: Base period of the rotary position embedding.
         to_hugging_face: (canonical name, full tensor, hf_config) to Hugging Face names and tensors.
-        from_hugging_face: (canonical name, reader of one tensor by its Hugging Face name, hf_config) to the full tensor.
+        from_hugging_face: (canonical name, reader of a tensor by its Hugging Face name, hf_config) to the full tensor.
     """
 
     transformer_fields: Callable[[Any], dict[str, Any]]

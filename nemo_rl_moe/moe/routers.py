@@ -1,0 +1,107 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The routers of Megatron-Core and transformers: how to recognise them and to read what they chose. Imports neither."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor, nn
+
+from nemo_rl_moe.moe.metric_keys import natural_order, number_in_name
+
+
+class RouterKind(Enum):
+    """Whose router it is."""
+
+    MEGATRON = "megatron"
+    TRANSFORMERS = "transformers"
+
+
+@dataclass(frozen=True)
+class RouterLayer:
+    """One MoE layer.
+
+    Attributes:
+        key: Global layer index from 0, or the router's module path.
+        kind: Whose router it is.
+        num_experts: Routed experts.
+        topk: Experts that each token goes to.
+    """
+
+    key: int | str
+    kind: RouterKind
+    num_experts: int
+    topk: int
+
+
+def router_kind(module: nn.Module) -> RouterKind | None:
+    """Whose router this module is; None when it is not one. Classes derived from a router are routers."""
+    names = {cls.__name__.lower() for cls in type(module).__mro__}
+    if "topkrouter" in names and hasattr(module, "layer_number"):
+        return RouterKind.MEGATRON
+    if any(name.endswith("topkrouter") for name in names) and hasattr(module, "top_k"):
+        return RouterKind.TRANSFORMERS
+    return None
+
+
+def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
+    """All MoE layers of a model with their routers, in the order of their keys.
+
+    Keys are the layers' indices if every layer has one of its own, otherwise the module paths in natural order.
+    """
+    found = [(name, module, kind) for name, module in model.named_modules() if (kind := router_kind(module)) is not None]
+    found.sort(key=lambda entry: natural_order(entry[0]))
+    indices = [_layer_index(name, module, kind) for name, module, kind in found]
+    if None in indices or len(set(indices)) < len(indices):
+        indices = [None] * len(found)
+    layers = [
+        (RouterLayer(name if index is None else index, kind, int(module.num_experts), _topk(module, kind)), module)
+        for (name, module, kind), index in zip(found, indices, strict=True)
+    ]
+    return sorted(layers, key=lambda entry: entry[0].key) if None not in indices else layers
+
+
+def chosen_experts(
+    layer: RouterLayer, router: nn.Module, outputs: Any
+) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
+    """What the router chose: a map of the assignments, or the experts' numbers.
+
+    Raises:
+        TypeError: The outputs hold neither.
+    """
+    tensors = [output for output in outputs if isinstance(output, Tensor)] if isinstance(outputs, tuple | list) else []
+    if layer.kind is RouterKind.MEGATRON:
+        assignments = next((output for output in tensors[1:2] if not output.is_floating_point()), None)
+        if assignments is not None and assignments.dtype == torch.bool and _pads_to_capacity(router):
+            # The map then marks every slot of every expert; those that no token chose have probability 0.
+            assignments = assignments & (tensors[0] != 0)
+    else:
+        integers = [output for output in tensors if not output.is_floating_point() and output.dtype != torch.bool]
+        assignments = integers[-1] if integers else None
+    if assignments is None:
+        raise TypeError(f"the router {type(router).__name__} of layer {layer.key} returned no choice of experts")
+    return assignments.detach().reshape(-1, assignments.shape[-1])
+
+
+def own_padding_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
+    """The padding mask that a router of Megatron-Core was called with, flat; True is padding."""
+    mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
+    return mask.reshape(-1).bool() if isinstance(mask, Tensor) else None
+
+
+def _layer_index(name: str, module: nn.Module, kind: RouterKind) -> int | None:
+    if kind is RouterKind.MEGATRON and isinstance(module.layer_number, int):
+        return module.layer_number - 1
+    return number_in_name(name)
+
+
+def _topk(module: nn.Module, kind: RouterKind) -> int:
+    return int(module.topk if kind is RouterKind.MEGATRON else module.top_k)  # type: ignore[arg-type]
+
+
+def _pads_to_capacity(router: nn.Module) -> bool:
+    return bool(getattr(getattr(router, "config", None), "moe_pad_expert_input_to_capacity", False))
