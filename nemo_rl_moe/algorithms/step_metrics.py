@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.policy.interfaces import EvaluationResult, TrainResult
-
-MOE_PREFIX = "moe/"
+from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 
 
 def training_metrics(result: TrainResult) -> dict[str, float]:
@@ -22,7 +21,7 @@ def training_metrics(result: TrainResult) -> dict[str, float]:
     # The loss is in the result already, as the mean over the global batches of the call.
     series = {name: values for name, values in result.microbatch_metrics.items() if name != "loss"}
     metrics |= _reduced(series)
-    metrics |= {MOE_PREFIX + name: value for name, value in result.moe_metrics.items()}
+    metrics |= with_moe_prefix(result.moe_metrics)
     return with_prefix("train", metrics)
 
 

@@ -8,11 +8,12 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl_moe.distributed.node_tools import usable_cores
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.distributed.node_tools import ProcessIdentity, end_processes, find_families, usable_cores
+from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
@@ -122,6 +123,7 @@ class RayCluster:
 
     Raises:
         ConfigurationError: The cluster cannot be reached or lacks what is asked for; says what.
+        WorkerDiedError: A local Ray does not start.
     """
 
     def __init__(
@@ -182,15 +184,22 @@ class RayCluster:
                 f"cluster.num_nodes: got {self.request.num_nodes}, this machine is 1; to use more, start Ray on all of"
                 " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
             )
-        ray.init(
-            address="local",
-            # Ray counts logical CPUs: more workers than cores only means that they take turns.
-            num_cpus=max(usable_cores(), self.request.workers_per_node),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=object_store_bytes(),
-        )
+        children = set(find_families([ProcessIdentity.of(psutil.Process())]))
+        try:
+            ray.init(
+                address="local",
+                # Ray counts logical CPUs: more workers than cores only means that they take turns.
+                num_cpus=max(usable_cores(), self.request.workers_per_node),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=object_store_bytes(),
+            )
+        except Exception as error:
+            # Ray leaves the servers that did start to the end of this process.
+            started = [each for each in find_families([ProcessIdentity.of(psutil.Process())]) if each not in children]
+            end_processes(started, grace_s=0.0)
+            raise WorkerDiedError(f"Ray could not be started on this machine: {error}") from error
         self._disconnects = True
 
     def _reserve(self, timeout_s: float) -> None:

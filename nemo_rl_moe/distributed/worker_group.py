@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One Ray actor a rank, called together; when one fails, all are stopped and its own error is shown."""
 
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ ROOT_CAUSE_WAIT_S = 3.0
 """After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""
 END_GRACE_S = 2.0
 LOG_TAIL_LINES = 30
+MOST_TAILS = 8
+STACK_DUMP_WAIT_S = 0.3
 REMOTE_CALL_TIMEOUT_S = 8.0
 SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
@@ -153,10 +156,11 @@ class WorkerGroup:
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
         (port,) = wait([self._actors[0].find_free_port.remote()])
         environments = worker_environment(places, request.workers_per_node, port, is_local=self._cluster.is_local)
+        search_path = [str(Path(folder).absolute()) for folder in sys.path]
         payload = ray.put(cloudpickle.dumps((worker_class, worker_kwargs)))
         wait(
             [
-                actor.start.remote(environment, payload, rank, self.world_size)
+                actor.start.remote(environment, search_path, payload, rank, self.world_size)
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments, strict=True))
             ]
         )
@@ -213,14 +217,14 @@ class WorkerGroup:
         for rank in ranks:
             if place := self._places.get(rank):
                 self._on_node(place.node_id, dump_stacks, [place.process], default=None)
-        time.sleep(0.3)
-        first = ranks[0]
+        time.sleep(STACK_DUMP_WAIT_S)
         names = ", ".join(self._name(rank) for rank in ranks)
-        tail = self._tail(first)
-        self._stop_and_raise(
+        tails = [tail for rank in ranks[:MOST_TAILS] if (tail := self._tail(rank))]
+        headline = (
             f"{len(ranks)} of {self.world_size} workers did not start within {timeout_s:g} s"
-            f" (cluster.worker_start_timeout_s): {names}\n{tail}".rstrip()
+            f" (cluster.worker_start_timeout_s): {names}"
         )
+        self._stop_and_raise("\n".join([headline, *tails]))
 
     def _stop_and_raise(self, message: str) -> NoReturn:
         self.shutdown()

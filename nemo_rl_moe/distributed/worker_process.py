@@ -6,8 +6,9 @@ import faulthandler
 import os
 import signal
 import socket
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,21 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             port: int = probe.getsockname()[1]
             return port
 
-    def start(self, environment: Mapping[str, str], payload: bytes, rank: int, world_size: int) -> WorkerFailure | None:
+    def start(
+        self, environment: Mapping[str, str], search_path: Sequence[str], payload: bytes, rank: int, world_size: int
+    ) -> WorkerFailure | None:
         """Sets the environment, and only then imports and makes the worker.
 
         Args:
             environment: Variables to set.
+            search_path: Where the driver finds its modules; Ray passes on only some of it.
             payload: The worker class and its keyword arguments, pickled, since unpickling them imports their modules.
             rank: Global rank.
             world_size: Number of ranks.
         """
         try:
             os.environ.update(environment)
+            sys.path += [folder for folder in search_path if folder not in sys.path]
             worker_class, worker_kwargs = cloudpickle.loads(payload)
             self._worker = worker_class(rank, world_size, **worker_kwargs)
         except BaseException as error:

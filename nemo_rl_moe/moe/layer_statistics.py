@@ -16,8 +16,9 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 class LayerStatistics:
     """Numbers of each layer, in float64 on the host.
 
-    A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and all
-    utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0, diversity 1.
+    A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and
+    all utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0,
+    diversity 1.
 
     Attributes:
         num_experts: E.
@@ -56,30 +57,26 @@ def layer_statistics(
     num_experts = counts_LE.shape[1]
     total_L = counts_LE.sum(1)
     loaded_L = total_L > 0
-    # Dividing by 1 where there is no load gives the zeros that the docstring of the class promises.
     divisor_L = total_L.where(loaded_L, 1.0)
-    mean_L = divisor_L / num_experts
-    # (c * E) / total: both steps round once at most, so equal loads have equal bits in any layout.
+    # Both steps round once at most, so equal loads have equal bits in any layout. The rest follows from utilization, whose
+    # mean is 1: no difference of large numbers anywhere, and balance gives exactly 0 or 1.
     utilization_LE = (counts_LE * num_experts) / divisor_L[:, None]
-    deviation_LE = counts_LE - (total_L / num_experts)[:, None]
-    variance_L = torch.linalg.vecdot(deviation_LE, deviation_LE) / max(num_experts - 1, 1)
-    cv_L = variance_L.sqrt() / mean_L
-    share_LE = counts_LE / divisor_L[:, None]
-    # 0 * log(smallest) is 0, which is the limit of p log p.
-    entropy_L = -torch.linalg.vecdot(share_LE, share_LE.clamp(min=_SMALLEST).log())
+    deviation_LE = utilization_LE - 1
+    cv_L = (torch.linalg.vecdot(deviation_LE, deviation_LE) / max(num_experts - 1, 1)).sqrt()
+    # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
+    u_log_u_L = torch.linalg.vecdot(utilization_LE, utilization_LE.clamp(min=_SMALLEST).log())
     rows = [
         utilization_LE.mean(1),
         cv_L,
-        (utilization_LE.amax(1) - 1).where(loaded_L, 0.0),
-        1 - counts_LE.count_nonzero(1) / num_experts,
-        (entropy_L.exp() / num_experts).clamp(max=1.0).where(loaded_L, 0.0),
+        utilization_LE.amax(1) - 1,
+        (u_log_u_L / -num_experts).exp().clamp(max=1.0),
     ]
     if topk_L is not None:
         # T * k = sum c, where nothing is dropped.
         null_variance_L = (1 - topk_L / num_experts).clamp(min=0) * num_experts / divisor_L
-        null_variance_L = null_variance_L.where(loaded_L, 0.0)
         rows += [null_variance_L.sqrt(), (cv_L.square() - null_variance_L).clamp(min=0).sqrt()]
-    utilization_mean, cv, max_violation, dead, diversity, *noise = torch.stack([row.double() for row in rows]).tolist()
+    utilization_mean, cv, max_violation, diversity, *noise = torch.stack(rows).where(loaded_L, 0.0).tolist()
+    dead = ((num_experts - counts_LE.count_nonzero(1)).double() / num_experts).tolist()
     return LayerStatistics(
         num_experts=[num_experts] * len(cv),
         utilization=utilization_LE.reshape(-1),

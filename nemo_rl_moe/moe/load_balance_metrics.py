@@ -8,13 +8,15 @@ Usable on its own, in any training loop:
     ...                                        # train
     metrics = compute_brief_metrics(collect_expert_loads(model, dp_group))
 
-Keys carry no `moe/` prefix; `metric_keys.with_moe_prefix` adds it. No value is ever NaN or infinite: what a layer without
-load gives is said in `LayerStatistics`, and such a layer takes part in every mean.
+Keys carry no `moe/` prefix; `metric_keys.with_moe_prefix` adds it. No value is ever NaN or infinite: what a layer
+without load gives is said in `LayerStatistics`, and such a layer takes part in every mean.
 """
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from jaxtyping import Num
@@ -28,7 +30,7 @@ from nemo_rl_moe.moe.load_balance_tracking import (
     enable_load_balance_tracking,
 )
 from nemo_rl_moe.moe.metric_keys import indices_of_layers, outlier_key
-from nemo_rl_moe.moe.order_statistics import positions_of_extremes, values_at_ranks
+from nemo_rl_moe.moe.order_statistics import positions_at_ranks
 
 __all__ = [
     "LayerLoad",
@@ -172,7 +174,7 @@ def _metrics(
         metrics |= {"cv_null_mean": _mean(layers.cv_null), "cv_excess_mean": _mean(layers.cv_excess)}
     if losses:
         metrics["aux_loss_mean"] = _mean(losses)
-    metrics |= _utilization_quantiles(layers.utilization) | _outliers(layers, indices, top_k)
+    metrics |= _utilization_in_order(layers, indices, top_k)
     return metrics | _details(layers, indices, aux_losses) if detailed else metrics
 
 
@@ -181,33 +183,32 @@ def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def _utilization_quantiles(utilization: Tensor) -> dict[str, float]:
-    count = len(utilization)
+def _utilization_in_order(layers: LayerStatistics, indices: Sequence[int], top_k: int) -> dict[str, float]:
+    """Quantiles of all utilizations, and the highest and lowest of them by layer and expert."""
+    count = len(layers.utilization)
     # The median of an even number of values is the mean of the middle two; the quartiles are values that occur.
     ranks = [0, count // 4, (count - 1) // 2, count // 2, 3 * count // 4, count - 1]
-    lowest, first_quartile, below, above, third_quartile, highest = values_at_ranks(utilization, ranks)
-    return {
+    num_quantiles = len(ranks)
+    num_outliers = max(0, min(top_k, count))
+    ranks += [*range(num_outliers), *range(count - num_outliers, count)]
+    positions = positions_at_ranks(layers.utilization, ranks)
+    values = layers.utilization[positions].tolist()
+    lowest, first_quartile, below, above, third_quartile, highest = values[:num_quantiles]
+    metrics = {
         "expert_utilization_min": lowest,
         "expert_utilization_p25": first_quartile,
         "expert_utilization_median": (below + above) / 2,
         "expert_utilization_p75": third_quartile,
         "expert_utilization_max": highest,
     }
+    first_of_layer = list(accumulate(layers.num_experts, initial=0))
+    for position, value in zip(positions[num_quantiles:].tolist(), values[num_quantiles:], strict=True):
+        row = bisect_right(first_of_layer, position) - 1
+        metrics[outlier_key(indices[row], position - first_of_layer[row])] = value
+    return metrics
 
 
-def _outliers(layers: LayerStatistics, indices: Sequence[int], top_k: int) -> dict[str, float]:
-    positions = torch.cat(positions_of_extremes(layers.utilization, top_k))
-    first_of_layer = torch.tensor([0, *layers.num_experts[:-1]]).cumsum(0)
-    rows = torch.searchsorted(first_of_layer, positions, right=True) - 1
-    experts = positions - first_of_layer[rows]
-    values = layers.utilization[positions]
-    columns: Iterable[tuple[int, int, float]] = zip(rows.tolist(), experts.tolist(), values.tolist(), strict=True)
-    return {outlier_key(indices[row], expert): value for row, expert, value in columns}
-
-
-def _details(
-    layers: LayerStatistics, indices: Sequence[int], aux_losses: Sequence[float | None]
-) -> dict[str, float]:
+def _details(layers: LayerStatistics, indices: Sequence[int], aux_losses: Sequence[float | None]) -> dict[str, float]:
     details: dict[str, float] = {}
     for row, index in enumerate(indices):
         prefix = f"layer_{index}/"

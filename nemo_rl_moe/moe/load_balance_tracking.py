@@ -2,16 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the experts' loads in anybody's training loop, through forward hooks on the routers.
 
-Knows the routers of Megatron-Core (`TopKRouter` and classes derived from it) and those of transformers 5 (`...TopKRouter`
-in Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others built like them), and imports neither. The hooks add
-nothing to the graph or the state dict and never wait for the device.
+Knows the routers of Megatron-Core (`TopKRouter` and classes derived from it) and those of transformers 5
+(`...TopKRouter` in Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others built like them), and imports neither.
+The hooks add nothing to the graph or the state dict and never wait for the device.
 
 What counts: forward passes of a model in training mode with gradients enabled, each once; passes that activation
 checkpointing repeats in the backward pass do not count again, nor do evaluation and generation.
 
-What does not count: padding, where it is known. For transformers that is the 2-D `attention_mask` (0 or False is padding)
-that the tracked model is called with; without one every token counts. Megatron-Core's routers are told by their own
-`padding_mask`.
+What does not count: padding, where it is known. For transformers that is the 2-D `attention_mask` (0 or False is
+padding) that the tracked model is called with; without one every token counts. Megatron-Core's routers are told by
+their own `padding_mask`.
 """
 
 from weakref import WeakKeyDictionary
@@ -46,9 +46,9 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
         routers = routers_of(model)
         if not routers:
             raise ValueError(
-                f"{type(model).__name__} has no MoE layer to track: none of its {sum(1 for _ in model.modules())} modules "
-                "is a router of Megatron-Core (TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, "
-                "DeepSeek-V3 and others with a ...TopKRouter)"
+                f"{type(model).__name__} has no MoE layer to track: none of its modules is a router of Megatron-Core "
+                "(TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others with a "
+                "...TopKRouter)"
             )
         counter = _COUNTERS[model] = watch_model(model, routers)
     return len(counter.layers)
@@ -73,9 +73,10 @@ def collect_expert_loads(
             parallel these axes too). Counts are summed over it in one collective, which all its ranks must enter.
 
     Returns:
-        For each MoE layer in order its counts on the host (int64). Keys are global layer indices, from 0: Megatron-Core's
-        own, or the number in the module's path. Where the paths have no distinct numbers, keys are the paths. `aux_loss`
-        is None: transformers has one loss for all layers together, Megatron-Core keeps its own in a tracker.
+        For each MoE layer in order its counts on the host (int64). Keys are global layer indices, from 0:
+        Megatron-Core's own, or the number in the module's path. Where the paths have no distinct numbers, keys are the
+        paths. `aux_loss` is None: transformers has one loss for all layers together, Megatron-Core keeps its own in a
+        tracker.
 
     Raises:
         ValueError: Tracking is not enabled.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Values by rank in time linear in their number: sorting all of them would cost more than all other metrics together."""
+"""Values by rank in time linear in their number: sorting all of them would cost more than all the other metrics."""
 
 from collections.abc import Sequence
 
@@ -11,44 +11,29 @@ from torch import Tensor
 _MAX_BUCKETS = 4096
 
 
-def values_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> list[float]:
-    """`sorted(values)[rank]` for each rank, exactly.
+def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
+    """Where the values of these ranks stand: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
-    Values go into equally wide buckets, which keeps their order; only the buckets in which a rank falls are sorted.
+    The order is total, so equal values cannot be picked differently from one run to the next. Values go into equally
+    wide buckets, which keeps their order; only the buckets in which a rank falls are sorted.
 
     Args:
         values: Finite numbers, at least one.
-        ranks: From 0 to n - 1.
+        ranks: From 0 to n - 1, in any order.
     """
-    low, high = (float(bound) for bound in torch.aminmax(values))
+    wanted_ranks = torch.tensor(ranks, dtype=torch.long)
+    low, high = torch.stack(torch.aminmax(values)).tolist()
     if low == high:
-        return [low] * len(ranks)
+        return wanted_ranks
     num_buckets = min(len(values), _MAX_BUCKETS)
     # Subtracting and scaling round monotonically, so no value lands in a bucket before that of a smaller one.
-    buckets = ((values - low) * ((num_buckets - 1) / (high - low))).to(torch.int32)
-    # How many values lie in this bucket and those before it.
-    cumulative = torch.bincount(buckets, minlength=num_buckets).cumsum(0)
-    bucket_of_rank = torch.searchsorted(cumulative, torch.tensor(ranks), right=True).tolist()
-    contents: dict[int, tuple[int, list[float]]] = {}
-    for bucket in set(bucket_of_rank):
-        num_before = int(cumulative[bucket - 1]) if bucket else 0
-        contents[bucket] = num_before, values[buckets == bucket].sort().values.tolist()
-    return [contents[bucket][1][rank - contents[bucket][0]] for rank, bucket in zip(ranks, bucket_of_rank, strict=True)]
-
-
-def positions_of_extremes(values: Float[Tensor, " n"], k: int) -> tuple[Int[Tensor, " k"], Int[Tensor, " k"]]:
-    """Positions of the k lowest and of the k highest values, each in ascending order of (value, position).
-
-    Both are ends of one total order, so equal values cannot be picked differently from one run to the next, and the
-    two ends do not meet while 2k <= n. A k above n means all.
-    """
-    k = min(k, len(values))
-    if k < 1:
-        none = torch.empty(0, dtype=torch.long)
-        return none, none
-    lowest = (values <= values.topk(k, largest=False).values[-1]).nonzero()[:, 0]
-    highest = (values >= values.topk(k).values[-1]).nonzero()[:, 0]
-    # Ties may make either longer than k.
-    lowest = lowest[values[lowest].argsort(stable=True)[:k]]
-    highest = highest[values[highest].argsort(stable=True)[-k:]]
-    return lowest, highest
+    bucket_of_value = ((values - low) * ((num_buckets - 1) / (high - low))).to(torch.int32)
+    size_of_bucket = torch.bincount(bucket_of_value, minlength=num_buckets)
+    bucket_of_rank = torch.searchsorted(size_of_bucket.cumsum(0), wanted_ranks, right=True)
+    is_wanted = torch.zeros(num_buckets, dtype=torch.bool)
+    is_wanted[bucket_of_rank] = True
+    candidates = is_wanted[bucket_of_value].nonzero()[:, 0]
+    candidates = candidates[values[candidates].argsort(stable=True)]
+    # Ranks among the candidates: less by those in buckets before that nobody wants.
+    skipped = size_of_bucket.masked_fill(is_wanted, 0).cumsum(0)
+    return candidates[wanted_ranks - skipped[bucket_of_rank]]

@@ -65,10 +65,13 @@ class LoadCounter:
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
         """The counts of all layers one after the other, zero where nothing ran; they start again at zero."""
         counts, self._counts = self._counts, {}
-        nothing = [torch.zeros(layer.num_experts, dtype=torch.long, device=device) for layer in self.layers]
-        return torch.cat(
-            [counts[layer].to(device) if layer in counts else zeros for layer, zeros in zip(self.layers, nothing, strict=True)]
-        )
+
+        def of_layer(layer: RouterLayer) -> Tensor:
+            if layer in counts:
+                return counts[layer].to(device)
+            return torch.zeros(layer.num_experts, dtype=torch.long, device=device)
+
+        return torch.cat([of_layer(layer) for layer in self.layers])
 
     def keep(self, handle: RemovableHandle) -> None:
         """Remembers a hook for `remove_hooks`."""
@@ -123,7 +126,7 @@ def _router_hook(counter: LoadCounter, layer: RouterLayer) -> "_Hook":
 
 
 class _Hook:
-    """A hook that loses its counter when its module is copied or pickled: the copy is another model, and not tracked."""
+    """A hook that loses its counter when its module is copied or pickled: the copy is another model, not tracked."""
 
     def __init__(self, counter: LoadCounter | None = None, function: Callable[..., None] | None = None):
         self._counter, self._function = counter, function
@@ -141,6 +144,7 @@ def _valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | No
         return None
     if attention_mask.numel() != num_tokens:
         raise ValueError(
-            f"the attention_mask {list(attention_mask.shape)} says what is padding, but a router got {num_tokens} tokens"
+            f"an attention_mask of {list(attention_mask.shape)} cannot tell which of a router's {num_tokens} tokens "
+            "are padding: it needs one entry for each"
         )
     return attention_mask.reshape(-1).bool()

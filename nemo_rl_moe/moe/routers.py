@@ -53,7 +53,9 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
 
     Keys are the layers' indices if every layer has one of its own, otherwise the module paths in natural order.
     """
-    found = [(name, module, kind) for name, module in model.named_modules() if (kind := router_kind(module)) is not None]
+    found = [
+        (name, module, kind) for name, module in model.named_modules() if (kind := router_kind(module)) is not None
+    ]
     found.sort(key=lambda entry: natural_order(entry[0]))
     indices = [_layer_index(name, module, kind) for name, module, kind in found]
     if None in indices or len(set(indices)) < len(indices):

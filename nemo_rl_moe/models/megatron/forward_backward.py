@@ -3,6 +3,7 @@
 """Runs the microbatches of a global batch through Megatron-Core's schedule, with a loss function of this project."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from nemo_rl_moe.models.megatron.microbatch import (
 )
 from nemo_rl_moe.models.megatron.token_statistics import token_statistics
 from nemo_rl_moe.models.policy.interfaces import LossFunction, LossInputs
+from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
 # isort: split
 from megatron.core import parallel_state
@@ -42,12 +44,14 @@ class ForwardBackward:
         packed: Sequences are packed, not padded.
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
         device: Where the model lives.
+        recorder: Hears of every training forward; None when nothing is tracked.
     """
 
     config: TransformerConfig
     packed: bool
     explicit_mask: bool
     device: torch.device
+    recorder: ExpertLoadRecorder | None = None
 
     def __call__(
         self,
@@ -56,14 +60,22 @@ class ForwardBackward:
         loss_function: LossFunction,
         *,
         forward_only: bool,
+        first_microbatch: int = 0,
     ) -> list[MicrobatchMetrics]:
         """One forward (and backward) pass over all microbatches.
+
+        Args:
+            chunks: This rank's model chunks.
+            shard: The microbatches.
+            loss_function: What is trained or measured.
+            forward_only: No backward pass, and log-probabilities and greedy matches instead of the loss alone.
+            first_microbatch: The number that the recorder knows the first microbatch by.
 
         Returns:
             The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
         """
         microbatches = self._prepare(shard)
-        iterators = [iter(microbatches) for _ in chunks]
+        iterators = [enumerate(microbatches, start=first_microbatch) for _ in chunks]
         results: list[MicrobatchMetrics] = get_forward_backward_func()(
             forward_step_func=partial(self._forward_step, shard, loss_function, forward_only),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -88,15 +100,30 @@ class ForwardBackward:
         shard: GlobalBatchShard,
         loss_function: LossFunction,
         forward_only: bool,
-        data_iterator: Iterator[ModelMicrobatch],
+        data_iterator: Iterator[tuple[int, ModelMicrobatch]],
         model: MegatronModule,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, MicrobatchMetrics]]]:
-        microbatch = next(data_iterator)
-        output = model(
+        number, microbatch = next(data_iterator)
+        chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+        with self._recording(chunk, number, forward_only):
+            output = self._run_model(model, microbatch, labels=None if forward_only else microbatch.labels)
+        if forward_only:
+            return output, partial(self._evaluate_loss, shard, loss_function, microbatch, model)
+        if self.recorder is not None:
+            self.recorder.watch_backward(output, chunk, number)
+        return output, partial(self._training_loss, shard, loss_function, microbatch)
+
+    def _recording(self, chunk: int, number: int, forward_only: bool) -> AbstractContextManager[None]:
+        if self.recorder is None or forward_only:
+            return nullcontext()
+        return self.recorder.training_forward(chunk, number)
+
+    def _run_model(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
+        output: Tensor = model(
             microbatch.input_ids,
             microbatch.position_ids,
             self._attention_mask(microbatch),
-            labels=None if forward_only else microbatch.labels,
+            labels=labels,
             packed_seq_params=microbatch.packed_seq_params,
             padding_mask=padding_mask_for_stage(
                 microbatch.padding_mask,
@@ -105,9 +132,7 @@ class ForwardBackward:
                 tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
             ),
         )
-        if forward_only:
-            return output, partial(self._evaluate_loss, shard, loss_function, microbatch, model)
-        return output, partial(self._training_loss, shard, loss_function, microbatch)
+        return output
 
     def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
         if not self.explicit_mask:

@@ -14,14 +14,15 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.megatron import parallel_state as project_parallel_state
-from nemo_rl_moe.models.megatron.common import get_moe_metrics
 from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights
 from nemo_rl_moe.models.megatron.model import build_model_chunks
+from nemo_rl_moe.models.megatron.moe_report import MoEReport, MoEReportOptions, collect_moe_report
 from nemo_rl_moe.models.megatron.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_rl_moe.models.megatron.random_init import initialize_weights
+from nemo_rl_moe.models.megatron.routing_recorder import attach_recorder
 from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
-from nemo_rl_moe.models.policy.interfaces import LossFunction
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad, LossFunction
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class RankTrainResult:
         num_microbatches: Microbatches of this data-parallel rank.
         microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
         moe_metrics: The same on every rank.
+        expert_load: The load matrix of the call, on rank 0 alone; None when tracking is off.
     """
 
     global_loss: float
@@ -43,6 +45,7 @@ class RankTrainResult:
     num_microbatches: int
     microbatch_metrics: dict[str, MetricSeries]
     moe_metrics: dict[str, float]
+    expert_load: ExpertLoad | None
 
 
 class MegatronTrainer:
@@ -68,28 +71,38 @@ class MegatronTrainer:
         self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
+        tracked = policy.megatron_cfg.track_moe_metrics
+        self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
         self._forward_backward = ForwardBackward(
             config=self.config,
             packed=policy.sequence_packing.enabled,
             explicit_mask=policy.megatron_cfg.layer_spec == "local",
             device=self.device,
+            recorder=self._recorder,
         )
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
         results, grad_norms, lr = [], [], 0.0
+        num_microbatches = sum(len(shard.microbatches) for shard in shards)
+        done = 0
+        if self._recorder is not None:
+            self._recorder.start(num_microbatches)
         for chunk in self.ddp_chunks:
             chunk.train()
         for shard in shards:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            results += self._forward_backward(self.ddp_chunks, shard, loss_function, forward_only=False)
+            results += self._forward_backward(
+                self.ddp_chunks, shard, loss_function, forward_only=False, first_microbatch=done
+            )
+            done += len(shard.microbatches)
             _, grad_norm, _ = self.optimizer.step()
             grad_norms.append(float(grad_norm))
             lr = float(self.optimizer.param_groups[0]["lr"])
             self.scheduler.step(1)
-        num_microbatches = sum(len(shard.microbatches) for shard in shards)
+        report = self._moe_report(num_microbatches)
         series = self._series(results)
         return RankTrainResult(
             global_loss=self._sum_over_ranks(series) / len(shards),
@@ -97,7 +110,9 @@ class MegatronTrainer:
             lr=lr,
             num_microbatches=num_microbatches,
             microbatch_metrics=series,
-            moe_metrics=self._moe_metrics(num_microbatches),
+            moe_metrics=report.metrics,
+            # Once is enough: the driver reads the first rank's.
+            expert_load=report.expert_load if dist.get_rank() == 0 else None,
         )
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
@@ -112,14 +127,15 @@ class MegatronTrainer:
         """Writes the weights as a Hugging Face folder. Every rank calls it."""
         save_weights(self.chunks, self.config, self.hf_config, tokenizer, folder)
 
-    def _moe_metrics(self, num_microbatches: int) -> dict[str, float]:
+    def _moe_report(self, num_microbatches: int) -> MoEReport:
         if not self.policy.megatron_cfg.track_moe_metrics:
-            return {}
-        return get_moe_metrics(
+            return MoEReport({}, None)
+        return collect_moe_report(
             1 / num_microbatches,
-            per_layer_logging=self.policy.megatron_cfg.moe_per_layer_logging,
+            MoEReportOptions(per_layer=self.policy.megatron_cfg.moe_per_layer_logging),
             config=self.config,
             device=self.device,
+            recorder=self._recorder,
         )
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.distributed.token_batch import TokenBatch
@@ -56,6 +56,19 @@ class LossFunction(Protocol):
 
 
 @dataclass(frozen=True)
+class ExpertLoad:
+    """How many assignments each expert received in one `train` call, over all ranks and microbatches.
+
+    Attributes:
+        layers: Global decoder layer index of each row.
+        counts: Exact counts, each real token `k` times; on the host.
+    """
+
+    layers: tuple[int, ...]
+    counts: Int[Tensor, "layers experts"]
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """What one `train` call did, the same numbers on every rank.
 
@@ -67,6 +80,7 @@ class TrainResult:
         num_tokens: Real tokens (no padding) over all ranks.
         microbatch_metrics: One series for each metric of the loss function, over all microbatches and ranks.
         moe_metrics: MoE metrics without the `moe/` prefix; empty when tracking is off.
+        expert_load: The full load matrix; None when tracking is off.
     """
 
     global_loss: float
@@ -76,6 +90,7 @@ class TrainResult:
     num_tokens: int
     microbatch_metrics: dict[str, MetricSeries]
     moe_metrics: dict[str, float]
+    expert_load: ExpertLoad | None = None
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,7 @@ class MegatronPolicy:
             num_tokens=int(batch.lengths.sum()),
             microbatch_metrics=_join([result.microbatch_metrics for result in results]),
             moe_metrics=first.moe_metrics,
+            expert_load=first.expert_load,
         )
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:

@@ -1,0 +1,202 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Overload factor: the work of the busiest expert-parallel rank over that of the mean one.
+
+All functions are pure and take host tensors. Axes, as in `counts_DMLE`: D expert-data-parallel slices (groups of ranks
+that exchange tokens among themselves), M microbatches, L MoE layers of all pipeline stages, E experts; R is the
+expert-parallel size, and rank r of a slice holds the experts `r*E/R .. (r+1)*E/R - 1`. Ranks that share experts by
+expert-tensor parallelism do the same work and count as one.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Num
+from torch import Tensor
+
+from nemo_rl_moe.moe.metric_keys import WHAT_IF_PREFIX
+
+
+@dataclass(frozen=True)
+class StageEvents:
+    """What one pipeline stage did in a step; the same on all of its ranks.
+
+    Attributes:
+        events: (kind, chunk, microbatch) in the order in which the schedule ran them; kind is 1 for a forward and -1
+            for a backward pass, chunk counts the stage's virtual stages.
+        chunk_layers: For each chunk, the positions of its MoE layers on the axis L.
+    """
+
+    events: Sequence[tuple[int, int, int]]
+    chunk_layers: Sequence[Sequence[int]]
+
+
+class PredictedOverload(NamedTuple):
+    """Overload factors of one expert-parallel size.
+
+    Attributes:
+        average: Mean over layers, microbatches and slices.
+        maximum: Maximum over the same.
+    """
+
+    average: float
+    maximum: float
+
+
+def rank_loads(
+    counts_DMLE: Num[Tensor, "slices microbatches layers experts"], expert_parallel_size: int
+) -> Num[Tensor, "slices microbatches layers ranks"]:
+    """Assignments that each rank of a slice computes: the sum over its block of experts.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over so many ranks.
+    """
+    num_experts = counts_DMLE.shape[-1]
+    if expert_parallel_size < 1 or num_experts % expert_parallel_size:
+        raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
+    return counts_DMLE.unflatten(-1, (expert_parallel_size, num_experts // expert_parallel_size)).sum(-1)
+
+
+def overload_factors(
+    loads_DMLR: Num[Tensor, "slices microbatches layers ranks"],
+) -> Float[Tensor, "slices microbatches layers"]:
+    """Highest load over mean load; 1 where a slice routed nothing.
+
+    Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
+    """
+    loads = loads_DMLR.to(torch.float64)
+    total = loads.sum(-1)
+    # max / (total / R) would round twice.
+    return (loads.amax(-1) * loads.shape[-1] / total).where(total > 0, 1.0)
+
+
+def cumulative_peak_ratios(
+    loads_DMLR: Num[Tensor, "slices microbatches layers ranks"], stage: StageEvents
+) -> Float[Tensor, "slices ranks"]:
+    """How much more each rank of a stage holds for the backward pass, at worst, than it would if balanced.
+
+    The events add a microbatch's load at its forward and take it away at its backward. A rank's peak of that running
+    sum goes over the peak of the mean rank's. Within one pass the sum only grows (or only shrinks), so looking at it
+    between passes finds the same peak as looking after each layer. 1 where nothing was routed.
+
+    Args:
+        loads_DMLR: From `rank_loads`.
+        stage: The stage's events and layers.
+    """
+    slices, _, _, ranks = loads_DMLR.shape
+    if not stage.events:
+        return torch.ones(slices, ranks, dtype=torch.float64)
+    kinds, chunks, microbatches = torch.tensor([tuple(event) for event in stage.events]).T
+    loads_CDMR = torch.stack([loads_DMLR[:, :, list(layers)].sum(2) for layers in stage.chunk_layers])
+    # Integers below 2^53 add up without error in float64.
+    changes_NDR = loads_CDMR[chunks, :, microbatches].to(torch.float64) * kinds[:, None, None]
+    held_NDR = changes_NDR.cumsum(0)
+    peak_DR = held_NDR.amax(0).clamp(min=0)
+    total_peak_D1 = held_NDR.sum(-1).amax(0)[:, None]
+    return (peak_DR * ranks / total_peak_D1).where(total_peak_D1 > 0, 1.0)
+
+
+def summarise_overload(
+    counts_DMLE: Num[Tensor, "slices microbatches layers experts"],
+    expert_parallel_size: int,
+    layer_indices: Sequence[int],
+    stage_events: Sequence[StageEvents] = (),
+    *,
+    per_layer: bool = False,
+) -> dict[str, float]:
+    """The keys of one step.
+
+    Args:
+        counts_DMLE: Counts of all slices, microbatches and pipeline stages.
+        expert_parallel_size: R.
+        layer_indices: Global index of each position on the axis L.
+        stage_events: One entry for each pipeline stage; without any, `max_cum_overload_factor` is left out.
+        per_layer: Add `{avg,max}_overload_factor_layer_{i}`.
+
+    Returns:
+        `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
+        and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over the ranks.
+    """
+    loads = rank_loads(counts_DMLE, expert_parallel_size)
+    factors, routed = overload_factors(loads), loads.sum(-1) > 0
+    average, maximum = _mean_and_max(factors.reshape(-1, 1), routed.reshape(-1, 1))
+    metrics = {"avg_overload_factor": average[0], "max_overload_factor": maximum[0]}
+    if stage_events:
+        peaks = [cumulative_peak_ratios(loads, stage).amax() for stage in stage_events]
+        metrics["max_cum_overload_factor"] = float(torch.stack(peaks).amax())
+    if per_layer:
+        averages, maxima = _mean_and_max(factors.flatten(0, 1), routed.flatten(0, 1))
+        for index, layer_average, layer_maximum in zip(layer_indices, averages, maxima, strict=True):
+            metrics[f"avg_overload_factor_layer_{index}"] = layer_average
+            metrics[f"max_overload_factor_layer_{index}"] = layer_maximum
+    return metrics
+
+
+def predict_overload(
+    counts_DMLE: Num[Tensor, "slices microbatches layers experts"],
+    expert_parallel_sizes: Sequence[int],
+    *,
+    recorded_expert_parallel_size: int = 1,
+) -> dict[int, PredictedOverload]:
+    """Overload factors for other expert-parallel sizes, from the counts of a run with size R.
+
+    A size decides two things: which experts share a rank, which the counts answer exactly, and which ranks' tokens meet
+    in one exchange, which they answer in part:
+
+    - Size R itself: exactly what was measured.
+    - A multiple of R that divides the D*R ranks that ran: exact. Consecutive slices exchange tokens among themselves,
+      so their counts of a microbatch add up. (An expert-parallel group is a block of consecutive data-parallel ranks.)
+    - Larger than D*R: the run had fewer ranks than that. All slices together are taken as one exchange, as if the
+      same tokens were spread over more ranks; a run of that size with as many tokens *per rank* would be more even, by
+      the smaller sampling noise of its larger exchanges.
+    - Smaller than R: counts do not say which of a slice's ranks a token came from, so a slice is not divided and its
+      tokens are taken as one exchange. The maximum is then a lower bound, and so is the average if the smaller groups
+      carry equally many tokens: a sum over groups is never less even than they are on average.
+    - Any other: whole slices are merged until they have at least that many ranks, the last group with what is left;
+      an estimate.
+
+    Args:
+        counts_DMLE: Counts of all slices, microbatches and pipeline stages.
+        expert_parallel_sizes: Sizes to answer for; each must divide the number of experts.
+        recorded_expert_parallel_size: R, which the slices of `counts_DMLE` were recorded with.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over so many ranks.
+    """
+    layer_indices = range(counts_DMLE.shape[2])
+    predictions = {}
+    for size in expert_parallel_sizes:
+        merged = _merge_slices(counts_DMLE, -(-size // recorded_expert_parallel_size))
+        summary = summarise_overload(merged, size, layer_indices)
+        predictions[size] = PredictedOverload(summary["avg_overload_factor"], summary["max_overload_factor"])
+    return predictions
+
+
+def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, float]:
+    """Predictions as `what_if/{avg,max}_overload_factor_ep_{size}`."""
+    metrics = {}
+    for size, predicted in predictions.items():
+        metrics[f"{WHAT_IF_PREFIX}avg_overload_factor_ep_{size}"] = predicted.average
+        metrics[f"{WHAT_IF_PREFIX}max_overload_factor_ep_{size}"] = predicted.maximum
+    return metrics
+
+
+def _merge_slices(counts_DMLE: Tensor, slices_in_group: int) -> Tensor:
+    if slices_in_group <= 1:
+        return counts_DMLE
+    return torch.stack([group.sum(0) for group in counts_DMLE.split(slices_in_group)])
+
+
+def _mean_and_max(
+    factors: Float[Tensor, "events columns"], routed: Num[Tensor, "events columns"]
+) -> tuple[list[float], list[float]]:
+    """Mean and maximum of each column over the events that routed anything; 1 for a column without any."""
+    number = routed.sum(0)
+    mean = ((factors * routed).sum(0) / number).where(number > 0, 1.0)
+    # Factors are never below 1, and exactly 1 where nothing was routed.
+    return mean.tolist(), factors.amax(0).tolist()
