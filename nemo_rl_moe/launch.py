@@ -17,6 +17,7 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.run_folder import create_run_folder, write_run_files
 from nemo_rl_moe.models.hf_files import load_hf_config
@@ -62,7 +63,14 @@ def run_sft(config: SFTMasterConfig) -> None:
         announce(console, policy.moe_configuration, run_folder)
         with build_loggers(config.logger, run_folder, console) as loggers:
             loggers.log_config(resolved)
-            summary = train_sft(config.sft, policy, loader, validation_batches if validation else None, loggers)
+            summary = train_sft(
+                config.sft,
+                policy,
+                loader,
+                validation_batches if validation else None,
+                loggers,
+                ExpertLoadWriter(run_folder, console.warn).write,
+            )
             weights = save_final_weights(config, policy, run_folder, console)
     console.message(summarise(config, summary, run_folder, weights))
 
@@ -127,10 +135,15 @@ def running_policy(
 
 def announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], run_folder: Path) -> None:
     """Shows the router settings that are really in force, whoever set them, and where the run is written."""
-    in_force = {name: value for name, value in moe_configuration.items() if value not in (None, False)}
+    in_force = {name: value for name, value in moe_configuration.items() if value is not None and value is not False}
     console.message("MoE configuration in force (null and false left out):")
     for name, value in in_force.items():
         console.message(f"  {name}: {value}")
+    for name in sorted(name for name in in_force if name.startswith("moe_router_force_")):
+        console.warn(
+            f"FORCED ROUTING: policy.megatron_cfg.{name} is {in_force[name]}. The router's own choices are overruled: "
+            "this run is a benchmark or a drill, and what it trains is worthless."
+        )
     console.message(f"writing to {run_folder}")
 
 
@@ -158,6 +171,8 @@ def summarise(config: MasterConfig, summary: SFTSummary, run_folder: Path, weigh
         lines.append(f"  load balancing loss of the last step: {balance:.4f} (1 is perfect balance)")
     lines.append("Where to look:")
     lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
+    if config.policy.megatron_cfg.track_moe_metrics:
+        lines.append(f"  load of every expert          {run_folder / FOLDER_NAME}")
     if config.logger.tensorboard_enabled:
         lines.append(f"  TensorBoard                   tensorboard --logdir {config.logger.log_dir}")
     if config.logger.wandb_enabled:

@@ -12,7 +12,7 @@ from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.models.policy.interfaces import PolicyInterface
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad, PolicyInterface
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ def train_sft(
     loader: GlobalBatchLoader,
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     logger: MetricLogger,
+    log_expert_load: Callable[[int, ExpertLoad], None],
 ) -> SFTSummary:
     """Trains for the configured steps, validates when due, and logs each step once.
 
@@ -53,6 +54,7 @@ def train_sft(
         loader: The training batches.
         validation_batches: Makes one pass over the held-out batches; None without validation data.
         logger: Gets one record for each step; a validation before the first step is step 0.
+        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked.
     """
     num_steps = num_training_steps(config, len(loader))
     validations: list[dict[str, float]] = []
@@ -73,6 +75,8 @@ def train_sft(
         if validation_is_due(config, step, num_steps):
             metrics |= validate()
         logger.log_step(step, metrics)
+        if result.expert_load is not None:
+            log_expert_load(step, result.expert_load)
     return SFTSummary(
         num_steps=num_steps,
         first_validation=validations[0] if validations else {},

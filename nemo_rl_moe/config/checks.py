@@ -111,13 +111,8 @@ def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
         yield f"{name}: {pieces} needs {MEGATRON}.pipeline_model_parallel_size above 1"
         return
     policy = config.policy
-    for batching in ("sequence_packing", "dynamic_batching"):
-        if getattr(policy, batching).enabled:
-            yield (
-                f"{name}: {pieces} cannot be used with policy.{batching}: the interleaved schedule needs a number of"
-                f" microbatches that is a multiple of {stages}"
-            )
-            return
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return  # these plan a number of microbatches that fits
     rows = policy.train_micro_batch_size * config.data_parallel_size
     if rows and policy.train_global_batch_size % rows == 0 and (policy.train_global_batch_size // rows) % stages:
         yield (
@@ -178,6 +173,35 @@ def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
     megatron = config.policy.megatron_cfg
     if megatron.moe_per_layer_logging and not megatron.track_moe_metrics:
         yield f"{MEGATRON}.moe_per_layer_logging: true needs {MEGATRON}.track_moe_metrics true"
+
+
+def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
+    """Detailed on every step leaves nothing for every Nth step."""
+    metrics = config.policy.megatron_cfg.moe_metrics
+    if metrics.mode == "detailed" and metrics.detailed_every_steps is not None:
+        yield (
+            f"{MEGATRON}.moe_metrics.detailed_every_steps: got {metrics.detailed_every_steps}, expected null when"
+            f" {MEGATRON}.moe_metrics.mode is detailed (on every step); use mode brief for details on every Nth step"
+        )
+
+
+def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
+    """The ways of forced routing exclude each other, and the hot rank must exist."""
+    megatron = config.policy.megatron_cfg
+    forced = {
+        "moe_router_force_load_balancing": bool(megatron.moe_router_force_load_balancing),
+        "moe_router_force_biased": megatron.moe_router_force_biased is not None,
+        "moe_router_force_hot_rank": megatron.moe_router_force_hot_rank is not None,
+    }
+    used = [f"{MEGATRON}.{name}" for name, is_on in forced.items() if is_on]
+    if len(used) > 1:
+        yield f"{' and '.join(used)}: only one way of forced routing can be on"
+    rank, size = megatron.moe_router_force_hot_rank, megatron.expert_model_parallel_size
+    if rank is not None and rank >= size:
+        yield (
+            f"{MEGATRON}.moe_router_force_hot_rank: got {rank}, expected a rank below"
+            f" {MEGATRON}.expert_model_parallel_size = {size}, or null"
+        )
 
 
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
@@ -260,6 +284,8 @@ COMMON_RULES: tuple[Rule, ...] = (
     a_microbatch_holds_the_longest_sample,
     global_batch_divides,
     per_layer_logging_needs_tracking,
+    details_are_asked_for_once,
+    routing_is_forced_in_one_way,
     recompute_is_said_once,
     balancing_types_match_coefficients,
     learning_rates_fall,

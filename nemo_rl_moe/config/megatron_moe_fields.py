@@ -4,7 +4,8 @@
 
 A static copy of names and types, so that a configuration is checked without importing Megatron-Core. It covers 0.16.1
 and 0.19.2; a field that only some versions have says so. A field that the user does not set is not passed on: the
-model's own value or Megatron-Core's default holds. `moe_per_layer_logging` is not here: it is a key of this project
+model's own value or Megatron-Core's default holds. `moe_router_force_biased` is Megatron-Core's from 0.17 on; this
+project adds it to older routers. `moe_per_layer_logging` is not here: it is a key of this project
 that decides about all per-layer MoE metrics. Neither is `moe_extended_tp`, which Megatron-Core replaced by the expert
 tensor parallel size, nor `moe_grad_scale_func`, a function. Numbers of experts come from the model and are no keys.
 """
@@ -82,9 +83,10 @@ class MoeTransformerFields(StrictModel):
     moe_router_quantile_balancing_ema: float = _unset(since="0.19")
     """Share of the old bias that quantile balancing keeps."""
     moe_router_force_load_balancing: bool = _unset()
-    """For benchmarks only: random logits, the router's own are thrown away."""
-    moe_router_force_biased: float | None = _unset(since="0.17")
-    """For benchmarks only: spread of a random bias on each expert; negative: one bias for each layer, kept."""
+    """For benchmarks and drills only: random logits, the router's own are thrown away."""
+    moe_router_force_biased: float | None = _unset()
+    """For benchmarks and drills only: standard deviation of a random bias on each expert, the same on all ranks, drawn
+    anew in each forward; negative: drawn once a layer and kept, its absolute value the deviation."""
     moe_router_fusion: bool = _unset()
     """Fused routing kernels of Transformer Engine."""
     moe_router_padding_for_quantization: bool | None = _unset()

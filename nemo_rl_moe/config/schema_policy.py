@@ -82,6 +82,19 @@ class SchedulerConfig(StrictModel):
     """Step at which `min_lr` is reached, warm-up included; null: the run's number of steps."""
 
 
+class MoeMetricsConfig(StrictModel):
+    """Which load balance metrics are logged while `track_moe_metrics` is on."""
+
+    mode: Literal["brief", "detailed"]
+    """brief: at most 60 keys whatever the model's size; detailed: a few more for each layer."""
+    top_k_experts: NonNegativeInt
+    """How many of the most and of the least loaded experts to log; 0: none."""
+    detailed_every_steps: PositiveInt | None
+    """In brief mode, log in detail on every so many steps; null: never."""
+    what_if_expert_parallel_sizes: list[PositiveInt]
+    """Expert parallel sizes whose overload factors are predicted from the same counts; []: none."""
+
+
 class MegatronConfig(MoeTransformerFields):
     """How Megatron-Core lays the model out and runs it; any `moe_*` field of its `TransformerConfig` besides."""
 
@@ -111,6 +124,12 @@ class MegatronConfig(MoeTransformerFields):
     """Log MoE metrics under `moe/`."""
     moe_per_layer_logging: bool
     """Log MoE metrics for each layer too."""
+    moe_metrics: MoeMetricsConfig
+    """Load balance metrics."""
+    log_moe_overload_factor: bool
+    """Log how much more work the busiest expert-parallel rank has than the mean one."""
+    moe_router_force_hot_rank: NonNegativeInt | None
+    """For benchmarks and drills only: send every token to the experts of this expert-parallel rank; null: no."""
     distributed_data_parallel_config: DistributedDataParallelConfig
     """Data parallelism."""
     optimizer: OptimizerConfig

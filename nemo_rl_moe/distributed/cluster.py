@@ -5,6 +5,7 @@
 import logging
 import os
 import shutil
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
 SHARED_MEMORY = "/dev/shm"
+JOIN_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -168,15 +170,19 @@ class RayCluster:
                 " supported, start the run on a node of the cluster"
             )
         else:
-            try:
-                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ConfigurationError(
-                    f"RAY_ADDRESS: cannot join the Ray cluster at {address} ({reason});"
-                    " unset it to use this machine only"
-                ) from error
-            self._disconnects = True
+            self._join(address)
+
+    def _join(self, address: str) -> None:
+        try:
+            if address != "auto":
+                _knock(address)  # Ray itself would try for minutes before it says that nobody is there.
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise ConfigurationError(
+                f"RAY_ADDRESS: cannot join a Ray cluster at {address} ({reason}); unset it to use this machine only"
+            ) from error
+        self._disconnects = True
 
     def _start_local(self) -> None:
         if self.request.num_nodes > 1:
@@ -212,6 +218,14 @@ class RayCluster:
             f"cluster: the Ray cluster is large enough, but busy: waited {timeout_s:g} s for {self.request.num_nodes} x"
             f" {_amounts(self.request.bundle)}; free now: {_amounts(free)}. Wait for its other jobs, or ask for less"
         )
+
+
+def _knock(address: str) -> None:
+    """Raises OSError or ValueError when nobody listens at "host:port"."""
+    host, separator, port = address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError("expected host:port or auto")
+    socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

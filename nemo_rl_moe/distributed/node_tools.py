@@ -13,6 +13,8 @@ import psutil
 
 CGROUP_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 LARGEST_TAIL_BYTES = 64 * 1024
+RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
+"""Lines that Ray writes into a worker's log for its own use."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def read_tail(path: Path | None, num_lines: int) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.rstrip().splitlines()[-num_lines:])
+    lines = [line for line in text.rstrip().splitlines() if not line.startswith(RAY_MARKERS)]
+    return "\n".join(lines[-num_lines:])
 
 
 def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:

@@ -273,7 +273,7 @@ def _exit_reason(error: RayActorError) -> str:
     text = " ".join(str(error).split())
     for start in ("Worker exit type:", "The actor is dead because"):
         if start in text:
-            return text[text.index(start) :]
+            return text[text.index(start) :].partition(" If the process was killed by the kernel OOM killer")[0]
     return text
 
 

@@ -58,13 +58,13 @@ def layer_statistics(
     total_L = counts_LE.sum(1)
     loaded_L = total_L > 0
     divisor_L = total_L.where(loaded_L, 1.0)
-    # Both steps round once at most, so equal loads have equal bits in any layout. The rest follows from utilization, whose
-    # mean is 1: no difference of large numbers anywhere, and balance gives exactly 0 or 1.
+    # Both steps round once at most, so equal loads have equal bits in any layout. The rest follows from utilization,
+    # whose mean is 1: no difference of large numbers anywhere, and balance gives exactly 0 or 1.
     utilization_LE = (counts_LE * num_experts) / divisor_L[:, None]
     deviation_LE = utilization_LE - 1
     cv_L = (torch.linalg.vecdot(deviation_LE, deviation_LE) / max(num_experts - 1, 1)).sqrt()
     # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
-    u_log_u_L = torch.linalg.vecdot(utilization_LE, utilization_LE.clamp(min=_SMALLEST).log())
+    u_log_u_L = torch.linalg.vecdot(utilization_LE, utilization_LE.clamp(min=_SMALLEST).log_())
     rows = [
         utilization_LE.mean(1),
         cv_L,
@@ -76,7 +76,7 @@ def layer_statistics(
         null_variance_L = (1 - topk_L / num_experts).clamp(min=0) * num_experts / divisor_L
         rows += [null_variance_L.sqrt(), (cv_L.square() - null_variance_L).clamp(min=0).sqrt()]
     utilization_mean, cv, max_violation, diversity, *noise = torch.stack(rows).where(loaded_L, 0.0).tolist()
-    dead = ((num_experts - counts_LE.count_nonzero(1)).double() / num_experts).tolist()
+    dead = ((num_experts - counts_LE.sign().sum(1)) / num_experts).tolist()
     return LayerStatistics(
         num_experts=[num_experts] * len(cv),
         utilization=utilization_LE.reshape(-1),

@@ -133,7 +133,7 @@ def _statistics_in_order(entries: Sequence[LayerLoad], router_topk: int | None) 
         rows_of_size.setdefault(entry["n_experts"], []).append(row)
     parts = []
     for rows in rows_of_size.values():
-        counts_LE = torch.stack([entries[row]["expert_load"].detach().reshape(-1) for row in rows])
+        counts_LE = torch.stack([entries[row]["expert_load"] for row in rows]).detach()
         topk_L = torch.tensor([known[row] for row in rows]).double() if len(known) == len(entries) else None
         # Moved before it is converted: not every device has float64.
         parts.append(layer_statistics(counts_LE.cpu().to(torch.float64), topk_L))

@@ -32,7 +32,7 @@ def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int
     bucket_of_rank = torch.searchsorted(size_of_bucket.cumsum(0), wanted_ranks, right=True)
     is_wanted = torch.zeros(num_buckets, dtype=torch.bool)
     is_wanted[bucket_of_rank] = True
-    candidates = is_wanted[bucket_of_value].nonzero()[:, 0]
+    candidates = is_wanted.index_select(0, bucket_of_value).nonzero()[:, 0]
     candidates = candidates[values[candidates].argsort(stable=True)]
     # Ranks among the candidates: less by those in buckets before that nobody wants.
     skipped = size_of_bucket.masked_fill(is_wanted, 0).cumsum(0)

@@ -223,8 +223,9 @@ def _activate() -> bool:
         )
     # Megatron's jit_fuser is torch.compile, which costs 19 s of start here and gains nothing on a CPU.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # It warns on every import that Apex is missing, which a CPU cannot have.
-    warnings.filterwarnings("ignore", message="Apex is not installed", category=UserWarning)
+    # Megatron warns of what a CPU cannot have, and of a default of its own, each time that it is imported or used.
+    for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=message, category=UserWarning)
     _replace_torch_cuda()
     sys.meta_path.insert(0, _Finder(_source_edits(version)))
     return True

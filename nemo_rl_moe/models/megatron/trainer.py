@@ -14,6 +14,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.megatron import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.forced_routing import force_routing
 from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights
 from nemo_rl_moe.models.megatron.model import build_model_chunks
@@ -71,8 +72,10 @@ class MegatronTrainer:
         self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
+        force_routing(self.chunks, self.config)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
+        self._calls = 0
         self._forward_backward = ForwardBackward(
             config=self.config,
             packed=policy.sequence_packing.enabled,
@@ -102,6 +105,7 @@ class MegatronTrainer:
             grad_norms.append(float(grad_norm))
             lr = float(self.optimizer.param_groups[0]["lr"])
             self.scheduler.step(1)
+        self._calls += 1
         report = self._moe_report(num_microbatches)
         series = self._series(results)
         return RankTrainResult(
@@ -132,10 +136,22 @@ class MegatronTrainer:
             return MoEReport({}, None)
         return collect_moe_report(
             1 / num_microbatches,
-            MoEReportOptions(per_layer=self.policy.megatron_cfg.moe_per_layer_logging),
+            self._report_options(),
             config=self.config,
             device=self.device,
             recorder=self._recorder,
+        )
+
+    def _report_options(self) -> MoEReportOptions:
+        megatron = self.policy.megatron_cfg
+        chosen = megatron.moe_metrics
+        every = chosen.detailed_every_steps
+        return MoEReportOptions(
+            per_layer=megatron.moe_per_layer_logging,
+            detailed=chosen.mode == "detailed" or (every is not None and self._calls % every == 0),
+            top_k_experts=chosen.top_k_experts,
+            overload=megatron.log_moe_overload_factor,
+            what_if_expert_parallel_sizes=tuple(chosen.what_if_expert_parallel_sizes),
         )
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:

@@ -11,6 +11,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.families import family_of
+from nemo_rl_moe.models.megatron.forced_routing import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, transformer_config_fields
 
 # isort: split
@@ -93,21 +94,27 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     problems = [
         f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
         for name in chosen
-        if name not in transformer_config_fields()
+        if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
-    problems += _problems_with_layers(fields)
+    fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
+    problems += _problems_with_layers(fields) + _problems_with_hot_rank(fields)
     if chosen.get("moe_grouped_gemm") and not use_transformer_engine(policy):
         problems.append("policy.megatron_cfg.moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
     if problems:
         raise ConfigurationError(problems)
-    fields |= chosen
+    added = {
+        name: fields.pop(name) for name in FORCED_ROUTING_FIELDS if name in fields.keys() - transformer_config_fields()
+    }
     if fields.get("moe_z_loss_coeff") == 0:
         # The router divides the loss by its coefficient when it records it: off means None.
         fields["moe_z_loss_coeff"] = None
     try:
-        return TransformerConfig(**fields)
+        config = TransformerConfig(**fields)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
+    for name, value in added.items():
+        setattr(config, name, value)
+    return config
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
@@ -135,12 +142,24 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     return problems
 
 
+def _problems_with_hot_rank(fields: dict[str, Any]) -> list[str]:
+    """A token that goes to k experts needs k of them on the hot rank."""
+    experts_of_rank = fields["num_moe_experts"] // fields["expert_model_parallel_size"]
+    if fields["moe_router_force_hot_rank"] is None or fields["moe_router_topk"] <= experts_of_rank:
+        return []
+    return [
+        f"policy.megatron_cfg.moe_router_force_hot_rank: each rank holds {experts_of_rank} experts of a layer, fewer "
+        f"than the {fields['moe_router_topk']} that each token goes to; use a smaller expert_model_parallel_size"
+    ]
+
+
 def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
     """The router and expert settings that are really in force, whoever set them."""
     names = [
         name for name in sorted(transformer_config_fields()) if name.startswith("moe_") or name == "num_moe_experts"
     ]
-    return {name: _printable(getattr(config, name)) for name in names}
+    in_force = {name: _printable(getattr(config, name)) for name in names}
+    return in_force | forced_routing_in_force(config)
 
 
 def _printable(value: Any) -> Any:

@@ -88,6 +88,7 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         "moe_permute_fusion": False,
         "moe_router_enable_expert_bias": False,
         "moe_router_force_biased": None,
+        "moe_router_force_hot_rank": None,
         "moe_router_force_load_balancing": False,
         "moe_router_fusion": False,
         "moe_router_group_topk": None,
