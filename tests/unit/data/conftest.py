@@ -1,0 +1,65 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers small enough to check masks by hand."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from nemo_rl_moe.data.tokenizer import load_tokenizer
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return REPOSITORY
+
+
+@pytest.fixture
+def demo_tokenizer() -> PreTrainedTokenizerBase:
+    """The tokenizer of the demo: one token a character, `{% generation %}` in its template."""
+    return load_tokenizer(str(REPOSITORY / "examples/assets/tiny_qwen3_moe"))
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Callable[..., PreTrainedTokenizerBase]:
+    """Makes a byte-level tokenizer: one token a byte, then the merges, then `<|start|>`, `<|end|>` and `<s>`."""
+
+    def make(
+        template: str | None = None, merges: Sequence[tuple[str, str]] = (), trim_offsets: bool = False, **special: str
+    ) -> PreTrainedTokenizerBase:
+        from tokenizers.processors import ByteLevel as ByteLevelProcessor
+
+        pieces = [*sorted(ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+        tokenizer = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, list(merges)))
+        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = ByteLevelDecoder()
+        tokenizer.post_processor = ByteLevelProcessor(trim_offsets=trim_offsets)
+        tokenizer.add_special_tokens(["<|start|>", "<|end|>", "<s>"])
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, chat_template=template, **{"eos_token": "<|end|>", **special}
+        )
+
+    return make
+
+
+@pytest.fixture
+def write_jsonl(tmp_path: Path) -> Callable[..., str]:
+    """Writes records (or raw lines, as bytes) to a `.jsonl` file and returns its path."""
+
+    def write(*records: object, name: str = "data.jsonl") -> str:
+        path = tmp_path / name
+        lines = [record if isinstance(record, bytes) else json.dumps(record).encode() for record in records]
+        path.write_bytes(b"".join(line + b"\n" for line in lines))
+        return str(path)
+
+    return write

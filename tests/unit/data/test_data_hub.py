@@ -1,0 +1,90 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What `datasets` loads without a network: files, folders and saved datasets."""
+
+import json
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from nemo_rl_moe.data.records import BadLine, Example
+from nemo_rl_moe.data.sources import open_source
+from nemo_rl_moe.errors import DataError
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}], "id": 1},
+    {"messages": [{"role": "user", "content": "a"}, {"role": "wrong", "content": "b", "name": None}], "id": 2},
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Prepared tables go to a folder of the test's own."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+def save(tmp_path, kind):
+    table, folder = Dataset.from_list(ROWS), tmp_path / "set"
+    folder.mkdir()
+    if kind == "parquet file":
+        table.to_parquet(folder / "rows.parquet")
+        return str(folder / "rows.parquet")
+    if kind == "parquet folder":
+        table.to_parquet(folder / "train.parquet")
+    elif kind == "json file":
+        (folder / "rows.json").write_text(json.dumps(ROWS))
+        return str(folder / "rows.json")
+    elif kind == "saved splits":
+        DatasetDict({"train": table}).save_to_disk(folder)
+    else:
+        table.save_to_disk(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("kind", ["parquet file", "parquet folder", "json file", "saved splits", "saved table"])
+def test_rows_are_read_and_named(tmp_path, kind):
+    path = save(tmp_path, kind)
+    source = open_source(path, "train")
+    good, bad = source.lines
+    assert source.num_lines == 2
+    assert isinstance(good, Example)
+    assert good.sample_id == f"{path}[train]:0"
+    assert good.messages == ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"})
+    assert isinstance(bad, BadLine)
+    assert str(bad).startswith(f"{path}[train]:1: messages[1].role is 'wrong'")
+
+
+def test_unknown_split_names_the_nearest(tmp_path):
+    path = save(tmp_path, "parquet folder")
+    with pytest.raises(DataError) as error:
+        open_source(path, "trian")
+    assert error.value.problems == [f"{path}: has no split 'trian'; its splits: train; did you mean train?"]
+
+
+def test_columns_that_are_missing(tmp_path):
+    Dataset.from_list([{"text": "a"}]).save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError) as error:
+        open_source(str(tmp_path / "set"), "train")
+    assert error.value.problems == [
+        f"{tmp_path}/set: has neither messages nor prompt and completion; its columns: text"
+    ]
+
+
+def test_a_file_of_another_kind(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(DataError) as error:
+        open_source(str(tmp_path / "a.txt"), "train")
+    assert error.value.problems == [
+        f"{tmp_path}/a.txt: a file that ends in .txt, expected one of .jsonl, .parquet, .json, .csv, .arrow"
+    ]
+
+
+def test_what_datasets_cannot_load_is_one_line(tmp_path):
+    (tmp_path / "a.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError) as error:
+        open_source(str(tmp_path / "a.parquet"), "train")
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{tmp_path}/a.parquet: datasets cannot load it: ")
+    assert "\n" not in problem

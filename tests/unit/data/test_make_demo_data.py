@@ -1,0 +1,146 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The demo's data: right answers, fixed shares, no sum in two sets."""
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_moe.data.dataset import load_sft_dataset
+
+
+@pytest.fixture(scope="module")
+def script(repository):
+    return repository / "examples/make_demo_data.py"
+
+
+@pytest.fixture(scope="module")
+def maker(script):
+    spec = importlib.util.spec_from_file_location("make_demo_data", script)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["make_demo_data"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["make_demo_data"]
+
+
+@pytest.fixture(scope="module")
+def small(maker):
+    return maker.Parameters(seed=0, num_train=2000, num_validation=100, num_grpo_prompts=50)
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def unordered(prompts):
+    return {tuple(sorted(prompt.removesuffix("=").split("+"))) for prompt in prompts}
+
+
+def test_working_by_hand(maker):
+    assert maker.working("228", "378") == "8+8=16;2+7+1=10;2+3+1=6"
+    assert maker.working("721", "978") == "1+8=9;2+7+0=9;7+9+0=16"
+    assert maker.completion(("228", "378"), True) == "<think>8+8=16;2+7+1=10;2+3+1=6</think>606"
+    assert maker.completion(("541", "592"), False) == "<think></think>1133"
+
+
+@given(st.integers(100, 999), st.integers(100, 999))
+def test_working_spells_the_answer(maker, a, b):
+    columns = [step.split("=")[1] for step in maker.working(str(a), str(b)).split(";")]
+    assert columns[2] + columns[1][-1] + columns[0][-1] == str(a + b)
+
+
+def test_files(maker, small, tmp_path):
+    maker.write_data(tmp_path, small)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "train.jsonl", "validation.jsonl"]
+    for name, size in (("train", 2000), ("validation", 100)):
+        lines = read(tmp_path / f"{name}.jsonl")
+        assert len(lines) == size
+        at_once = [line for line in lines if line["completion"].startswith("<think></think>")]
+        assert len(at_once) == round(size * 0.55)
+        for line in lines:
+            a, b = line["prompt"].removesuffix("=").split("+")
+            assert len(a) == len(b) == 3
+            working = "" if line in at_once else maker.working(a, b)
+            assert line == {"prompt": f"{a}+{b}=", "completion": f"<think>{working}</think>{int(a) + int(b)}"}
+
+
+def test_no_sum_twice_in_any_set(maker, small):
+    problems = maker.draw_problems(small)
+    everything = [*problems.validation, *problems.grpo, *problems.train]
+    assert (len(problems.validation), len(problems.grpo), len(problems.train)) == (100, 50, 2000)
+    assert len(unordered(f"{a}+{b}=" for a, b in everything)) == 2150
+
+
+def test_seeds_share_no_run_of_problems(maker, small):
+    first, second = (maker.draw_problems(dataclasses.replace(small, seed=seed, num_train=500)).train for seed in (0, 1))
+    assert len(set(first) & set(second)) < 10  # by chance 500 * 500 / 810,000
+
+
+def test_validation_depends_on_neither_the_size_of_training_nor_its_own_tail(maker, small, tmp_path):
+    maker.write_data(tmp_path / "a", small)
+    maker.write_data(tmp_path / "b", dataclasses.replace(small, num_train=10, num_grpo_prompts=0))
+    assert (tmp_path / "a/validation.jsonl").read_bytes() == (tmp_path / "b/validation.jsonl").read_bytes()
+
+
+def test_made_twice_is_the_same_and_made_once_is_skipped(maker, small, tmp_path, capsys):
+    arguments = ["--output", str(tmp_path), "--num-train", "50", "--num-validation", "10", "--num-grpo-prompts", "5"]
+    files = [tmp_path / "train.jsonl", tmp_path / "validation.jsonl"]
+
+    def contents():
+        return [(path.read_bytes(), path.stat().st_mtime_ns) for path in files]
+
+    assert maker.main(arguments) == 0
+    made = contents()
+    assert capsys.readouterr().out == f"{tmp_path}: wrote 50 sums to train on and 10 to validate with\n"
+    assert maker.main(arguments) == 0
+    assert "already made" in capsys.readouterr().out
+    assert contents() == made
+    assert maker.main([*arguments, "--force"]) == 0
+    assert [text for text, _ in contents()] == [text for text, _ in made]
+    assert contents() != made
+
+    files[0].write_text("changed by hand")
+    assert maker.main(arguments) == 0
+    assert contents()[0][0] == made[0][0]
+    assert maker.main([*arguments, "--seed", "1"]) == 0
+    assert contents()[0][0] != made[0][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seed", "-1"], "--seed: got -1, expected 0 or more"),
+        (["--num-train", "0"], "--num-train: got 0, expected 1 or more"),
+        (["--num-train", "400000"], "sums in all, expected 300000 at most"),
+    ],
+)
+def test_wrong_arguments(maker, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as error:
+        maker.main(["--output", str(tmp_path / "x"), *arguments])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+def test_as_a_program_and_read_by_the_product(script, tmp_path, demo_tokenizer):
+    command = [sys.executable, str(script), "--output", str(tmp_path), "--num-train", "300", "--seed", "3"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    dataset = load_sft_dataset(str(tmp_path / "train.jsonl"), "train", demo_tokenizer, 64)
+    report = dataset.report
+    assert (report.num_examples, report.num_truncated, report.num_bad_lines) == (300, 0, 0)
+    lines = read(tmp_path / "train.jsonl")
+    assert [demo_tokenizer.decode(item.input_ids) for item in dataset] == [
+        f"{line['prompt']}{line['completion']}<eos>" for line in lines
+    ]
+    assert [demo_tokenizer.decode(item.input_ids[item.token_mask]) for item in dataset] == [
+        f"{line['completion']}<eos>" for line in lines
+    ]
+    # What generation may produce later: 31 tokens hold the longest answer with its working.
+    assert max(item.num_trained_tokens() for item in dataset) <= 31

@@ -1,0 +1,32 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokenizers from folders."""
+
+import pytest
+
+from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+
+def test_template_of_the_user_s_own(repository, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    folder = str(repository / "examples/assets/tiny_qwen3_moe")
+    assert load_tokenizer(folder, str(tmp_path / "t.jinja")).chat_template == "{{ messages[0].content }}"
+    with pytest.raises(ConfigurationError, match=r"^policy.tokenizer.chat_template: .*no.jinja: "):
+        load_tokenizer(folder, str(tmp_path / "no.jinja"))
+
+
+def test_folder_without_a_tokenizer_is_one_line(tmp_path):
+    with pytest.raises(ConfigurationError) as error:
+        load_tokenizer(str(tmp_path))
+    (problem,) = error.value.problems
+    assert problem.startswith(f"policy.tokenizer.name: {tmp_path}: cannot be loaded: ")
+    assert "\n" not in problem
+
+
+def test_pad_token(demo_tokenizer, byte_tokenizer):
+    assert pad_token_id(demo_tokenizer) == 0
+    without = byte_tokenizer()
+    assert pad_token_id(without) == without.convert_tokens_to_ids("<|end|>")
+    with pytest.raises(DataError, match="neither a padding token nor an end token"):
+        pad_token_id(byte_tokenizer(eos_token=None))

@@ -1,0 +1,110 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+import socket
+import time
+
+import pytest
+import ray
+
+from nemo_rl_moe.distributed.cluster import (
+    LARGEST_OBJECT_STORE_BYTES,
+    SMALLEST_OBJECT_STORE_BYTES,
+    ClusterRequest,
+    RayCluster,
+    describe_shortage,
+    object_store_bytes,
+)
+from nemo_rl_moe.errors import ConfigurationError
+
+
+def test_request_counts_workers():
+    on_cpus, on_gpus = ClusterRequest(2, 0, 3), ClusterRequest(2, 8, 3)
+    assert (on_cpus.workers_per_node, on_cpus.world_size, on_cpus.bundle) == (3, 6, {"CPU": 3})
+    assert (on_gpus.workers_per_node, on_gpus.world_size, on_gpus.bundle) == (8, 16, {"CPU": 8, "GPU": 8})
+
+
+@pytest.mark.parametrize(
+    ("request_", "nodes"),
+    [
+        (ClusterRequest(1, 0, 4), [{"CPU": 4}]),
+        (ClusterRequest(1, 8, 1), [{"CPU": 2}, {"CPU": 64, "GPU": 8}]),
+        (ClusterRequest(2, 4, 1), [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 64}]),
+    ],
+)
+def test_a_cluster_that_is_large_enough(request_: ClusterRequest, nodes: list[dict[str, float]]):
+    assert describe_shortage(request_, nodes) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "nodes", "problem"),
+    [
+        (
+            ClusterRequest(1, 8, 1),
+            [{"CPU": 2}],
+            "cluster.gpus_per_node: asked for 8 GPUs on one node, the Ray cluster has 0; nearest:"
+            " cluster.gpus_per_node=0, which trains on CPUs",
+        ),
+        (
+            ClusterRequest(2, 8, 1),
+            [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}],
+            "cluster.gpus_per_node: asked for 8 GPUs on each of 2 nodes, the Ray cluster has 8, 4 on its 2 nodes;"
+            " nearest: cluster.gpus_per_node=4",
+        ),
+        (
+            ClusterRequest(4, 8, 1),
+            [{"CPU": 64, "GPU": 8}],
+            "cluster.num_nodes: got 4, the Ray cluster has 1; nearest: cluster.num_nodes=1",
+        ),
+        (
+            ClusterRequest(1, 0, 16),
+            [{"CPU": 4}],
+            "cluster.cpu_workers_per_node: 16 workers on one node need a CPU each, the Ray cluster has 4; nearest:"
+            " cluster.cpu_workers_per_node=4",
+        ),
+        (
+            ClusterRequest(1, 8, 1),
+            [{"CPU": 4, "GPU": 8}],
+            "cluster.gpus_per_node: 8 workers on one node need a CPU each, the Ray cluster has 4; nearest:"
+            " cluster.gpus_per_node=4",
+        ),
+    ],
+)
+def test_a_shortage_is_named(request_: ClusterRequest, nodes: list[dict[str, float]], problem: str):
+    assert describe_shortage(request_, nodes) == [problem]
+
+
+def refusal(*sizes: int) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        RayCluster(*sizes)
+    assert not ray.is_initialized()
+    return str(error.value)
+
+
+def test_one_machine_is_not_many(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert refusal(3, 8, 1) == (
+        "cluster.num_nodes: got 3, this machine is 1; to use more, start Ray on all of them (ray start) and set"
+        " RAY_ADDRESS; nearest: cluster.num_nodes=1"
+    )
+
+
+def test_ray_client_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    assert refusal(1, 0, 2).startswith("RAY_ADDRESS: got ray://10.0.0.1:10001, expected host:port or auto;")
+
+
+@pytest.mark.parametrize("address", ["no port here", "127.0.0.1:{free_port}"])
+def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch, address: str):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = address.format(free_port=probe.getsockname()[1])
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        start = time.monotonic()
+        text = refusal(1, 0, 2)
+    assert text.startswith(f"RAY_ADDRESS: cannot join a Ray cluster at {address} (")
+    assert "\n" not in text
+    assert time.monotonic() - start < 15
+
+
+def test_the_object_store_is_small():
+    assert SMALLEST_OBJECT_STORE_BYTES <= object_store_bytes() <= LARGEST_OBJECT_STORE_BYTES

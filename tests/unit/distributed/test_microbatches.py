@@ -1,0 +1,210 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_moe.distributed.microbatches import (
+    Batching,
+    DynamicBatching,
+    PackedBatching,
+    PlainBatching,
+    plan_evaluation,
+    plan_microbatches,
+)
+from nemo_rl_moe.errors import ConfigurationError
+
+MAX_LENGTH = 40
+
+
+def tokens_in_memory(batching: Batching, lengths: list[int]) -> int:
+    if isinstance(batching, PackedBatching):
+        multiple = batching.sequence_multiple
+        return sum((length + multiple - 1) // multiple * multiple for length in lengths)
+    return max(lengths) * len(lengths)
+
+
+budgets = st.one_of(
+    st.builds(DynamicBatching, st.integers(MAX_LENGTH, 200)),
+    st.builds(PackedBatching, st.integers(MAX_LENGTH, 200), st.sampled_from([1, 2, 4, 8])),
+)
+
+
+@st.composite
+def training_cases(draw: st.DrawFn) -> dict:
+    ranks, multiple = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2, 3]))
+    batching = draw(st.one_of(st.builds(PlainBatching, st.integers(1, 4)), budgets))
+    unit = ranks * multiple * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1)
+    size = unit * draw(st.integers(1, 6))
+    count = size * draw(st.integers(1, 3))
+    return {
+        "lengths": draw(st.lists(st.integers(1, MAX_LENGTH), min_size=count, max_size=count)),
+        "num_data_parallel_ranks": ranks,
+        "global_batch_size": size,
+        "batching": batching,
+        "microbatch_multiple": multiple,
+    }
+
+
+@settings(deadline=None, max_examples=50)
+@given(training_cases())
+def test_training_plan_keeps_its_promises(case: dict):
+    plan = plan_microbatches(**case)
+    lengths, size, batching = case["lengths"], case["global_batch_size"], case["batching"]
+    assert len(plan.global_batches) == len(lengths) // size
+    for number, by_rank in enumerate(plan.global_batches):
+        microbatches = [microbatch for rank in by_rank for microbatch in rank]
+        every_index = sorted(index for microbatch in microbatches for index in microbatch)
+        assert every_index == list(range(number * size, (number + 1) * size))
+        assert len(by_rank) == case["num_data_parallel_ranks"]
+        assert {len(rank) for rank in by_rank} == {plan.num_microbatches[number]}
+        assert plan.num_microbatches[number] % case["microbatch_multiple"] == 0
+        for microbatch in microbatches:
+            assert microbatch
+            if isinstance(batching, PlainBatching):
+                assert len(microbatch) == batching.micro_batch_size
+            else:
+                assert tokens_in_memory(batching, [lengths[index] for index in microbatch]) <= batching.max_tokens
+    assert plan == plan_microbatches(**case)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, MAX_LENGTH), min_size=1, max_size=40),
+    st.integers(1, 5),
+    st.one_of(st.builds(PlainBatching, st.integers(1, 4)), budgets),
+    st.integers(1, 3),
+)
+def test_evaluation_plan_takes_any_size(lengths: list[int], ranks: int, batching: Batching, multiple: int):
+    plan = plan_evaluation(lengths, num_data_parallel_ranks=ranks, batching=batching, microbatch_multiple=multiple)
+    indices = sorted(index for rank in plan.by_rank for microbatch in rank for index in microbatch)
+    assert indices == list(range(len(lengths) + len(plan.fillers)))
+    assert all(lengths[index] == min(lengths) for index in plan.fillers)
+    (count,) = {len(rank) for rank in plan.by_rank}
+    assert count % multiple == 0
+    if not isinstance(batching, PlainBatching):
+        filled = lengths + [lengths[index] for index in plan.fillers]
+        for rank in plan.by_rank:
+            for microbatch in rank:
+                assert tokens_in_memory(batching, [filled[index] for index in microbatch]) <= batching.max_tokens
+
+
+def test_plain_by_hand():
+    plan = plan_microbatches(
+        [5] * 16, num_data_parallel_ranks=2, global_batch_size=8, batching=PlainBatching(micro_batch_size=2)
+    )
+    assert plan.global_batches == (
+        (((0, 1), (2, 3)), ((4, 5), (6, 7))),
+        (((8, 9), (10, 11)), ((12, 13), (14, 15))),
+    )
+    assert plan.num_microbatches == (2, 2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_plain_microbatches_do_not_depend_on_the_ranks(ranks: int):
+    plan = plan_microbatches(
+        [5] * 24, num_data_parallel_ranks=ranks, global_batch_size=24, batching=PlainBatching(micro_batch_size=3)
+    )
+    in_order = [microbatch for rank in plan.global_batches[0] for microbatch in rank]
+    assert in_order == [tuple(range(start, start + 3)) for start in range(0, 24, 3)]
+
+
+def test_dynamic_by_hand():
+    # By length: 10 | 6 5 | 3 3 2 2: the budget of 12 holds one of 10, two of 6, four of 3. Two ranks need a fourth
+    # microbatch: (6, 5) and (3, 3, 2, 2) both fill 12, and the one that holds the earlier sequence is cut. Turns: work
+    # 12 with 10, then 6 with 5; the rank that ran 10 gets the 6.
+    lengths = [3, 6, 10, 2, 5, 3, 2]
+    (by_rank,) = plan_microbatches(
+        lengths, num_data_parallel_ranks=2, global_batch_size=7, batching=DynamicBatching(max_tokens=12)
+    ).global_batches
+    as_lengths = [[sorted(lengths[index] for index in microbatch) for microbatch in rank] for rank in by_rank]
+    assert as_lengths == [[[6, 5][::-1], [2, 2]], [[10], [3, 3]]]
+
+
+def test_packed_by_hand():
+    # Rounded up to multiples of 4: 8 4 12 4 8. First fit decreasing into 16: (12, 4), (8, 8), (4).
+    (by_rank,) = plan_microbatches(
+        [5, 4, 9, 1, 8],
+        num_data_parallel_ranks=1,
+        global_batch_size=5,
+        batching=PackedBatching(16, sequence_multiple=4),
+    ).global_batches
+    assert by_rank == (((0, 4), (1, 2), (3,)),)
+
+
+def test_batching_by_tokens_needs_fewer_microbatches():
+    lengths = [8] * 30 + [64] * 2
+    plain = plan_microbatches(
+        lengths, num_data_parallel_ranks=2, global_batch_size=32, batching=PlainBatching(micro_batch_size=1)
+    )
+    for batching in (DynamicBatching(128), PackedBatching(128)):
+        plan = plan_microbatches(lengths, num_data_parallel_ranks=2, global_batch_size=32, batching=batching)
+        assert plan.num_microbatches[0] == 2 < plain.num_microbatches[0]
+
+
+def test_evaluation_fillers_are_the_shortest():
+    plan = plan_evaluation([7, 3, 9, 5, 6], num_data_parallel_ranks=2, batching=PlainBatching(micro_batch_size=2))
+    assert plan.fillers == (1, 1, 1)
+    assert plan.by_rank == (((0, 1), (2, 3)), ((4, 5), (6, 7)))
+    assert plan_evaluation([7, 3], num_data_parallel_ranks=2, batching=PlainBatching(1)).fillers == ()
+
+
+def plan_error(lengths: list[int], ranks: int, size: int, batching: Batching, multiple: int = 1) -> str:
+    with pytest.raises(ConfigurationError) as error:
+        plan_microbatches(
+            lengths,
+            num_data_parallel_ranks=ranks,
+            global_batch_size=size,
+            batching=batching,
+            microbatch_multiple=multiple,
+        )
+    assert len(error.value.problems) == 1
+    return error.value.problems[0]
+
+
+def test_error_texts():
+    assert plan_error([5, 13, 2], 1, 3, DynamicBatching(12)) == (
+        "policy.dynamic_batching.train_mb_tokens: got 12, expected at least 13: sequence 1 of the batch has 13 tokens"
+    )
+    assert plan_error([5, 9, 2], 1, 3, PackedBatching(11, sequence_multiple=4)) == (
+        "policy.sequence_packing.train_mb_tokens: got 11, expected at least 12: sequence 1 of the batch has 9 tokens"
+        " (12 when padded to a multiple of 4)"
+    )
+    assert plan_error([5, 9], 4, 2, PackedBatching(100)) == (
+        "policy.train_global_batch_size: got 2, expected at least 4 (4 data-parallel ranks): every rank runs as many"
+        " microbatches"
+    )
+    assert plan_error([1] * 6, 2, 6, PlainBatching(2)) == (
+        "policy.train_global_batch_size: got 6, expected a multiple of 4 (2 data-parallel ranks x"
+        " policy.train_micro_batch_size 2)"
+    )
+    assert "2 data-parallel ranks x 2 pipeline stages" in plan_error([1] * 6, 2, 6, PlainBatching(2), multiple=2)
+    assert plan_error([1] * 6, 1, 4, PlainBatching(2)) == (
+        "policy.train_global_batch_size: got 4, expected a divisor of the 6 sequences in the batch"
+    )
+    assert plan_error([10, 10, 10], 2, 3, DynamicBatching(10)) == (
+        "3 sequences fill 3 microbatches, which cannot become 4, the next multiple of 2 that the ranks need; use a"
+        " policy.train_global_batch_size that is a multiple of 2"
+    )
+
+
+def test_an_empty_sequence_or_batch_is_refused():
+    with pytest.raises(ValueError, match="sequence 1 holds no token"):
+        plan_microbatches([3, 0], num_data_parallel_ranks=1, global_batch_size=2, batching=PlainBatching(1))
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        plan_evaluation([], num_data_parallel_ranks=1, batching=PlainBatching(1))
+
+
+@pytest.mark.parametrize("batching", [PlainBatching(4), DynamicBatching(4096), PackedBatching(4096, 8)])
+def test_planning_is_fast(batching: Batching):
+    generator = random.Random(0)
+    lengths = [generator.randint(1, 2048) for _ in range(4096)]
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        plan_microbatches(lengths, num_data_parallel_ranks=8, global_batch_size=4096, batching=batching)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.05
