@@ -84,9 +84,18 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
             f" {M}.virtual_pipeline_model_parallel_size 2 needs a multiple of 2",
         ),
         (
-            (PIPELINE_2, f"{M}.virtual_pipeline_model_parallel_size=2", "policy.dynamic_batching.enabled=true"),
-            f"{M}.virtual_pipeline_model_parallel_size: 2 cannot be used with policy.dynamic_batching: the interleaved"
-            " schedule needs a number of microbatches that is a multiple of 2",
+            (f"{M}.moe_metrics.mode=detailed", f"{M}.moe_metrics.detailed_every_steps=10"),
+            f"{M}.moe_metrics.detailed_every_steps: got 10, expected null when {M}.moe_metrics.mode is detailed"
+            " (on every step); use mode brief for details on every Nth step",
+        ),
+        (
+            (f"{M}.moe_router_force_load_balancing=true", f"{M}.moe_router_force_biased=-1.0"),
+            f"{M}.moe_router_force_load_balancing and {M}.moe_router_force_biased: only one way of forced routing can"
+            " be on",
+        ),
+        (
+            (f"{M}.moe_router_force_hot_rank=1",),
+            f"{M}.moe_router_force_hot_rank: got 1, expected a rank below {M}.expert_model_parallel_size = 1, or null",
         ),
         (
             (f"{M}.track_moe_metrics=false",),
@@ -140,6 +149,7 @@ def _follows_from_context_parallel(problem: str, line: str) -> bool:
         (2, (f"{M}.expert_model_parallel_size=2",)),
         (2, (PIPELINE_2,)),
         (2, (PIPELINE_2, f"{M}.virtual_pipeline_model_parallel_size=2")),
+        (2, (PIPELINE_2, f"{M}.virtual_pipeline_model_parallel_size=2", "policy.dynamic_batching.enabled=true")),
         (4, (PIPELINE_2, f"{M}.expert_model_parallel_size=2")),
         (2, TENSOR_2),
         (2, (*TENSOR_2, f"{M}.expert_model_parallel_size=2")),

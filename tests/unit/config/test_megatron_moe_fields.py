@@ -12,6 +12,7 @@ import pytest
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields, version_problem
 
 SET_ELSEWHERE = {"moe_per_layer_logging", "moe_extended_tp", "moe_grad_scale_func"}
+ADDED_TO_OLD_VERSIONS = {"moe_router_force_biased"}
 
 
 def plain_types(annotation: Any) -> set[str]:
@@ -39,8 +40,8 @@ def test_table_is_the_installed_dataclass() -> None:
     hints = get_type_hints(TransformerConfig)
     theirs = {field.name for field in dataclasses.fields(TransformerConfig) if field.name.startswith("moe_")}
     ours = {name for name in MOE_FIELD_NAMES if version_problem(name, None, installed) is None}
-    assert ours == theirs - SET_ELSEWHERE
-    for name in ours:
+    assert ours - ADDED_TO_OLD_VERSIONS == theirs - SET_ELSEWHERE - ADDED_TO_OLD_VERSIONS
+    for name in ours & theirs:
         # A newer version may take null where an older one does not, so ours may be wider by null alone.
         ours_types, their_types = plain_types(MoeTransformerFields.__annotations__[name]), plain_types(hints[name])
         assert ours_types - {"null"} == their_types - {"null"}, name
@@ -57,8 +58,8 @@ def _words(annotation: Any) -> set[str]:
 @pytest.mark.parametrize(
     ("name", "value", "installed", "problem"),
     [
-        ("moe_router_force_biased", 1.0, "0.16.1", "needs megatron-core 0.17 or newer, installed is 0.16.1"),
-        ("moe_router_force_biased", 1.0, "0.19.2", None),
+        ("moe_router_force_biased", 1.0, "0.16.1", None),
+        ("moe_paged_stash", True, "0.16.1", "needs megatron-core 0.19 or newer, installed is 0.16.1"),
         ("moe_use_legacy_grouped_gemm", True, "0.16.1", None),
         ("moe_use_legacy_grouped_gemm", True, "0.19.2", "megatron-core has it up to 0.16, installed is 0.19.2"),
         ("moe_router_score_function", "sigmoid", "0.16.1", None),
