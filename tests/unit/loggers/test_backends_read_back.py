@@ -121,16 +121,19 @@ def test_wandb_reader_joins_records_over_blocks_and_passes_over_a_cut_end(tmp_pa
     wanted = {key: [(step, step / 7) for step in range(1, 11)] for key in keys}
     assert_same(read_wandb_offline(tmp_path / "wandb"), wanted)
 
-    path.write_bytes(content[: len(content) // 2])
-    steps = [step for step, _ in read_wandb_offline(tmp_path / "wandb")[keys[0]]]
+    # A copy, which no process of W&B still writes to.
+    copy = tmp_path / "copy" / path.name
+    copy.parent.mkdir()
+    copy.write_bytes(content[: len(content) // 2])
+    steps = [step for step, _ in read_wandb_offline(copy.parent)[keys[0]]]
     assert 1 <= len(steps) < 10
     assert steps == list(range(1, len(steps) + 1))
 
     damaged = bytearray(content)
     damaged[1000] ^= 1
-    path.write_bytes(damaged)
+    copy.write_bytes(damaged)
     with pytest.raises(DataError, match="damaged at byte"):
-        read_wandb_offline(tmp_path / "wandb")
+        read_wandb_offline(copy.parent)
 
 
 def test_wandb_offline_contacts_nobody(tmp_path: Path) -> None:
