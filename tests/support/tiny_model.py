@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A model, a batch and a configuration small enough for a test, and the frame that a rank runs a test's code in."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import Qwen3MoeConfig
+
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+
+NUM_SEQUENCES = 8
+MICROBATCHES = ((0, 1), (2, 3), (4, 5), (6, 7))
+
+# A large Adam epsilon keeps the update from turning rounding noise of tiny gradients into whole steps.
+_TEST_SETTINGS = (
+    "policy.train_global_batch_size=8",
+    "policy.train_micro_batch_size=2",
+    "policy.init_seed=1",
+    "policy.megatron_cfg.moe_aux_loss_coeff=0.05",
+    "policy.megatron_cfg.optimizer.lr=3.0e-3",
+    "policy.megatron_cfg.optimizer.weight_decay=0.1",
+    "policy.megatron_cfg.optimizer.adam_eps=1.0e-5",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+)
+
+
+def tiny_hf_config(**changes: Any) -> Qwen3MoeConfig:
+    """Four layers of eight experts, grouped-query attention, a vocabulary of 64."""
+    fields: dict[str, Any] = {
+        "num_hidden_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+        "norm_topk_prob": True,
+        "initializer_range": 0.1,
+        "router_aux_loss_coef": 0.01,
+        "mlp_only_layers": [],
+        "tie_word_embeddings": False,
+    }
+    return Qwen3MoeConfig(**{**fields, **changes})
+
+
+def tiny_policy(world_size: int = 1, **changes: Any) -> PolicyConfig:
+    """The tiny exemplar's policy with settings for tests.
+
+    Args:
+        world_size: Number of ranks, for the checks of the configuration.
+        changes: Keys of `policy` or, where it has none of that name, of `policy.megatron_cfg`; two underscores for a dot.
+    """
+    overrides = [*_TEST_SETTINGS, f"cluster.cpu_workers_per_node={world_size}"]
+    for name, value in changes.items():
+        top = name.split("__")[0]
+        section = "policy" if top in PolicyConfig.model_fields else "policy.megatron_cfg"
+        overrides.append(f"{section}.{name.replace('__', '.')}={_as_yaml(value)}")
+    return load_config("examples/configs/sft_tiny_moe.yaml", overrides, check_paths=False).policy
+
+
+def _as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def layout(**sizes: int) -> dict[str, Any]:
+    """Short names of a layout (tp, pp, vpp, ep, etp) as keys of `megatron_cfg`."""
+    names = {
+        "tp": "tensor_model_parallel_size",
+        "pp": "pipeline_model_parallel_size",
+        "vpp": "virtual_pipeline_model_parallel_size",
+        "ep": "expert_model_parallel_size",
+        "etp": "expert_tensor_parallel_size",
+    }
+    return {names[name]: size for name, size in sizes.items()} | {"sequence_parallel": sizes.get("tp", 1) > 1}
+
+
+def tiny_batch(seed: int, vocabulary_size: int = 64, shortest: int = 5, longest: int = 17) -> TokenBatch:
+    """Eight random sequences of different lengths; the first three tokens of each are the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(shortest, longest + 1, (NUM_SEQUENCES,), generator=generator)
+    real = torch.arange(longest)[None] < lengths[:, None]
+    trained = real.clone()
+    trained[:, :3] = False
+    return TokenBatch(
+        input_ids=torch.randint(1, vocabulary_size, (NUM_SEQUENCES, longest), generator=generator) * real,
+        lengths=lengths,
+        token_mask=trained,
+        sample_ids=tuple(f"sample {index}" for index in range(NUM_SEQUENCES)),
+    )
+
+
+def shard_of_rank(
+    batch: TokenBatch,
+    data_parallel_rank: int = 0,
+    data_parallel_size: int = 1,
+    microbatches: Sequence[Sequence[int]] = MICROBATCHES,
+) -> GlobalBatchShard:
+    """The block of the microbatches that one data-parallel rank runs."""
+    count = len(microbatches) // data_parallel_size
+    mine = microbatches[data_parallel_rank * count : (data_parallel_rank + 1) * count]
+    return make_shard(batch, mine, batch)
+
+
+@contextmanager
+def parallel_job(policy: PolicyConfig) -> Iterator[int]:
+    """Joins the job's process groups and leaves nothing of Megatron-Core's global state behind. Gives the rank."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    apply_expert_bias = TopKRouter._apply_expert_bias
+    initialize_parallel_state(policy.megatron_cfg, rank, world_size, rank, seed=7)
+    try:
+        yield rank
+    finally:
+        destroy_parallel_state()
+        TopKRouter._apply_expert_bias = apply_expert_bias
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
+        _forget_recorded_losses()
+
+
+def _forget_recorded_losses() -> None:
+    from nemo_rl_moe.models.megatron.versions import HAS_MOE_METRICS_TRACKER
+
+    if HAS_MOE_METRICS_TRACKER:
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+        destroy_moe_metrics_tracker()
+    else:
+        from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+        get_moe_layer_wise_logging_tracker().clear()

@@ -1,0 +1,361 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Each place where Megatron-Core goes wrong, often without a word: with this project's cure, and with it taken away."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.models.megatron import corrections, transformer_config
+from nemo_rl_moe.models.megatron.common import get_moe_metrics
+from nemo_rl_moe.models.megatron.versions import (
+    HAS_MOE_METRICS_TRACKER,
+    MEGATRON_VERSION,
+    record_auxiliary_loss,
+    recorded_auxiliary_losses,
+)
+from tests.support.gloo_ranks import RankError, run_ranks
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.training_run import RankRun, RunSettings, build_trainer, difference, shard_of_step, train_run
+
+_ROOM = "nemo_rl_moe.models.megatron."
+_OLD = MEGATRON_VERSION == "0.16.1"
+
+
+def _communicate_in_batches(policy: Any) -> dict[str, Any]:
+    return _IMPLEMENTATION_FIELDS(policy) | {"batch_p2p_comm": True}
+
+
+_IMPLEMENTATION_FIELDS: Callable[..., dict[str, Any]] = transformer_config._implementation_fields
+
+# Cure to what takes its place when a test runs without it.
+_WITHOUT: dict[str, dict[str, Any]] = {
+    "expert_marks": {"model.mark_expert_parameters": lambda chunk: None},
+    "plain_p2p": {"transformer_config._implementation_fields": _communicate_in_batches},
+    "expert_bias": {"model.correct_expert_bias_with_padding": lambda: None},
+    "stage_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
+    "padding_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: None},
+    "decay_groups": {"optimizer.get_standard_config_overrides": lambda config: {}},
+}
+
+
+@contextmanager
+def without(cure: str | None) -> Iterator[None]:
+    """Takes a cure away."""
+    with ExitStack() as stack:
+        for name, replacement in _WITHOUT.get(cure or "", {}).items():
+            stack.enter_context(mock.patch(_ROOM + name, replacement))
+        yield
+
+
+def train_without(cure: str | None, settings: RunSettings) -> RankRun:
+    with without(cure):
+        return train_run(settings)
+
+
+def both_ways(cure: str, world_size: int, settings: RunSettings) -> tuple[list[RankRun], list[RankRun]]:
+    """The run with the cure and the run without it."""
+    return run_ranks(train_without, world_size, None, settings), run_ranks(train_without, world_size, cure, settings)
+
+
+def single_rank(**changes: Any) -> RankRun:
+    return run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec="local", **changes)))[0]
+
+
+# Expert gradients under tensor parallelism
+
+
+def test_expert_gradients_are_reduced_when_experts_are_not_cut_but_matrices_are() -> None:
+    settings = RunSettings(tiny_policy(2, layer_spec="local", **layout(tp=2)))
+    cured, uncured = both_ways("expert_marks", 2, settings)
+    reference = single_rank()
+    assert difference(cured, reference).weights < 5e-6
+    if _OLD:
+        with pytest.raises(AssertionError, match=r"replicas of .*experts"):
+            difference(uncured, reference)
+        assert abs(uncured[0].grad_norms[0] / reference.grad_norms[0] - 1) > 5e-5
+    else:
+        assert difference(uncured, reference).weights < 5e-6
+
+
+def test_routed_experts_are_told_from_everything_else() -> None:
+    assert corrections.is_routed_expert("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight")
+    assert corrections.is_routed_expert("mlp.experts.linear_fc1_weights")
+    assert not corrections.is_routed_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
+    assert not corrections.is_routed_expert("decoder.layers.0.mlp.router.weight")
+
+
+# Interleaved pipeline
+
+
+def test_batched_point_to_point_communication_gives_another_loss_under_gloo() -> None:
+    settings = RunSettings(tiny_policy(2, layer_spec="local", **layout(pp=2, vpp=2)), num_steps=1)
+    cured, uncured = both_ways("plain_p2p", 2, settings)
+    expected = single_rank().losses[0]
+    assert cured[0].losses[0] == pytest.approx(expected, rel=1e-6)
+    assert abs(uncured[0].losses[0] - expected) > 1e-3
+
+
+# Padding
+
+
+def test_padding_mask_reaches_later_stages_under_sequence_parallelism() -> None:
+    settings = RunSettings(tiny_policy(4, layer_spec="local", **layout(pp=2, tp=2)), num_steps=1)
+    with pytest.raises(RankError, match="size of tensor"):
+        run_ranks(train_without, 4, "stage_mask", settings)
+
+
+@pytest.mark.parametrize(
+    ("is_first_stage", "tensor_size", "expected"),
+    [(True, 2, [[0, 0, 0, 1]]), (False, 1, [[0, 0, 0, 1]]), (False, 2, [[0, 1]])],
+)
+def test_each_stage_gets_its_part_of_the_mask(is_first_stage: bool, tensor_size: int, expected: list[list[int]]) -> None:
+    mask = torch.tensor([[False, False, False, True]])
+    part = corrections.padding_mask_for_stage(
+        mask, is_first_stage=is_first_stage, tensor_rank=tensor_size - 1, tensor_size=tensor_size
+    )
+    assert part is not None
+    assert part.int().tolist() == expected
+    assert part.is_contiguous()
+
+
+def widened(shard: GlobalBatchShard, columns: int) -> GlobalBatchShard:
+    """The same sequences with more padding behind them, and tokens in it that must not matter."""
+    wider = []
+    for batch in shard.microbatches:
+        ids = torch.full((len(batch), columns), 63)
+        ids[:, : batch.input_ids.shape[1]] = batch.input_ids
+        mask = torch.zeros(len(batch), columns, dtype=torch.bool)
+        mask[:, : batch.token_mask.shape[1]] = batch.token_mask
+        wider.append(TokenBatch(ids, batch.lengths, mask, batch.sample_ids))
+    return GlobalBatchShard(tuple(wider), shard.global_valid_tokens, shard.global_sequences)
+
+
+def train_with_more_padding(cure: str | None, settings: RunSettings, columns: int) -> tuple[float, dict[str, float]]:
+    with without(cure), parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        shard = shard_of_step(trainer, settings, 0)
+        result = trainer.train([widened(shard, columns)], sft_loss)
+        losses = {name: value for name, value in result.moe_metrics.items() if name.startswith(("load_bal", "z_loss"))}
+        return result.grad_norm, losses
+
+
+@pytest.mark.parametrize("changes", [{"layer_spec": "local"}, {"layer_spec": "auto"}, {"moe_z_loss_coeff": 0.1}])
+def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[str, Any]) -> None:
+    settings = RunSettings(tiny_policy(1, moe_router_load_balancing_type="aux_loss", **changes))
+    ((norm, metrics),) = run_ranks(train_with_more_padding, 1, None, settings, 17)
+    ((wide_norm, wide_metrics),) = run_ranks(train_with_more_padding, 1, None, settings, 40)
+    assert wide_norm == pytest.approx(norm, rel=1e-6)
+    assert wide_metrics == pytest.approx(metrics, rel=1e-6)
+    ((_, biased),) = run_ranks(train_with_more_padding, 1, "padding_mask", settings, 40)
+    assert max(abs(biased[name] - metrics[name]) for name in metrics) > 0.01
+
+
+# Expert bias
+
+
+def _expert_bias_settings(world_size: int) -> RunSettings:
+    policy = tiny_policy(
+        world_size,
+        layer_spec="local",
+        moe_router_enable_expert_bias=True,
+        moe_router_score_function="sigmoid",
+        moe_router_bias_update_rate=0.01,
+    )
+    return RunSettings(policy)
+
+
+def test_expert_bias_works_with_padding() -> None:
+    (reference,) = run_ranks(train_without, 1, None, _expert_bias_settings(1))
+    cured = run_ranks(train_without, 2, None, _expert_bias_settings(2))
+    assert difference(cured, reference).weights < 5e-6
+    with pytest.raises(RankError, match="size of tensor"):
+        run_ranks(train_without, 1, "expert_bias", _expert_bias_settings(1))
+
+
+def test_expert_bias_leaves_padding_out_of_its_counts() -> None:
+    router = SimpleNamespace(enable_expert_bias=True, local_tokens_per_expert=torch.tensor([5.0, 0.0, 1.0]))
+    routing_map = torch.tensor([[1, 1, 0], [0, 1, 1], [1, 0, 1]], dtype=torch.bool)
+    corrections._count_tokens_for_expert_bias(router, routing_map, torch.tensor([False, False, True]))
+    assert router.local_tokens_per_expert.tolist() == [6.0, 2.0, 2.0]
+    corrections._count_tokens_for_expert_bias(router, routing_map)
+    assert router.local_tokens_per_expert.tolist() == [8.0, 4.0, 4.0]
+    with torch.no_grad():
+        corrections._count_tokens_for_expert_bias(router, routing_map)
+    assert router.local_tokens_per_expert.tolist() == [8.0, 4.0, 4.0]
+
+
+# Weight decay
+
+
+def test_weight_decay_acts_on_matrices_only() -> None:
+    def weights(cure: str | None, decay: float) -> dict[str, np.ndarray[Any, Any]]:
+        policy = tiny_policy(1, layer_spec="local", optimizer__weight_decay=decay)
+        (run,) = run_ranks(train_without, 1, cure, RunSettings(policy, num_steps=1))
+        return {name: values for (name, _), values in run.pieces.items()}
+
+    plain, decayed, all_decayed = weights(None, 0.0), weights(None, 0.5), weights("decay_groups", 0.5)
+    norms = [name for name in plain if name.endswith("layernorm.weight")]
+    matrices = plain.keys() - set(norms)
+    assert len(norms) == 17
+    for name in norms:
+        np.testing.assert_array_equal(decayed[name], plain[name])
+        assert np.abs(all_decayed[name] - plain[name]).max() > 1e-4
+    for name in matrices:
+        assert np.abs(decayed[name] - plain[name]).max() > 1e-5, name
+
+
+# Metrics of the loss
+
+
+def losses_reported(policy: PolicyConfig, cloned: bool) -> tuple[float, float]:
+    with parallel_job(policy), ExitStack() as stack:
+        settings = RunSettings(policy)
+        trainer = build_trainer(settings)
+        shard = shard_of_step(trainer, settings, 0)
+        if not cloned:
+            stack.enter_context(mock.patch.object(torch.Tensor, "clone", lambda tensor, **_: tensor))
+        evaluated = trainer.evaluate(shard, sft_loss)["loss"].reduce()
+        return evaluated, trainer.train([shard], sft_loss).global_loss
+
+
+def test_logged_loss_is_not_divided_by_the_schedule() -> None:
+    policy = tiny_policy(1, layer_spec="local")
+    ((evaluated, trained),) = run_ranks(losses_reported, 1, policy, True)
+    assert trained == pytest.approx(evaluated, rel=1e-6)
+    ((divided, _),) = run_ranks(losses_reported, 1, policy, False)
+    assert divided == pytest.approx(evaluated / 4, rel=1e-6)
+
+
+# Auxiliary losses over ranks
+
+# What the routers recorded stays in Megatron-Core's tracker after `train`.
+UNTRACKED = {"track_moe_metrics": False, "moe_per_layer_logging": False}
+
+
+def _sum_instead_of_average(all_reduce: Callable[..., Any]) -> Callable[..., Any]:
+    """gloo knows no average, which Megatron-Core's own reduction asks for."""
+
+    def reduce(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
+        average = op == dist.ReduceOp.AVG
+        done = all_reduce(tensor, dist.ReduceOp.SUM if average else op, group=group, **options)
+        if average:
+            tensor /= dist.get_world_size(group)
+        return done
+
+    return reduce
+
+
+def _reduce_as_megatron_does(names: Sequence[str], num_layers: int) -> dict[str, list[float]]:
+    with mock.patch.object(dist, "all_reduce", _sum_instead_of_average(dist.all_reduce)):
+        if HAS_MOE_METRICS_TRACKER:
+            from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+            for name in names:
+                get_moe_metrics_tracker().ensure_initialized(name, num_layers)
+            get_moe_metrics_tracker()._sync_metrics(list(names))
+        else:
+            from megatron.core.transformer.moe.moe_utils import (
+                get_moe_layer_wise_logging_tracker,
+                reduce_aux_losses_tracker_across_ranks,
+            )
+
+            for name in names:
+                empty = {"values": torch.zeros(num_layers)}
+                get_moe_layer_wise_logging_tracker().setdefault(name, empty)
+            reduce_aux_losses_tracker_across_ranks(list(names))
+    return {name: values.tolist() for name, values in recorded_auxiliary_losses().items()}
+
+
+def train_and_reduce(settings: RunSettings, name: str) -> tuple[list[float], list[float]]:
+    """This rank's values of a loss, by this project's reduction and by Megatron-Core's."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        shard = shard_of_step(trainer, settings, 0)
+        trainer.train([shard], sft_loss)
+        recorded = {key: values.clone() for key, values in recorded_auxiliary_losses().items()}
+        metrics = get_moe_metrics(1.0, per_layer_logging=True, config=trainer.config, device=torch.device("cpu"))
+        for key, values in recorded.items():
+            recorded_auxiliary_losses()[key].copy_(values)
+        theirs = _reduce_as_megatron_does([name], trainer.config.num_layers)[name]
+        return [metrics.get(f"{name}_layer_{layer}", 0.0) for layer in range(4)], theirs
+
+
+def test_z_loss_is_averaged_over_data_parallel_ranks() -> None:
+    settings = RunSettings(tiny_policy(2, layer_spec="local", moe_z_loss_coeff=0.01, **UNTRACKED))
+    answers = run_ranks(train_and_reduce, 2, settings, "z_loss")
+    ours, theirs = [np.array([answer[part] for answer in answers]) for part in (0, 1)]
+    np.testing.assert_array_equal(ours[0], ours[1])
+    if _OLD:
+        assert np.abs(theirs[0] - theirs[1]).min() > 1e-3
+        np.testing.assert_allclose(ours[0], theirs.mean(0), rtol=1e-6)
+    else:
+        np.testing.assert_allclose(theirs, ours, rtol=1e-6)
+
+
+def test_stage_without_experts_reports_whole_values() -> None:
+    policy = tiny_policy(4, layer_spec="local", **layout(pp=2, tp=2), **UNTRACKED)
+    settings = RunSettings(policy, {"mlp_only_layers": [0, 1]})
+    answers = run_ranks(train_and_reduce, 4, settings, "load_balancing_loss")
+    ours, theirs = [np.array([answer[part] for answer in answers]) for part in (0, 1)]
+    for rank in range(1, 4):
+        np.testing.assert_array_equal(ours[rank], ours[0])
+    # Ranks 2 and 3 hold the experts; without a reduce group the others keep their own part.
+    np.testing.assert_allclose(theirs[2:], ours[2:], rtol=1e-6)
+    assert (theirs[:2, 2:] < 0.9 * ours[:2, 2:]).all()
+
+
+def reduce_what_was_recorded(policy: PolicyConfig, fill: bool) -> dict[str, float]:
+    config = transformer_config.build_transformer_config(policy, tiny_hf_config(mlp_only_layers=[0, 1]))
+    with parallel_job(policy) as rank:
+        if rank == 1:
+            record_auxiliary_loss("load_balancing_loss", torch.tensor(1.5), 3, 4)
+        if fill:
+            return get_moe_metrics(1.0, config=config, device=torch.device("cpu"))
+        # What Megatron-Core does without `force_initialize`: each rank reduces the names that it has.
+        for values in recorded_auxiliary_losses().values():
+            dist.all_reduce(values)
+        return {}
+
+
+def test_stage_that_recorded_nothing_takes_part_in_the_reduction() -> None:
+    policy = tiny_policy(2, layer_spec="local", **layout(pp=2))
+    assert run_ranks(reduce_what_was_recorded, 2, policy, True) == [{"load_balancing_loss": 0.75}] * 2
+    with pytest.raises(RankError, match="all_reduce"):
+        run_ranks(reduce_what_was_recorded, 2, policy, False, timeout_s=4.0)
+
+
+# Scale of the auxiliary losses
+
+
+def train_repeated(policy: PolicyConfig, repetitions: int, scaled: bool) -> float:
+    """Gradient norm of a batch whose microbatches all hold the same two sequences."""
+    with parallel_job(policy), ExitStack() as stack:
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+        trainer = build_trainer(RunSettings(policy))
+        if not scaled:
+            stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", lambda scale: None))
+        pair = tiny_batch(100).select([0, 1])
+        batch = pair.select([0, 1] * repetitions)
+        microbatches = [[2 * index, 2 * index + 1] for index in range(repetitions)]
+        return trainer.train([make_shard(batch, microbatches, batch)], sft_loss).grad_norm
+
+
+def test_auxiliary_gradients_do_not_grow_with_the_number_of_microbatches() -> None:
+    policy = tiny_policy(1, layer_spec="local", moe_aux_loss_coeff=1.0, max_grad_norm=None)
+    once, four_times = (run_ranks(train_repeated, 1, policy, count, True)[0] for count in (1, 4))
+    assert four_times == pytest.approx(once, rel=1e-6)
+    unscaled = run_ranks(train_repeated, 1, policy, 4, False)[0]
+    assert abs(unscaled / once - 1) > 0.05

@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every layout trains as one rank does: losses, gradient norms, MoE metrics and weights after three steps."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import Difference, RankRun, RunSettings, difference, train_run
+
+# Largest seen over all layouts and both versions of Megatron-Core: 6e-8, 3e-7, 5e-7 and 1.5e-6; a weight moves by 1e-2.
+TOLERANCE = Difference(loss=5e-7, grad_norm=2e-6, moe_metrics=2e-6, weights=5e-6)
+
+ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
+OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
+DENSE_STAGE = {"mlp_only_layers": [0, 1]}
+
+LAYOUTS = {
+    "dp2": (2, {}),
+    "dp2_zero1": (2, ZERO_1),
+    "dp2_zero1_overlap": (2, ZERO_1 | OVERLAP),
+    "dp4": (4, {}),
+    "ep2": (2, layout(ep=2)),
+    "ep2_zero1": (2, layout(ep=2) | ZERO_1),
+    "ep2_dp4_zero1": (4, layout(ep=2) | ZERO_1),
+    "pp2": (2, layout(pp=2)),
+    "pp2_vpp2": (2, layout(pp=2, vpp=2)),
+    "pp2_vpp2_dp2_zero1": (4, layout(pp=2, vpp=2) | ZERO_1),
+    "pp2_ep2": (4, layout(pp=2, ep=2)),
+    "pp2_ep2_zero1": (4, layout(pp=2, ep=2) | ZERO_1),
+    "tp2": (2, layout(tp=2)),
+    "tp2_zero1": (2, layout(tp=2) | ZERO_1),
+    "tp2_etp2": (2, layout(tp=2, etp=2)),
+    "tp2_ep2": (2, layout(tp=2, ep=2)),
+    "tp2_ep2_dp2_zero1": (4, layout(tp=2, ep=2) | ZERO_1),
+    "tp2_etp2_ep2": (4, layout(tp=2, etp=2, ep=2)),
+    "tp2_pp2": (4, layout(tp=2, pp=2)),
+    "tp2_pp2_ep2_zero1": (4, layout(tp=2, pp=2, ep=2) | ZERO_1),
+}
+
+
+@cache
+def single_rank(layer_spec: str, model: tuple[tuple[str, Any], ...] = (), **changes: Any) -> RankRun:
+    """The run that the others are compared with; made once."""
+    settings = RunSettings(tiny_policy(1, layer_spec=layer_spec, **changes), _model(model))
+    return run_ranks(train_run, 1, settings)[0]
+
+
+def _model(changes: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in changes}
+
+
+def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
+    found = difference(runs, reference)
+    for name, limit in vars(TOLERANCE).items():
+        assert getattr(found, name) <= limit, f"{name}: {found}"
+
+
+@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_trains_as_one_rank_does(name: str, layer_spec: str) -> None:
+    world_size, changes = LAYOUTS[name]
+    settings = RunSettings(tiny_policy(world_size, layer_spec=layer_spec, **changes))
+    assert_same_training(run_ranks(train_run, world_size, settings), single_rank(layer_spec))
+
+
+@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 2, "tp": 2}, {"pp": 2, "ep": 2}], ids=["pp2", "pp2_tp2", "pp2_ep2"])
+def test_pipeline_stage_without_experts(sizes: dict[str, int], layer_spec: str) -> None:
+    world_size = 2 if sizes == {"pp": 2} else 4
+    settings = RunSettings(tiny_policy(world_size, layer_spec=layer_spec, **layout(**sizes)), DENSE_STAGE)
+    runs = run_ranks(train_run, world_size, settings)
+    reference = single_rank(layer_spec, (("mlp_only_layers", (0, 1)),))
+    assert_same_training(runs, reference)
+    layers = {key for key in runs[0].moe_metrics[0] if "_layer_" in key}
+    assert layers == {"load_balancing_loss_layer_2", "load_balancing_loss_layer_3"}
+
+
+@pytest.mark.parametrize("what", ["full", "moe"])
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, {}), (2, {"pp": 2}), (2, {"ep": 2}), (2, {"tp": 2})], ids=["single", "pp2", "ep2", "tp2"]
+)
+@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+def test_recomputed_activations_change_nothing(
+    what: str, world_size: int, sizes: dict[str, int], layer_spec: str
+) -> None:
+    policy = tiny_policy(world_size, layer_spec=layer_spec, activation_checkpointing=what, **layout(**sizes))
+    runs = run_ranks(train_run, world_size, RunSettings(policy))
+    # The MoE metrics are part of it: a router that runs twice must not count twice.
+    assert_same_training(runs, single_rank(layer_spec))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [(1, {}), (2, {}), (2, layout(ep=2)), (2, layout(pp=2)), (2, layout(pp=2, vpp=2)), (2, layout(tp=2)), (4, layout(tp=2, pp=2))],
+    ids=["single", "dp2", "ep2", "pp2", "pp2_vpp2", "tp2", "tp2_pp2"],
+)
+def test_packed_sequences_train_as_padded_ones(world_size: int, changes: dict[str, Any]) -> None:
+    policy = tiny_policy(world_size, layer_spec="auto", **changes)
+    packing = policy.sequence_packing.model_copy(update={"enabled": True})
+    settings = RunSettings(policy.model_copy(update={"sequence_packing": packing}))
+    assert_same_training(run_ranks(train_run, world_size, settings), single_rank("auto"))
+
+
+@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [(2, {}), (2, {"ep": 2}), (2, {"pp": 2}), (2, {"tp": 2}), (4, {"tp": 2, "pp": 2})],
+    ids=["dp2", "ep2", "pp2", "tp2", "tp2_pp2"],
+)
+def test_z_loss_in_layouts(world_size: int, sizes: dict[str, int], layer_spec: str) -> None:
+    # Without padding: Megatron-Core averages the z-loss over each rank's own tokens, so under sequence parallelism
+    # uneven padding weighs them differently.
+    full_rows = {"shortest": 16, "longest": 16}
+    changes = {"layer_spec": layer_spec, "moe_z_loss_coeff": 0.01}
+    reference = run_ranks(train_run, 1, RunSettings(tiny_policy(1, **changes), batch=full_rows))[0]
+    policy = tiny_policy(world_size, **changes, **layout(**sizes))
+    runs = run_ranks(train_run, world_size, RunSettings(policy, batch=full_rows))
+    assert "z_loss_layer_3" in reference.moe_metrics[0]
+    assert_same_training(runs, reference)
+
+
+@pytest.mark.parametrize("balancing", ["seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize(("world_size", "sizes"), [(2, {}), (2, {"tp": 2})], ids=["dp2", "tp2"])
+def test_other_balancing_losses_in_layouts(
+    balancing: str, world_size: int, sizes: dict[str, int]
+) -> None:
+    changes = {"layer_spec": "auto", "moe_router_load_balancing_type": balancing}
+    # The global-batch loss compares microbatches over ranks, so the reference has as few microbatches, each twice as large.
+    single = RunSettings(tiny_policy(1, **changes), num_steps=1)
+    settings = RunSettings(tiny_policy(world_size, **changes, **layout(**sizes)), num_steps=1)
+    if balancing == "global_aux_loss" and not sizes:
+        single = replace(single, microbatches=((0, 1, 4, 5), (2, 3, 6, 7)))
+        settings = replace(settings, microbatches=((0, 1), (2, 3), (4, 5), (6, 7)))
+    reference = run_ranks(train_run, 1, single)[0]
+    assert_same_training(run_ranks(train_run, world_size, settings), reference)
+
+
+def test_layer_specs_agree() -> None:
+    """Megatron-Core's own modules and this project's compute the same."""
+    assert_same_training([single_rank("auto")], single_rank("local"))
+
+
+def test_training_moves_the_weights_far_beyond_the_tolerance() -> None:
+    one_step = RunSettings(tiny_policy(1, layer_spec="local"), num_steps=1)
+    moved = difference(run_ranks(train_run, 1, one_step), replace_steps(single_rank("local"), 1))
+    assert moved.weights > 1000 * TOLERANCE.weights
+
+
+def replace_steps(run: RankRun, num_steps: int) -> RankRun:
+    return replace(
+        run,
+        losses=run.losses[:num_steps],
+        grad_norms=run.grad_norms[:num_steps],
+        moe_metrics=run.moe_metrics[:num_steps],
+    )
