@@ -96,6 +96,7 @@ def test_wandb_offline_says_nothing_and_reads_back(tmp_path: Path, capfd: pytest
     for step in range(4):
         logger.log_step(step, metrics_of(step))
     logger.close()
+    wait_for_wandb()
     assert_same(read_wandb_offline(tmp_path / "wandb"), expected())
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "")
@@ -109,12 +110,20 @@ def test_wandb_offline_says_nothing_and_reads_back(tmp_path: Path, capfd: pytest
     assert b"track_moe_metrics" in content
 
 
+def wait_for_wandb() -> None:
+    """Ends W&B's service process, which may still write the last records after a run is finished."""
+    import wandb
+
+    wandb.teardown()
+
+
 def test_wandb_reader_joins_records_over_blocks_and_passes_over_a_cut_end(tmp_path: Path) -> None:
     logger = WandbLogger(tmp_path, "p", None, lambda _: None)
     keys = [f"train/moe/expert_load_layer_{layer}" for layer in range(300)]
     for step in range(1, 11):
         logger.log_step(step, dict.fromkeys(keys, step / 7))
     logger.close()
+    wait_for_wandb()
     (path,) = {path.resolve() for path in (tmp_path / "wandb").rglob("run-*.wandb")}
     content = path.read_bytes()
     assert len(content) > 3 * 32768

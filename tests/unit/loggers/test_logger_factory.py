@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import wandb
 
 from nemo_rl_moe.config.schema_run import LoggerConfig
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -45,6 +46,7 @@ def test_all_backends_hold_the_same_history(tmp_path: Path) -> None:
     }
     assert read_jsonl(run_folder / "metrics.jsonl") == wanted
     assert read_tensorboard(run_folder / "tensorboard") == wanted
+    wandb.teardown()  # its service may still write the last records after a run is finished
     assert read_wandb_offline(run_folder / "wandb") == wanted
     assert read_mlflow(mlflow_tracking_uri(settings), "e") == wanted
     assert (tmp_path / "logs" / "mlflow.db").is_file()
@@ -79,7 +81,7 @@ def test_backend_that_breaks_in_the_middle_warns_once_on_the_console(
     # The device that is always full, in the place of the event file.
     tensorboard = loggers._backends["tensorboard"]
     assert isinstance(tensorboard, TensorBoardLogger)
-    with open("/dev/full", "wb", buffering=0) as full_device:
+    with Path("/dev/full").open("wb", buffering=0) as full_device:
         monkeypatch.setattr(tensorboard._writer, "_writer", full_device)
         for step in (2, 3):
             loggers.log_step(step, {"train/loss": 1.0})
