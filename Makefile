@@ -1,0 +1,97 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+# `make` or `make help` lists what there is. Needs Python 3.11 or newer, make and a network for pip; nothing else.
+
+# The first Python on the path that is new enough and can make virtual environments; or `make PYTHON=/path/to/python3`.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13 python; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+# More arguments for pip's installation of torch, to choose another build of it.
+TORCH_PIP_ARGUMENTS ?=
+# More arguments for pytest: make test-unit PYTEST_ARGUMENTS='-k overrides -x'
+PYTEST_ARGUMENTS ?=
+
+VENV := .venv
+PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input
+TORCH := $(shell grep '^torch==' constraints.txt)
+# An editable installation holds the absolute path of this folder, so a moved or copied one needs its own stamp.
+STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
+
+# The release of Megatron-Core that is not in .venv, for the second pass of the tests. It replaces the first one by
+# standing before it on PYTHONPATH, which Ray's workers inherit.
+OTHER_MEGATRON = $(shell $(VENV)/bin/python -c 'import sys; print("0.19.2" if sys.version_info < (3, 12) else "0.16.1")')
+OTHER_VENV := .venv-other-megatron
+OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
+
+# One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
+PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help install demo test lint types test-unit test-functional test-other-megatron test-slow clean
+
+help: ## list these targets
+	@echo "make TARGET, where TARGET is one of:"
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 24
+
+install: $(STAMP) ## make or update .venv, with all that the demo and the tests need
+
+demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say where the results are
+	@echo "[demo] making the data: 3-digit additions, for training and for validation"
+	@$(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0
+	@echo "[demo] supervised fine-tuning: nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml"
+	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml
+
+test: lint types test-unit test-functional test-other-megatron ## everything that must pass before a change lands
+	@echo "[test] all passed"
+
+lint: $(STAMP) ## style of the code (ruff)
+	@echo "[lint] ruff"
+	@$(VENV)/bin/python -m ruff check .
+	@$(VENV)/bin/python -m ruff format --check --quiet . || { echo "run '$(VENV)/bin/python -m ruff format .'"; exit 1; }
+
+types: $(STAMP) ## types (mypy)
+	@echo "[types] mypy"
+	@$(VENV)/bin/python -m mypy
+
+test-unit: $(STAMP) ## unit tests
+	@echo "[test-unit] with Megatron-Core as installed in $(VENV)"
+	@$(PYTEST) tests/unit $(PYTEST_ARGUMENTS)
+
+test-functional: $(STAMP) ## real runs with Ray and Megatron-Core
+	@echo "[test-functional] with Megatron-Core as installed in $(VENV)"
+	@$(PYTEST) tests/functional $(PYTEST_ARGUMENTS)
+
+# Asked first whether the release really is the other one: a second pass on the first release would pass and mean nothing.
+test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Core, on the other supported release of it
+	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c \
+		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) -m "megatron and not slow" $(PYTEST_ARGUMENTS)
+
+test-slow: $(STAMP) ## tests that take minutes each, which `make test` leaves out
+	@$(PYTEST) -m slow $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]  # 5: there is none
+
+clean: ## remove the environments and caches; data, logs and results stay
+	rm -rf $(VENV) $(OTHER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+
+$(STAMP): pyproject.toml constraints.txt
+	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
+		"name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
+		"error: PYTHON=$(PYTHON) is not Python >= 3.11 with the modules venv and ensurepip" >&2; exit 2; }
+	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "[install] making $(VENV) with $$($(PYTHON) --version)"; \
+		$(PYTHON) -m venv --clear $(VENV); }
+	@echo "[install] 1/2: $(TORCH) (a few hundred megabytes or more)"
+	@$(PIP_INSTALL) --constraint constraints.txt $(TORCH_PIP_ARGUMENTS) '$(TORCH)'
+	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and the test tools (some minutes)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
+	@rm -f $(VENV)/.installed-* && touch $@
+
+# The wheel of 0.19 asks for Python 3.12 but is plain Python, but for an extension that builds dataset indices, which
+# nothing here loads. Taken for 3.12 whatever runs here, it needs no compiler, as a build from source would.
+$(OTHER_STAMP): $(STAMP)
+	@echo "[install] Megatron-Core $(OTHER_MEGATRON), for the second pass of the tests"
+	@rm -rf $(OTHER_VENV)
+	@$(PIP_INSTALL) --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_$(shell uname -m) --target $(OTHER_VENV)/site megatron-core==$(OTHER_MEGATRON)
+	@touch $@
