@@ -85,11 +85,15 @@ def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
 
 
 def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
-    """Adds a random bias on each expert, the same on all ranks; a negative deviation draws it once and keeps it."""
+    """Random logits with a random bias on each expert, the same on all ranks, as Megatron-Core does it from 0.17 on.
+
+    A negative deviation draws the bias once and keeps it.
+    """
     deviation: float = config.moe_router_force_biased
     kept: list[Tensor] = []
 
     def add_bias(logits: Tensor) -> Tensor:
+        logits = moe_utils.apply_random_logits(logits)
         if kept:
             return logits + kept[0]
         with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):

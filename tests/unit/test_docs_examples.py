@@ -1,0 +1,187 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the documentation shows must work: its code, its commands, its links, and its list of metrics."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from tests.conftest import REPOSITORY_ROOT
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import RunSettings, train_run
+
+DOCS = REPOSITORY_ROOT / "docs"
+PAGES = [REPOSITORY_ROOT / "README.md", REPOSITORY_ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+METRICS_PAGE = DOCS / "moe-metrics.md"
+DEMO_RUN = Path("logs/sft_tiny_moe/exp_001")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a page in one language; "" for those that name none."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    return [text for name, text in found if name == language]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Words of each `nemo-rl-moe` call: in the text, and in plain blocks, where a backslash continues a line."""
+    in_text = re.findall(r"`(nemo-rl-moe [^`\n]+)`", page.read_text(encoding="utf-8"))
+    in_blocks = "\n".join(blocks(page, "")).replace("\\\n", " ").splitlines()
+    lines = [*in_text, *(line.removeprefix("$ ") for line in in_blocks)]
+    return [shlex.split(line, comments=True) for line in lines if line.startswith("nemo-rl-moe ")]
+
+
+def anchor(heading: str) -> str:
+    """The anchor that a heading of Markdown gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def broken_links(page: Path) -> list[str]:
+    """Relative links of a page whose file or heading does not exist."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        if target.startswith(("http://", "https://")):
+            continue
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE) if heading else []
+        if not file.exists() or (heading and heading not in map(anchor, headings)):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# What is it?\n[a](#what-is-it) [b](#what) [c](none.md) [d](page.md#what-is-it) [e](https://x.org)\n"
+    )
+    assert broken_links(page) == ["#what", "none.md"]
+
+
+COMMANDS = [(page.name, words) for page in PAGES for words in commands(page) if "--config" in words]
+# Shown together with the messages that it ends with.
+MEANT_TO_FAIL = "policy.megatron_cfg.track_moe_metric=true"
+
+
+@pytest.fixture
+def in_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every configuration that a page shows, under the name in its first line."""
+    monkeypatch.chdir(tmp_path)
+    for text in (text for page in PAGES for text in blocks(page, "yaml")):
+        if match := re.match(r"# (\S+\.yaml)\n", text):
+            Path(match[1]).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=[name for name, _ in COMMANDS])
+def test_commands_are_valid(words: list[str], in_folder_of_configs: None) -> None:
+    config, *overrides = words[words.index("--config") + 1 :]
+    name = Path(config).name  # a shipped configuration, or one of the pages'
+    overrides = [word for word in overrides if word != "[overrides]"]
+    if MEANT_TO_FAIL in overrides:
+        with pytest.raises(ConfigurationError) as error:
+            load_config(name, overrides, check_paths=False)
+        shown = "".join(text for page in PAGES for text in blocks(page, ""))
+        assert all(f"error: {problem}\n" in shown for problem in error.value.problems)
+    else:
+        load_config(name, overrides, check_paths=False)
+
+
+def test_there_are_commands_and_code_to_test() -> None:
+    assert len(COMMANDS) >= 8
+    assert len(PYTHON_BLOCKS) == 3
+
+
+def write_demo_run(folder: Path) -> None:
+    """What the pages' code reads of a run: the load of every expert, and the final weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder.mkdir(parents=True)
+    ExpertLoadWriter(folder, pytest.fail).write(1, ExpertLoad((0, 2), torch.tensor([[3, 1], [0, 4]])))
+    tiny = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny)).save_pretrained(folder / "checkpoints" / "final")
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder / "checkpoints" / "final")
+
+
+@pytest.fixture
+def in_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_demo_run(DEMO_RUN)
+    return tmp_path
+
+
+def run_block(text: str, folder: Path) -> dict[str, object]:
+    script = folder / "example.py"
+    script.write_text(text, encoding="utf-8")
+    return runpy.run_path(str(script))
+
+
+PYTHON_BLOCKS = {f"{page.name}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
+
+
+@pytest.mark.parametrize("name", PYTHON_BLOCKS)
+def test_code_runs(name: str, in_folder_of_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_block(PYTHON_BLOCKS[name], in_folder_of_runs)
+    assert capsys.readouterr().out.strip()
+
+
+def test_standalone_example_counts_every_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = (text for text in blocks(METRICS_PAGE, "python") if "enable_load_balance_tracking" in text)
+    found = run_block(text, tmp_path)
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    metrics = found["metrics"]
+    assert isinstance(metrics, dict)
+    # 2 microbatches of 4 x 32 tokens, 8 experts, 2 for each token: sqrt((1 - 1/4) * 8 / 512).
+    assert metrics["cv_null_mean"] == pytest.approx((0.75 * 8 / 512) ** 0.5)
+    assert {generic(key) for key in metrics} <= documented_keys()
+
+
+def documented_keys() -> set[str]:
+    """The keys in the first column of the tables that are headed `key`."""
+    keys: set[str] = set()
+    in_table = False
+    for line in METRICS_PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| key |"):
+            in_table = True
+        elif not line.startswith("|"):
+            in_table = False
+        elif in_table:
+            keys.update(re.findall(r"`([^`]+)`", line.split("|")[1]))
+    return keys
+
+
+def generic(key: str) -> str:
+    """A key with placeholders for the numbers of layer, expert and size."""
+    for word, placeholder in (("layer_", "{i}"), ("expert_", "{e}"), ("_ep_", "{n}")):
+        key = re.sub(rf"{word}\d+", word + placeholder, key)
+    return key
+
+
+def test_documented_keys_are_those_of_a_real_report() -> None:
+    """Two expert-parallel ranks train the tiny model one step with everything turned on."""
+    policy = tiny_policy(
+        2,
+        **layout(ep=2),
+        moe_router_load_balancing_type="[aux_loss, seq_aux_loss, global_aux_loss]",
+        moe_aux_loss_coeff="[0.01, 0.01, 0.01]",
+        moe_z_loss_coeff=0.001,
+        moe_per_layer_logging=True,
+        log_moe_overload_factor=True,
+        moe_metrics__mode="detailed",
+        moe_metrics__what_if_expert_parallel_sizes="[4]",
+    )
+    (metrics, other) = (run.moe_metrics[0] for run in run_ranks(train_run, 2, RunSettings(policy, num_steps=1)))
+    assert metrics == other
+    assert {generic(key) for key in metrics} == documented_keys()
