@@ -16,6 +16,7 @@ from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
@@ -79,9 +80,14 @@ def check_model(config: MasterConfig, console: ConsoleLogger) -> None:
     """Builds the TransformerConfig on the driver, so that whatever Megatron-Core refuses is refused before Ray starts.
 
     Raises:
-        ConfigurationError: The model, a field or the layout is not supported.
+        ConfigurationError: The model, a field or the layout is not supported, or a folder lacks the weights asked for.
     """
     hf_config = load_hf_config(config.policy.model_name)
+    folder = Path(config.policy.model_name)
+    if config.policy.init == "pretrained" and folder.is_dir() and not any(folder.glob("*.safetensors")):
+        raise ConfigurationError(
+            f"policy.init: got 'pretrained', but {folder} holds no *.safetensors file; allowed with it: random"
+        )
     with console.phase("checking the model"):
         # Imported here: Megatron-Core takes seconds to import, which the phase tells.
         from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config

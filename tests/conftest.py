@@ -24,11 +24,7 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
 )
 
-_FOLDERS_WITH_MEGATRON = (
-    REPOSITORY_ROOT / "tests" / "unit" / "models" / "megatron",
-    REPOSITORY_ROOT / "tests" / "functional",
-)
-_FOLDER_OF_REAL_RUNS = REPOSITORY_ROOT / "tests" / "functional"
+_TESTS = REPOSITORY_ROOT / "tests"
 
 
 def pytest_report_header() -> str:
@@ -38,12 +34,17 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by the folder they lie in, so that no file can be forgotten."""
+    """Marks tests by where they lie, so that none can be forgotten.
+
+    `functional` is all of `tests/functional`; `megatron` is that, and every file or folder with megatron in its name.
+    """
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in _FOLDERS_WITH_MEGATRON):
-            item.add_marker(pytest.mark.megatron)
-        if item.path.is_relative_to(_FOLDER_OF_REAL_RUNS):
+        place = item.path.relative_to(_TESTS).as_posix()
+        is_functional = place.startswith("functional/")
+        if is_functional:
             item.add_marker(pytest.mark.functional)
+        if is_functional or "megatron" in place:
+            item.add_marker(pytest.mark.megatron)
 
 
 @pytest.fixture(scope="session")

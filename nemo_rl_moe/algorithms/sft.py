@@ -70,8 +70,8 @@ def train_sft(
     for step, batch in _numbered_batches(loader, num_steps):
         started = time.perf_counter()
         result = policy.train(batch, sft_loss)
-        metrics = training = training_metrics(result)
-        metrics |= timing_metrics("train", time.perf_counter() - started, result.num_tokens)
+        training = training_metrics(result)
+        metrics = training | timing_metrics("train", time.perf_counter() - started, result.num_tokens)
         if validation_is_due(config, step, num_steps):
             metrics |= validate()
         logger.log_step(step, metrics)

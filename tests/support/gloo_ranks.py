@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes that run one function as the ranks of a job.
 
-Megatron-Core takes many seconds to import, so it is imported once, in a server process from which the ranks of every call
-are forked. Each call has fresh ranks: process groups leave threads behind, and Megatron-Core keeps global state.
+Megatron-Core takes many seconds to import, so it is imported once, in a server process from which the ranks of every
+call are forked. Each call has fresh ranks: process groups leave threads behind, and Megatron-Core keeps global state.
 """
 
 import faulthandler
 import importlib
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -73,8 +74,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     """Calls a module-level function on every rank of a job.
 
     Args:
-        function: Finds its rank in the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). What it takes and returns
-            must be picklable and no tensor (numpy arrays are fine).
+        function: Finds its rank in the environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT). What it takes and
+            returns must be picklable and no tensor (numpy arrays are fine).
         world_size: Number of ranks.
         arguments: The same for every rank.
         timeout_s: After so long the ranks are stopped.
@@ -95,7 +96,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
             for rank in ranks:
                 rank.process.join()
                 rank.connection.close()
-    problems = [f"rank {index}: {answer.text}" for index, answer in sorted(answers.items()) if isinstance(answer, _Failure)]
+    problems = [
+        f"rank {index}: {answer.text}" for index, answer in sorted(answers.items()) if isinstance(answer, _Failure)
+    ]
     if problems:
         raise RankError("\n".join(problems))
     return [answers[index] for index in range(world_size)]
@@ -134,14 +137,15 @@ def _start(function: Callable[..., Any], world_size: int, arguments: tuple[Any, 
 def _collect(ranks: Sequence[_Rank], deadline: float) -> dict[int, Any]:
     answers: dict[int, Any] = {}
     while len(answers) < len(ranks):
-        waiting = {rank.connection: index for index, rank in enumerate(ranks) if index not in answers}
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        waiting = {index: rank.connection for index, rank in enumerate(ranks) if index not in answers}
+        ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            answers |= {index: _Failure(_stacks_of(ranks[index])) for index in waiting.values()}
-        for connection in ready:
-            index = waiting[connection]  # type: ignore[index]
+            answers |= {index: _Failure(_stacks_of(ranks[index])) for index in waiting}
+        for index, connection in waiting.items():
+            if connection not in ready:
+                continue
             try:
-                answers[index] = connection.recv()  # type: ignore[union-attr]
+                answers[index] = connection.recv()
             except (EOFError, OSError):
                 answers[index] = _Failure("died without an answer")
             if isinstance(answers[index], _Failure):
@@ -159,7 +163,12 @@ def _stacks_of(rank: _Rank) -> str:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    # Below the range that outgoing connections take theirs from, so that none of them gets it before rank 0 listens.
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("", port))
+            except OSError:
+                continue
+            return port

@@ -58,7 +58,8 @@ def tiny_policy(world_size: int = 1, **changes: Any) -> PolicyConfig:
 
     Args:
         world_size: Number of ranks, for the checks of the configuration.
-        changes: Keys of `policy` or, where it has none of that name, of `policy.megatron_cfg`; two underscores for a dot.
+        changes: Keys of `policy` or, where it has none of that name, of `policy.megatron_cfg`; two underscores for a
+            dot.
     """
     overrides = [*_TEST_SETTINGS, f"cluster.cpu_workers_per_node={world_size}"]
     for name, value in changes.items():

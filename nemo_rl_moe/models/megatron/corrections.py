@@ -15,6 +15,7 @@ from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megat
 
 # isort: split
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def is_routed_expert(parameter_name: str) -> bool:
@@ -46,6 +47,16 @@ def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: 
 def correct_expert_bias_with_padding() -> None:
     """Makes an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
     TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
+
+
+def needs_padding_mask(config: TransformerConfig) -> bool:
+    """Whether a microbatch needs a padding mask though it has no padding.
+
+    Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
+    global-batch loss spans the data-parallel ranks, whose microbatches differ in size.
+    """
+    types = config.moe_router_load_balancing_type
+    return "global_aux_loss" in ([types] if isinstance(types, str) else types)
 
 
 def padding_mask_for_stage(

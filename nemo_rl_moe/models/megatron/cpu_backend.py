@@ -98,6 +98,10 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
             ),
         ),
         "megatron.core.transformer.utils": (_on_cpu(2),),
+        # The last pipeline stage's copy of tied embeddings.
+        "megatron.core.models.common.language_module.language_module": (
+            SourceEdit(r"weight\.data = weight\.data\.cuda\(\)", "pass", 1),
+        ),
     }
 
 

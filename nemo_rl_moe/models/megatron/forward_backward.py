@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
 from nemo_rl_moe.metrics import Reduction
-from nemo_rl_moe.models.megatron.corrections import padding_mask_for_stage
+from nemo_rl_moe.models.megatron.corrections import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -119,6 +119,9 @@ class ForwardBackward:
         return self.recorder.training_forward(chunk, number)
 
     def _run_model(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
+        padding_mask = microbatch.padding_mask
+        if padding_mask is None and needs_padding_mask(self.config):
+            padding_mask = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
         output: Tensor = model(
             microbatch.input_ids,
             microbatch.position_ids,
@@ -126,7 +129,7 @@ class ForwardBackward:
             labels=labels,
             packed_seq_params=microbatch.packed_seq_params,
             padding_mask=padding_mask_for_stage(
-                microbatch.padding_mask,
+                padding_mask,
                 is_first_stage=get_attr_wrapped_model(model, "pre_process"),
                 tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
                 tensor_size=parallel_state.get_tensor_model_parallel_world_size(),

@@ -5,6 +5,8 @@
 import math
 from collections.abc import Sequence
 
+import torch
+
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.transformer_config import DTYPES
@@ -70,9 +72,21 @@ def build_optimizer(
     optimizer: MegatronOptimizer = get_megatron_optimizer(
         optimizer_config, list(chunks), config_overrides=get_standard_config_overrides(optimizer_config)
     )
+    _fuse_adam(optimizer)
     if config.bf16:
         config.grad_scale_func = optimizer.scale_loss
     return optimizer
+
+
+def _fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Lets torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass.
+
+    Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:

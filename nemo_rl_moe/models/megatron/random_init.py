@@ -23,17 +23,20 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
     """Fills every parameter: norms with 1, matrices from a normal distribution of `init_method_std`."""
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
-            piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config.vocab_size, seed)))
+            piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
 
 
-def _full_tensor(piece: ParameterPiece, config: TransformerConfig, vocabulary_size: int, seed: int) -> torch.Tensor:
+def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: Any, seed: int) -> torch.Tensor:
     if piece.name.endswith("layernorm.weight"):
         return torch.ones(piece.full_shape())
     scale = 1 / math.sqrt(2 * config.num_layers) if piece.name.endswith(_RESIDUAL_OUTPUTS) else 1.0
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(piece.name.encode()))
+    # Of tied embeddings the last pipeline stage has a copy, which must start as the first stage's.
+    tied = hf_config.tie_word_embeddings and piece.is_vocabulary
+    name = "embedding.word_embeddings.weight" if tied else piece.name
+    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
     shape = list(piece.full_shape())
     if piece.is_vocabulary:
         # Padding depends on the layout, so it is added after the draw.
-        shape[0] = vocabulary_size
+        shape[0] = hf_config.vocab_size
     drawn = torch.randn(shape, generator=generator) * (config.init_method_std * scale)
     return piece.pad_vocabulary(drawn)

@@ -32,9 +32,11 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         from nemo_rl_moe.models.hf_files import load_hf_config, weights_folder
         from nemo_rl_moe.models.megatron.parallel_state import initialize_parallel_state
         from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+        from nemo_rl_moe.models.policy.gloo_device import shared_gloo_device
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
+        with shared_gloo_device():
+            initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
         self._tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
         self._trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), weights_folder(policy), num_steps)
 
@@ -45,9 +47,6 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         return {
             "coordinates": self._trainer.coordinates,
             "moe_configuration": effective_moe_configuration(self._trainer.config),
-            "num_parameters": sum(
-                parameter.numel() for chunk in self._trainer.chunks for parameter in chunk.parameters()
-            ),
         }
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:

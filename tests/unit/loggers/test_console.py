@@ -94,7 +94,7 @@ def test_phase_without_a_terminal() -> None:
     console = ConsoleLogger(1, stream=stream, clock=clock)
     with console.phase("starting workers"):
         clock.now += 3.2
-    with pytest.raises(ValueError, match="x"), console.phase("loading"):  # noqa: PT012
+    with pytest.raises(ValueError, match="x"), console.phase("loading"):
         clock.now += 1
         raise ValueError("x")
     assert stream.getvalue().splitlines() == [

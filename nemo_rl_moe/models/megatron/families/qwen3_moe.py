@@ -128,6 +128,9 @@ def to_hugging_face(name: str, tensor: Tensor, hf_config: Any) -> Mapping[str, T
 
 def from_hugging_face(name: str, read: Callable[[str], Tensor], hf_config: Any) -> Tensor:
     """One full canonical parameter, put together from Hugging Face tensors."""
+    if name == "output_layer.weight" and hf_config.tie_word_embeddings:
+        # The last pipeline stage's own copy.
+        name = "embedding.word_embeddings.weight"
     parts = [read(key) for key in _hugging_face_names(name)]
     if name.endswith(_QKV):
         groups, _, head_dim = _heads(hf_config)

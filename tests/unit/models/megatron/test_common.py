@@ -144,7 +144,7 @@ def test_pipeline_with_tensor_parallelism() -> None:
 
 
 def test_data_and_tensor_parallelism_together() -> None:
-    # Ranks 0, 1 share a batch, ranks 2, 3 another. Losses 1 and 3: mean 2. Global loss: parts of one sum, 0.1 + ... + 0.4.
+    # Ranks 0, 1 share a batch, ranks 2, 3 another. Losses 1 and 3: mean 2. Global loss: parts of one sum, 0.1 to 0.4.
     name = "global_load_balancing_loss"
     records = [[(LOSS, 0, [a]), (Z, 0, [z]), (name, 0, [g])] for a, z, g in
                ((0.25, 1.0, 0.1), (0.75, 2.0, 0.2), (1.5, 3.0, 0.3), (1.5, 6.0, 0.4))]  # fmt: skip
@@ -175,7 +175,9 @@ def test_several_balancing_losses() -> None:
         moe_aux_loss_coeff="[0.1,0.1,0.1]",
     )
     # Over two data-parallel ranks the global loss is a sum of parts, the others are means.
-    assert metrics == approximately(load_balancing_loss=2.0, seq_load_balancing_loss=3.0, global_load_balancing_loss=8.0)
+    assert metrics == approximately(
+        load_balancing_loss=2.0, seq_load_balancing_loss=3.0, global_load_balancing_loss=8.0
+    )
 
 
 @pytest.mark.parametrize("balancing", ["none", "sinkhorn"])

@@ -46,6 +46,7 @@ _WITHOUT: dict[str, dict[str, Any]] = {
     "expert_bias": {"model.correct_expert_bias_with_padding": lambda: None},
     "stage_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
     "padding_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: None},
+    "mask_for_global_loss": {"forward_backward.needs_padding_mask": lambda config: False},
     "decay_groups": {"optimizer.get_standard_config_overrides": lambda config: {}},
 }
 
@@ -120,7 +121,9 @@ def test_padding_mask_reaches_later_stages_under_sequence_parallelism() -> None:
     ("is_first_stage", "tensor_size", "expected"),
     [(True, 2, [[0, 0, 0, 1]]), (False, 1, [[0, 0, 0, 1]]), (False, 2, [[0, 1]])],
 )
-def test_each_stage_gets_its_part_of_the_mask(is_first_stage: bool, tensor_size: int, expected: list[list[int]]) -> None:
+def test_each_stage_gets_its_part_of_the_mask(
+    is_first_stage: bool, tensor_size: int, expected: list[list[int]]
+) -> None:
     mask = torch.tensor([[False, False, False, True]])
     part = corrections.padding_mask_for_stage(
         mask, is_first_stage=is_first_stage, tensor_rank=tensor_size - 1, tensor_size=tensor_size
@@ -160,6 +163,16 @@ def test_padding_changes_neither_auxiliary_losses_nor_gradients(changes: dict[st
     assert wide_metrics == pytest.approx(metrics, rel=1e-6)
     ((_, biased),) = run_ranks(train_with_more_padding, 1, "padding_mask", settings, 40)
     assert max(abs(biased[name] - metrics[name]) for name in metrics) > 0.01
+
+
+def test_global_batch_loss_counts_the_tokens_of_all_ranks() -> None:
+    balancing = {"layer_spec": "auto", "moe_router_load_balancing_type": "global_aux_loss"}
+    together = ((0, 1, 4, 5), (2, 3, 6, 7))
+    single = run_ranks(train_run, 1, RunSettings(tiny_policy(1, **balancing), microbatches=together, num_steps=1))
+    cured, uncured = both_ways("mask_for_global_loss", 2, RunSettings(tiny_policy(2, **balancing), num_steps=1))
+    expected, right, wrong = (runs[0].moe_metrics[0]["global_load_balancing_loss"] for runs in (single, cured, uncured))
+    assert right == pytest.approx(expected, rel=1e-6)
+    assert abs(wrong - expected) > 0.01
 
 
 # Expert bias
@@ -346,7 +359,7 @@ def train_repeated(policy: PolicyConfig, repetitions: int, scaled: bool) -> floa
 
         trainer = build_trainer(RunSettings(policy))
         if not scaled:
-            stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale", lambda scale: None))
+            stack.enter_context(mock.patch.object(MoEAuxLossAutoScaler, "set_loss_scale"))
         pair = tiny_batch(100).select([0, 1])
         batch = pair.select([0, 1] * repetitions)
         microbatches = [[2 * index, 2 * index + 1] for index in range(repetitions)]

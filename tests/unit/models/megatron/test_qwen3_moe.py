@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.families import family_of, qwen3_moe
 from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
 from tests.support.gloo_ranks import RankError, run_ranks
@@ -65,7 +66,11 @@ def reference_outputs(folder: str) -> tuple[Any, list[Any]]:
     with torch.no_grad():
         outputs = reference(ids, output_router_logits=True)
     topk = reference.config.num_experts_per_tok
-    chosen = [logits.reshape(-1, 8).topk(topk).indices.sort().values.numpy() for logits in outputs.router_logits if logits is not None]
+    chosen = [
+        logits.reshape(-1, 8).topk(topk).indices.sort().values.numpy()
+        for logits in outputs.router_logits
+        if logits is not None
+    ]
     return outputs.logits.numpy(), chosen
 
 
@@ -125,21 +130,22 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "sizes"),
+    ("name", "world_size", "sizes", "layer_spec"),
     [
-        ("plain", 1, {}),
-        ("plain", 2, {}),
-        ("plain", 2, {"tp": 2}),
-        ("plain", 2, {"tp": 2, "etp": 2}),
-        ("plain", 2, {"ep": 2}),
-        ("plain", 2, {"pp": 2, "vpp": 2}),
-        ("plain", 4, {"tp": 2, "ep": 2, "pp": 2}),
-        ("dense_layers_and_raw_weights", 2, {"tp": 2}),
-        ("every_second_layer_tied", 2, {"pp": 2}),
-        ("multi_head", 2, {"tp": 2}),
+        ("plain", 1, {}, "local"),
+        ("plain", 1, {}, "auto"),
+        ("plain", 2, {}, "auto"),
+        ("plain", 2, {"tp": 2}, "auto"),
+        ("plain", 2, {"tp": 2, "etp": 2}, "local"),
+        ("plain", 2, {"ep": 2}, "local"),
+        ("plain", 2, {"ep": 2}, "auto"),
+        ("plain", 2, {"pp": 2, "vpp": 2}, "auto"),
+        ("plain", 4, {"tp": 2, "ep": 2, "pp": 2}, "auto"),
+        ("dense_layers_and_raw_weights", 2, {"tp": 2}, "auto"),
+        ("every_second_layer_tied", 2, {"pp": 2}, "auto"),
+        ("multi_head", 2, {"tp": 2}, "auto"),
     ],
 )
-@pytest.mark.parametrize("layer_spec", ["local", "auto"])
 def test_round_trip_keeps_every_bit(
     name: str, world_size: int, sizes: dict[str, int], layer_spec: str, tmp_path: Path
 ) -> None:
@@ -240,5 +246,5 @@ def test_query_key_value_are_grouped_by_key_head() -> None:
 def test_other_families_are_refused() -> None:
     from transformers import LlamaConfig
 
-    with pytest.raises(Exception, match="policy.model_name: model_type 'llama' is not supported; supported: qwen3_moe"):
+    with pytest.raises(ConfigurationError, match=r"model_type 'llama' is not supported; supported: qwen3_moe"):
         family_of(LlamaConfig())

@@ -34,6 +34,7 @@ def statistics_of_rank(scale: float, world_size: int, bfloat16: bool) -> tuple[A
     logits, labels = logits_and_labels(scale)
     with parallel_job(tiny_policy(world_size, **layout(tp=world_size))) as rank:
         part = logits.chunk(world_size, dim=-1)[rank]
+        assert dist.group.WORLD is not None
         result = token_statistics(part.bfloat16() if bfloat16 else part, labels, dist.group.WORLD)
         return result.logprobs.numpy(), result.greedy_matches.numpy()
 

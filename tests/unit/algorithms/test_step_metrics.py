@@ -1,0 +1,85 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
+import pytest
+
+from nemo_rl_moe.algorithms.step_metrics import timing_metrics, training_metrics, validation_metrics, with_prefix
+from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.models.policy.interfaces import EvaluationResult, TrainResult
+
+SERIES = {
+    # Two global batches in one call: the sum of the shares is not the loss that is reported.
+    "loss": MetricSeries((0.5, 0.25, 1.0, 0.5), Reduction.SUM),
+    "num_valid_tokens": MetricSeries((3.0, 4.0, 5.0, 6.0), Reduction.SUM),
+    "entropy": MetricSeries((1.0, 2.0, 3.0, 6.0), Reduction.MEAN),
+    "ratio_min": MetricSeries((0.9, 0.7, 0.8, 1.0), Reduction.MIN),
+    "ratio_max": MetricSeries((1.1, 1.3, 1.2, 1.0), Reduction.MAX),
+}
+RESULT = TrainResult(
+    global_loss=1.125,
+    grad_norm=2.5,
+    lr=3e-4,
+    num_microbatches=4,
+    num_tokens=96,
+    microbatch_metrics=SERIES,
+    moe_metrics={
+        "load_balancing_loss": 1.0625,
+        "load_balancing_loss_layer_0": 1.125,
+        "z_loss": 3.0,
+        "moe_expert_utilization/layer_0_expert_7": 0.5,
+    },
+)
+
+
+def test_training_metrics() -> None:
+    assert training_metrics(RESULT) == {
+        "train/loss": 1.125,
+        "train/grad_norm": 2.5,
+        "train/lr": 3e-4,
+        "train/num_microbatches": 4.0,
+        "train/num_tokens": 96.0,
+        "train/num_valid_tokens": 18.0,
+        "train/entropy": 3.0,
+        "train/ratio_min": 0.7,
+        "train/ratio_max": 1.3,
+        "train/moe/load_balancing_loss": 1.0625,
+        "train/moe/load_balancing_loss_layer_0": 1.125,
+        "train/moe/z_loss": 3.0,
+        "train/moe_expert_utilization/layer_0_expert_7": 0.5,
+    }
+
+
+def test_without_tracking_no_key_speaks_of_experts() -> None:
+    metrics = training_metrics(replace(RESULT, moe_metrics={}))
+    assert [key for key in metrics if "moe" in key] == []
+    assert metrics.keys() < training_metrics(RESULT).keys()
+
+
+def test_every_value_is_a_plain_float() -> None:
+    assert {type(value) for value in training_metrics(RESULT).values()} == {float}
+
+
+def test_results_are_left_as_they_are() -> None:
+    before = (dict(RESULT.moe_metrics), dict(RESULT.microbatch_metrics))
+    training_metrics(RESULT)
+    training_metrics(RESULT)
+    assert (RESULT.moe_metrics, RESULT.microbatch_metrics) == before
+
+
+def test_validation_metrics_keep_the_loss() -> None:
+    series = {"loss": MetricSeries((0.5, 0.75), Reduction.SUM), "accuracy": MetricSeries((0.25, 0.5), Reduction.SUM)}
+    assert validation_metrics(EvaluationResult(series)) == {"val/loss": 1.25, "val/accuracy": 0.75}
+
+
+def test_timing_metrics() -> None:
+    assert timing_metrics("validation", 2.0) == {"timing/validation/seconds": 2.0}
+    assert timing_metrics("train", 2.0, 512) == {
+        "timing/train/seconds": 2.0,
+        "timing/train/tokens_per_second": 256.0,
+    }
+
+
+@pytest.mark.parametrize(("metrics", "expected"), [({}, {}), ({"a": 1.0, "b/c": 2.0}, {"x/a": 1.0, "x/b/c": 2.0})])
+def test_with_prefix(metrics: dict[str, float], expected: dict[str, float]) -> None:
+    assert with_prefix("x", metrics) == expected

@@ -1,0 +1,123 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The CPU backend is on where it must be, off where there is an accelerator, and loud about what it does not know."""
+
+import importlib.machinery
+import importlib.metadata
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.cpu_backend import SourceEdit
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
+
+
+def run_python(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
+
+
+def test_with_an_accelerator_nothing_is_touched() -> None:
+    program = """
+import sys, torch
+torch.cuda.is_available = lambda: True
+names = ("current_device", "Stream", "Event", "current_stream", "stream", "synchronize", "get_rng_state",
+         "set_rng_state", "manual_seed", "empty_cache")
+before, finders = [getattr(torch.cuda, name) for name in names], list(sys.meta_path)
+random_state = torch.cuda.random.get_rng_state
+from nemo_rl_moe.models.megatron import cpu_backend
+assert cpu_backend.ACTIVE is False
+assert before == [getattr(torch.cuda, name) for name in names]
+assert torch.cuda.random.get_rng_state is random_state
+assert sys.meta_path == finders, "no finder"
+assert not any(name.startswith("megatron") for name in sys.modules)
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+
+
+def test_wrong_order_and_unknown_versions_are_refused() -> None:
+    program = """
+import importlib.metadata, sys, torch
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.99.0" if name == "megatron-core" else real(name)
+try:
+    import nemo_rl_moe.models.megatron.cpu_backend
+except ImportError as error:
+    print(error)
+sys.modules["megatron.core.utils"] = sys
+try:
+    import nemo_rl_moe.models.megatron.cpu_backend
+except ImportError as error:
+    print(error)
+print(len(sys.meta_path), torch.cuda.synchronize.__module__)
+"""
+    done = run_python(program)
+    assert done.stdout.splitlines()[:2] == [
+        "megatron-core 0.99.0 was not tried on a CPU; install one of 0.16.1, 0.19.2",
+        "import nemo_rl_moe.models.megatron.cpu_backend before anything of megatron.core",
+    ], done.stderr
+    assert done.stdout.splitlines()[2].endswith("torch.cuda"), "nothing was replaced"
+
+
+def test_without_an_accelerator_it_is_on() -> None:
+    assert cpu_backend.ACTIVE is True
+    assert str(torch.cuda.current_device()) == "cpu"
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.current_stream().wait_stream(torch.cuda.Stream())
+    event = torch.cuda.Event()
+    event.record()
+    assert event.query() is True
+
+
+def test_device_random_state_is_the_hosts() -> None:
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_edits_are_those_of_the_installed_version() -> None:
+    """Every module that is edited was imported from its edited source, or can be."""
+    edits = cpu_backend._source_edits(importlib.metadata.version("megatron-core"))
+    assert len(edits) == 10
+    for name in edits:
+        module = importlib.import_module(name)
+        assert isinstance(module.__loader__, cpu_backend._EditingLoader), name
+
+
+@pytest.fixture
+def module_path(tmp_path: Path) -> Path:
+    path = tmp_path / "edited.py"
+    path.write_text("""a = make(device="cuda")\nb = make(device='cuda')\n""")
+    return path
+
+
+def test_edit_is_made_in_every_place(module_path: Path) -> None:
+    loader = cpu_backend._EditingLoader("edited", str(module_path), [cpu_backend._on_cpu(2)])
+    devices: list[str] = []
+    module = types.ModuleType("edited")
+    module.make = lambda device: devices.append(device)  # type: ignore[attr-defined]
+    loader.exec_module(module)
+    assert devices == ["cpu", "cpu"]
+
+
+@pytest.mark.parametrize("expected", [0, 1, 3])
+def test_edit_that_matches_another_number_of_places_is_an_error(module_path: Path, expected: int) -> None:
+    loader = cpu_backend._EditingLoader("edited", str(module_path), [SourceEdit("cuda", "cpu", expected)])
+    with pytest.raises(
+        ImportError, match=rf"edited: 'cuda' matches 2 places, expected {expected}; .*0\.16\.1, 0\.19\.2"
+    ):
+        loader.get_code("edited")
+
+
+def test_bytecode_of_the_unedited_source_is_not_used(module_path: Path) -> None:
+    importlib.machinery.SourceFileLoader("edited", str(module_path)).get_code("edited")
+    loader = cpu_backend._EditingLoader("edited", str(module_path), [cpu_backend._on_cpu(2)])
+    assert "cpu" in repr(loader.get_code("edited").co_consts)
+    assert "cuda" not in repr(loader.get_code("edited").co_consts)

@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A report takes one collective and one copy to the host, whatever the model, the batch and the options."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.models.megatron import trainer as trainer_module
+from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+
+# Each makes the host wait for the device.
+WAITING = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "bincount"}
+
+
+class CollectiveLog(TorchDispatchMode):
+    """Notes every operation of torch.distributed, whatever function called it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "c10d":
+            self.names.append(function._schema.name.removeprefix("c10d::"))
+        return function(*args, **(kwargs or {}))
+
+
+class WaitLog(TorchFunctionMode):
+    """Notes every call that makes the host wait for a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in WAITING:
+            self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained and reported."""
+
+    world_size: int = 2
+    sizes: Mapping[str, int] = field(default_factory=lambda: {"ep": 2})
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    microbatches: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (4, 5), (6, 7))
+
+
+def logged_report(job: Job) -> dict[str, Any]:
+    """One step on every rank: what the report did, and what it said."""
+    policy = tiny_policy(job.world_size, **layout(**job.sizes), **job.changes)
+    collectives, waits = CollectiveLog(), WaitLog()
+    collect = trainer_module.collect_moe_report
+
+    def logged(*args: Any, **kwargs: Any) -> Any:
+        with collectives, waits:
+            return collect(*args, **kwargs)
+
+    with parallel_job(policy), mock.patch.object(trainer_module, "collect_moe_report", logged):
+        trainer = MegatronTrainer(policy, tiny_hf_config(**job.model), None, num_steps=10)
+        place = trainer.coordinates
+        shard = shard_of_rank(tiny_batch(1), place.data_parallel_rank, place.data_parallel_size, job.microbatches)
+        result = trainer.train([shard], sft_loss)
+        return {"collectives": collectives.names, "waits": waits.names, "metrics": result.moe_metrics}
+
+
+JOBS = {
+    "ep2": Job(),
+    "many_layers": Job(model={"num_hidden_layers": 8}),
+    "many_experts": Job(model={"num_experts": 32}),
+    "many_microbatches": Job(microbatches=tuple((index,) for index in range(8))),
+    "many_names": Job(
+        changes={
+            "moe_router_load_balancing_type": "[aux_loss,seq_aux_loss,global_aux_loss]",
+            "moe_aux_loss_coeff": "[0.01,0.01,0.01]",
+            "moe_z_loss_coeff": 0.001,
+            "moe_metrics__mode": "detailed",
+            "moe_metrics__what_if_expert_parallel_sizes": "[1,4,8]",
+        }
+    ),
+    "no_overload": Job(changes={"log_moe_overload_factor": False, "moe_per_layer_logging": False}),
+    "no_losses": Job(changes={"moe_router_load_balancing_type": "none"}),
+    "dp2": Job(sizes={}),
+    "tp2": Job(sizes={"tp": 2}),
+    "pp2_vpp2": Job(sizes={"pp": 2, "vpp": 2}),
+    "pp2_ep2": Job(4, {"pp": 2, "ep": 2}),
+    "stage_without_experts": Job(sizes={"pp": 2}, model={"mlp_only_layers": [0, 1]}),
+}
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_one_collective_and_one_copy(name: str) -> None:
+    reports = run_ranks(logged_report, JOBS[name].world_size, JOBS[name])
+    for report in reports:
+        assert report["collectives"] == ["allreduce_"]
+        # All that follows the copy works on the host.
+        assert report["waits"][0] == "cpu"
+        assert report["waits"].count("cpu") == 1
+        assert report["metrics"] == reports[0]["metrics"]
+    assert "cv_mean" in reports[0]["metrics"]
+
+
+def test_one_rank_needs_no_collective() -> None:
+    (report,) = run_ranks(logged_report, 1, Job(world_size=1, sizes={}))
+    assert report["collectives"] == []
+
+
+def provoke_logs() -> tuple[list[str], list[str]]:
+    """Calls on a real process group that the logs must see."""
+    with parallel_job(tiny_policy(2)):
+        collectives, waits = CollectiveLog(), WaitLog()
+        with collectives, waits:
+            ones = torch.ones(2)
+            dist.all_reduce(ones)
+            dist.broadcast(ones, 0)
+            dist.all_gather([torch.empty(2), torch.empty(2)], ones)
+            dist.all_gather_object([None, None], "text")
+            dist.barrier()
+            _ = ones.sum().item(), ones.tolist(), ones.cpu(), ones.numpy(), bool(ones[0]), float(ones[0])
+            _ = int(ones[0]), ones.nonzero(), ones.long().bincount()
+        return collectives.names, waits.names
+
+
+def test_the_logs_see_what_they_should() -> None:
+    for collectives, waits in run_ranks(provoke_logs, 2):
+        assert collectives[:3] == ["allreduce_", "broadcast_", "allgather_"]
+        assert len(collectives) >= 5
+        assert "barrier" in collectives
+        wanted = ["item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "nonzero", "bincount"]
+        assert [name for name in waits if name in wanted][-9:] == wanted

@@ -1,0 +1,163 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The model's fields, the machine's and the user's, in Megatron-Core's TransformerConfig."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, transformer_config_fields
+from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
+
+
+def problems_of(hf_config: Any = None, world_size: int = 1, **changes: Any) -> list[str]:
+    policy = tiny_policy(world_size, **changes)
+    with pytest.raises(ConfigurationError) as caught:
+        build_transformer_config(policy, hf_config or tiny_hf_config())
+    return caught.value.problems
+
+
+def test_model_fields() -> None:
+    hf_config = tiny_hf_config(
+        mlp_only_layers=[1], rms_norm_eps=1e-5, num_experts_per_tok=3, rope_parameters={"rope_theta": 7.0}
+    )
+    config = build_transformer_config(tiny_policy(1), hf_config)
+    expected = {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 8,
+        "ffn_hidden_size": 48,
+        "moe_ffn_hidden_size": 16,
+        "num_moe_experts": 8,
+        "moe_router_topk": 3,
+        "moe_layer_freq": [1, 0, 1, 1],
+        "layernorm_epsilon": 1e-5,
+        "normalization": "RMSNorm",
+        "qk_layernorm": True,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "moe_router_pre_softmax": False,
+    }
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert config.activation_func is torch.nn.functional.silu
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({}, [1, 1, 1, 1]),
+        ({"mlp_only_layers": [0, 3]}, [0, 1, 1, 0]),
+        ({"decoder_sparse_step": 2}, [0, 1, 0, 1]),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [1]}, [0, 0, 0, 1]),
+    ],
+)
+def test_layers_with_experts(changes: dict[str, Any], pattern: list[int]) -> None:
+    assert build_transformer_config(tiny_policy(1), tiny_hf_config(**changes)).moe_layer_freq == pattern
+
+
+def test_raw_router_weights_come_from_a_softmax_over_all_experts() -> None:
+    config = build_transformer_config(tiny_policy(1), tiny_hf_config(norm_topk_prob=False))
+    assert config.moe_router_pre_softmax is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"attention_bias": True}, "attention_bias"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters.rope_type"),
+    ],
+)
+def test_unsupported_models_are_named(changes: dict[str, Any], name: str) -> None:
+    assert problems_of(tiny_hf_config(**changes)) == [f"policy.model_name: config.json: {name} is not supported"]
+
+
+def test_user_fields_win() -> None:
+    policy = tiny_policy(
+        1, moe_router_topk=4, moe_aux_loss_coeff=0.3, moe_router_dtype="fp32", moe_router_pre_softmax=True
+    )
+    config = build_transformer_config(policy, tiny_hf_config())
+    assert (config.moe_router_topk, config.moe_aux_loss_coeff, config.moe_router_dtype) == (4, 0.3, "fp32")
+    assert config.moe_router_pre_softmax is True
+
+
+def test_z_loss_of_zero_is_off() -> None:
+    assert build_transformer_config(tiny_policy(1, moe_z_loss_coeff=0.0), tiny_hf_config()).moe_z_loss_coeff is None
+    assert build_transformer_config(tiny_policy(1, moe_z_loss_coeff=0.5), tiny_hf_config()).moe_z_loss_coeff == 0.5
+
+
+def test_layers_that_cannot_be_cut_are_all_named_at_once() -> None:
+    hf_config = tiny_hf_config(
+        num_hidden_layers=3, num_experts=9, num_attention_heads=3, num_key_value_heads=1, mlp_only_layers=[]
+    )
+    key = "policy.megatron_cfg."
+    assert problems_of(hf_config, 8, **layout(tp=2, pp=2, ep=2)) == [
+        f"{key}pipeline_model_parallel_size: got 2 (x 1 virtual stages), which does not divide the model's 3 layers",
+        f"{key}expert_model_parallel_size: got 2, which does not divide the model's 9 experts",
+        f"{key}tensor_model_parallel_size: got 2, which does not divide the model's 3 query heads",
+        f"{key}tensor_model_parallel_size: got 2, which does not divide the model's 1 key and value heads",
+    ]
+
+
+def test_grouped_kernels_need_transformer_engine() -> None:
+    (problem,) = problems_of(moe_grouped_gemm=True)
+    assert problem == "policy.megatron_cfg.moe_grouped_gemm: got true, which needs Transformer Engine; leave it out"
+
+
+def test_what_megatron_core_refuses_is_one_line_of_the_user() -> None:
+    (problem,) = problems_of(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="sinkhorn")
+    assert problem.startswith("policy.megatron_cfg: Megatron-Core refuses this configuration: ")
+
+
+def test_fields_of_other_versions_are_named() -> None:
+    newer = {"moe_router_force_biased", "moe_ncclep_static_shape"}
+    missing = newer - transformer_config_fields()
+    assert missing == (newer if MEGATRON_VERSION == "0.16.1" else set())
+
+
+@pytest.mark.parametrize(
+    ("value", "granularity", "modules"), [("none", None, None), ("full", "full", None), ("moe", "selective", ["moe"])]
+)
+def test_activation_checkpointing(value: str, granularity: str | None, modules: list[str] | None) -> None:
+    config = build_transformer_config(tiny_policy(1, activation_checkpointing=value), tiny_hf_config())
+    assert config.recompute_granularity == granularity
+    if modules is not None:
+        assert config.recompute_modules == modules
+
+
+def test_communication_that_goes_wrong_under_gloo_is_off() -> None:
+    config = build_transformer_config(tiny_policy(2, **layout(pp=2, vpp=2)), tiny_hf_config())
+    assert config.batch_p2p_comm is False
+    assert config.overlap_p2p_comm is False
+
+
+def test_effective_configuration_says_what_is_in_force() -> None:
+    config = build_transformer_config(tiny_policy(1, moe_aux_loss_coeff=0.25), tiny_hf_config(mlp_only_layers=[2]))
+    effective = effective_moe_configuration(config)
+    assert effective["moe_aux_loss_coeff"] == 0.25
+    assert effective["moe_layer_freq"] == [1, 1, 0, 1]
+    assert effective["num_moe_experts"] == 8
+    assert effective["moe_z_loss_coeff"] is None
+    assert set(effective) == {
+        name for name in transformer_config_fields() if name.startswith("moe_") or name == "num_moe_experts"
+    }
+    assert json.loads(json.dumps(effective)) == effective
+
+
+def test_auxiliary_loss_of_the_model_is_off_where_it_has_none() -> None:
+    policy = tiny_policy(1)
+    chosen = policy.megatron_cfg.model_fields_set - {"moe_aux_loss_coeff", "moe_router_load_balancing_type"}
+    values = {name: getattr(policy.megatron_cfg, name) for name in chosen}
+    megatron = type(policy.megatron_cfg).model_construct(_fields_set=set(chosen), **values)
+    config = build_transformer_config(
+        policy.model_copy(update={"megatron_cfg": megatron}), tiny_hf_config(router_aux_loss_coef=0.0)
+    )
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("none", 0.0)
