@@ -20,6 +20,8 @@ STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 # standing before it on PYTHONPATH, which Ray's workers inherit.
 OTHER_MEGATRON = $(shell $(VENV)/bin/python -c 'import sys; print("0.19.2" if sys.version_info < (3, 12) else "0.16.1")')
 OTHER_VENV := .venv-other-megatron
+# Of the functional tests, the one whole run: the layouts are unit tests too, and faults are not Megatron-Core's matter.
+OTHER_FUNCTIONAL := tests/functional/test_sft_run.py
 OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
@@ -66,7 +68,8 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c \
 		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
-	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) -m "megatron and not slow" $(PYTEST_ARGUMENTS)
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit $(OTHER_FUNCTIONAL) -m "megatron and not slow" \
+		$(PYTEST_ARGUMENTS)
 
 test-slow: $(STAMP) ## tests that take minutes each, which `make test` leaves out
 	@$(PYTEST) -m slow $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]  # 5: there is none

@@ -1,0 +1,384 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens a second of supervised fine-tuning on CPU cores, with MoE metrics and without. Prints one JSON line.
+
+What runs is the real trainer: Ray workers, Megatron-Core, the data loader, the training loop and the loggers, on a
+small Qwen3-MoE (4 layers, 8 experts, top 2). Two policies, one that tracks MoE metrics and one that does not, train in
+turns on the same batches, so that whatever else the machine does slows both.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+import psutil
+import ray
+import torch
+
+from nemo_rl_moe.algorithms.sft import train_sft
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.schema import SFTMasterConfig
+from nemo_rl_moe.data.chat import TokenizedExample
+from nemo_rl_moe.data.loader import GlobalBatchLoader
+from nemo_rl_moe.distributed.cluster import RayCluster, object_store_bytes
+from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.jsonl import JsonlLogger
+from nemo_rl_moe.loggers.run_folder import collect_versions
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BATCH_SIZE = 8
+SEQUENCE_LENGTH = 128
+VOCABULARY = 512
+MODEL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": VOCABULARY,
+    "router_aux_loss_coef": 0.01,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+EXAMPLES = """\
+examples:
+  python benchmarks/sft_throughput.py                        one worker with one thread
+  python benchmarks/sft_throughput.py --workers 2            data-parallel, one thread each
+  python benchmarks/sft_throughput.py --layer-spec local     Megatron-Core's own modules, for comparison
+  taskset -c 0 python benchmarks/sft_throughput.py           driver, Ray and worker on one core
+
+tokens_per_second.median is the one to quote: of all measured steps, logging included, with the steps of both policies
+in turns. On a busy machine it says little; run what you compare in turns and compare ratios, and look at
+tokens_per_cpu_second, which counts the CPU time of all processes instead of the time on the clock.
+on_to_off is the speed with MoE metrics divided by the speed without."""
+
+
+@dataclass
+class StepClock:
+    """A logger that is told last of each step, so that the time between two calls is a whole step's.
+
+    Attributes:
+        seconds: Of each step since the last `start`.
+        losses: Of the same steps.
+    """
+
+    name = "clock"
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    _last: float = 0.0
+
+    def start(self) -> None:
+        """Forgets what was and begins a step."""
+        self.seconds, self.losses = [], []
+        self._last = time.perf_counter()
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Ends a step and begins the next."""
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self.losses.append(metrics["train/loss"])
+        self._last = now
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+@dataclass
+class Contestant:
+    """One policy and what was measured of it.
+
+    Attributes:
+        config: Its configuration.
+        policy: Its workers.
+        loggers: What the loop logs to; the clock is the last of them.
+        expert_load: Where the load matrices go.
+        clock: The clock.
+        blocks: Seconds of each step, by block of steps.
+        cpu_seconds: CPU time of all processes while it trained.
+        losses: Of each measured step.
+        num_steps: Steps trained so far, warm-up included.
+    """
+
+    config: SFTMasterConfig
+    policy: MegatronPolicy
+    loggers: FanOutLogger
+    expert_load: ExpertLoadWriter
+    clock: StepClock
+    blocks: list[list[float]] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    losses: list[float] = field(default_factory=list)
+    num_steps: int = 0
+
+    def train(self, loader: GlobalBatchLoader, *, measured: bool) -> None:
+        """Trains one epoch, a block of steps, in the product's own loop."""
+        before = family_cpu_seconds()
+        done = self.num_steps
+        self.num_steps += len(loader)
+        self.clock.start()
+        train_sft(
+            self.config.sft,
+            self.policy,
+            loader,
+            None,
+            self.loggers,
+            lambda step, load: self.expert_load.write(done + step, load),
+        )
+        if measured:
+            self.cpu_seconds += family_cpu_seconds() - before
+            self.blocks.append(self.clock.seconds)
+            self.losses += self.clock.losses
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, runs, and prints the result."""
+    options = parse_arguments(arguments)
+    cores = confine(options.workers)
+    with tempfile.TemporaryDirectory(prefix="sft_throughput_") as scratch, ExitStack() as stack:
+        folder = Path(scratch)
+        num_parameters = write_model(folder / "model")
+        stack.enter_context(running_ray(2 * options.workers))
+        threads = threads_per_worker(usable_cores(), options.workers)
+        start = partial(start_contestant, folder, options, stack)
+        off, on = start(track_moe_metrics=False), start(track_moe_metrics=True)
+        # The workers stay where they are; the driver may use the whole machine, as in a run.
+        os.sched_setaffinity(0, cores)
+        race([off, on], options)
+    result = {
+        "name": "sft_throughput",
+        "moe_metrics_off": summary(off),
+        "moe_metrics_on": summary(on),
+        "on_to_off": round(median_ratio(off.blocks, on.blocks), 4),
+        "losses_identical": off.losses == on.losses,
+        "last_loss": off.losses[-1],
+        "tokens_per_step": BATCH_SIZE * SEQUENCE_LENGTH,
+        "steps": options.steps,
+        "workers": options.workers,
+        "threads_per_worker": threads,
+        "micro_batch_size": options.micro_batch_size,
+        "layer_spec": options.layer_spec,
+        "model": MODEL | {"num_parameters": num_parameters, "precision": "float32"},
+        "load_average": round(os.getloadavg()[0], 2),
+        "versions": collect_versions(),
+    }
+    print(json.dumps(result))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def integer(text: str, least: int) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, {least} or more")
+        return int(text)
+
+    positive, not_negative = partial(integer, least=1), partial(integer, least=0)
+    parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
+    parser.add_argument("--warmup", type=not_negative, default=5, metavar="N", help="steps before those (default: 5)")
+    parser.add_argument("--block", type=positive, default=10, metavar="N", help="steps of one turn (default: 10)")
+    parser.add_argument(
+        "--workers", type=int, choices=(1, 2, 4, 8), default=1, help="data-parallel ranks, one thread each (default: 1)"
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        type=int,
+        choices=(1, 2, 4, 8),
+        default=4,
+        help="sequences of a forward pass; a step has 8 over all workers (default: 4)",
+    )
+    parser.add_argument(
+        "--layer-spec",
+        choices=("auto", "local"),
+        default="auto",
+        help="auto: the fastest modules there are; local: Megatron-Core's own (default: auto)",
+    )
+    options = parser.parse_args(arguments)
+    if BATCH_SIZE % (options.micro_batch_size * options.workers):
+        parser.error(
+            f"--micro-batch-size {options.micro_batch_size} x --workers {options.workers} does not divide the"
+            f" {BATCH_SIZE} sequences of a step; nearest: --micro-batch-size {BATCH_SIZE // options.workers}"
+        )
+    return options
+
+
+def confine(num_cores: int) -> set[int]:
+    """Confines this process, and with it all that it starts, to some of its cores: one thread for each worker.
+
+    Returns:
+        The cores that it had before.
+    """
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[:num_cores])
+    return cores
+
+
+def write_model(folder: Path) -> int:
+    """Writes the model's `config.json` and returns its number of parameters."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(**MODEL)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def running_ray(num_cpus: int) -> Iterator[None]:
+    """A local Ray with room for the workers of both policies, only one of which works at a time."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=object_store_bytes(),
+        # Ray's workers give way to all other programs unless told not to; what this is compared with does not.
+        _system_config={"worker_niceness": 0},
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def start_contestant(
+    folder: Path, options: argparse.Namespace, stack: ExitStack, *, track_moe_metrics: bool
+) -> Contestant:
+    """Starts one policy with loggers of its own; the stack ends both."""
+    config = make_config(folder / "model", options, track_moe_metrics=track_moe_metrics)
+    cluster = RayCluster(1, 0, options.workers)
+    stack.callback(cluster.shutdown)
+    policy = MegatronPolicy(config, cluster, seed=config.sft.seed, num_steps=options.warmup + options.steps)
+    stack.callback(policy.shutdown)
+    run_folder = folder / f"moe_metrics_{track_moe_metrics}"
+    run_folder.mkdir()
+    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(_nowhere()))
+    clock = StepClock()
+    loggers = FanOutLogger(
+        {"console": lambda: console, "jsonl": lambda: JsonlLogger(run_folder), "clock": lambda: clock},
+        lambda warning: print(warning, file=sys.stderr),
+    )
+    return Contestant(config, policy, stack.enter_context(loggers), ExpertLoadWriter(run_folder, console.warn), clock)
+
+
+def _nowhere() -> TextIO:
+    return Path(os.devnull).open("w", encoding="utf-8")
+
+
+def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:
+    """The demo's configuration with this benchmark's sizes."""
+    values: dict[str, Any] = {
+        "sft.max_num_epochs": 1,
+        "sft.max_num_steps": "null",
+        "sft.val_period": 0,
+        "sft.val_at_start": False,
+        "sft.val_at_end": False,
+        "checkpointing.enabled": False,
+        "policy.model_name": model,
+        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        "policy.train_global_batch_size": BATCH_SIZE,
+        "policy.train_micro_batch_size": options.micro_batch_size,
+        "policy.max_total_sequence_length": SEQUENCE_LENGTH,
+        "policy.max_grad_norm": 1.0,
+        "policy.megatron_cfg.layer_spec": options.layer_spec,
+        "policy.megatron_cfg.moe_aux_loss_coeff": 0.01,
+        "policy.megatron_cfg.track_moe_metrics": track_moe_metrics,
+        "policy.megatron_cfg.moe_per_layer_logging": track_moe_metrics,
+        "policy.megatron_cfg.optimizer.lr": 1e-4,
+        "policy.megatron_cfg.optimizer.min_lr": 1e-4,
+        "policy.megatron_cfg.scheduler.lr_decay_style": "constant",
+        "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+        "data.validation": "null",
+        "cluster.cpu_workers_per_node": options.workers,
+    }
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    return load_config(REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml", overrides, check_paths=False)
+
+
+def race(contestants: Sequence[Contestant], options: argparse.Namespace) -> None:
+    """Lets all train the same blocks of steps in turns; who begins changes with each block."""
+    sizes = [min(options.block, options.steps - done) for done in range(0, options.steps, options.block)]
+    if options.warmup:
+        for contestant in contestants:
+            contestant.train(random_batches(options.warmup, seed=0), measured=False)
+    for number, size in enumerate(sizes, start=1):
+        for contestant in contestants if number % 2 else reversed(contestants):
+            contestant.train(random_batches(size, seed=number), measured=True)
+
+
+def random_batches(num_batches: int, seed: int) -> GlobalBatchLoader:
+    """Sequences of random tokens, all of which are trained on."""
+    generator = np.random.default_rng(seed)
+    trained = np.ones(SEQUENCE_LENGTH, dtype=np.bool_)
+    examples = [
+        TokenizedExample(tokens, trained, truncated=False, sample_id=f"random:{index}")
+        for index, tokens in enumerate(
+            generator.integers(VOCABULARY, size=(num_batches * BATCH_SIZE, SEQUENCE_LENGTH), dtype=np.int32)
+        )
+    ]
+    return GlobalBatchLoader(examples, BATCH_SIZE, pad_token_id=0, seed=seed)
+
+
+def family_cpu_seconds() -> float:
+    """CPU time that this process and all that it has started have used so far."""
+    driver = psutil.Process()
+    total = 0.0
+    for process in (driver, *driver.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system
+    return total
+
+
+def summary(contestant: Contestant) -> dict[str, Any]:
+    """Speeds over all measured steps."""
+    seconds = [each for block in contestant.blocks for each in block]
+    tokens = BATCH_SIZE * SEQUENCE_LENGTH
+    median, best = statistics.median(seconds), min(seconds)
+    return {
+        "tokens_per_second": {"median": round(tokens / median, 1), "best": round(tokens / best, 1)},
+        "seconds_per_step": {"median": round(median, 5), "best": round(best, 5)},
+        "tokens_per_cpu_second": round(tokens * len(seconds) / contestant.cpu_seconds, 1),
+    }
+
+
+def median_ratio(numerators: Sequence[Sequence[float]], denominators: Sequence[Sequence[float]]) -> float:
+    """Median over the blocks of the ratio of their medians: blocks of one number ran next to each other."""
+    pairs = zip(numerators, denominators, strict=True)
+    return statistics.median(statistics.median(above) / statistics.median(below) for above, below in pairs)
+
+
+if __name__ == "__main__":
+    main()

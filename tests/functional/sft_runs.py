@@ -1,0 +1,86 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of whole runs share: the demo's data, model folders, settings, and the command that a user types."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+EXEMPLAR = REPOSITORY_ROOT / "examples/configs/sft_tiny_moe.yaml"
+MODEL = REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe"
+JSONL_ONLY = ("tensorboard_enabled", "wandb_enabled", "mlflow_enabled")
+
+
+def make_model_folder(folder: Path, **changes: Any) -> Path:
+    """The shipped tiny model with some fields of its `config.json` changed."""
+    shutil.copytree(MODEL, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def make_additions(folder: Path, num_train: int, num_validation: int) -> Path:
+    """Some of the demo's data, by the script that makes it."""
+    script = REPOSITORY_ROOT / "examples/make_demo_data.py"
+    sizes = {"--num-train": num_train, "--num-validation": num_validation, "--num-grpo-prompts": 0}
+    words = [str(word) for pair in sizes.items() for word in pair]
+    subprocess.run([sys.executable, script, "--output", folder, *words], check=True, stdout=subprocess.DEVNULL)
+    return folder
+
+
+def settings(folder: Path, data: Path, model: Path = MODEL, **changes: Any) -> list[str]:
+    """Overrides of the tiny exemplar for a run that writes below `folder` and nowhere else.
+
+    Args:
+        folder: Gets the log folder `logs`.
+        data: Holds `train.jsonl` and `validation.jsonl`.
+        model: The model's folder.
+        changes: Keys; two underscores for a dot.
+    """
+    values: dict[str, Any] = {
+        "policy.model_name": model,
+        "data.train.path": data / "train.jsonl",
+        "data.validation.path": data / "validation.jsonl",
+        "logger.log_dir": folder / "logs",
+    }
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [f"{name}={_as_yaml(value)}" for name, value in values.items()]
+
+
+def _as_yaml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool | list | None) else str(value)
+
+
+def only_jsonl() -> dict[str, bool]:
+    """Switches off every logger that is not always on."""
+    return {f"logger__{name}": False for name in JSONL_ONLY}
+
+
+def sft_command(overrides: list[str]) -> list[str]:
+    """What a user types."""
+    return [sys.executable, str(REPOSITORY_ROOT / "examples/run_sft.py"), "--config", str(EXEMPLAR), *overrides]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment; child processes look for modules where this one does."""
+    search_path = os.pathsep.join([str(REPOSITORY_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return {**inherited, "PYTHONPATH": search_path, "COLUMNS": "120"}
+
+
+def only_run_folder(folder: Path) -> Path:
+    """The folder of the one run that logged below `folder`."""
+    (run_folder,) = (folder / "logs").iterdir()
+    return run_folder
+
+
+def running(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that have not ended; one that nobody has asked for its exit code has."""
+    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
