@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -165,8 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         threads = threads_per_worker(usable_cores(), options.workers)
         start = partial(start_contestant, folder, options, stack)
         off, on = start(track_moe_metrics=False), start(track_moe_metrics=True)
-        # The workers stay where they are; the driver may use the whole machine, as in a run.
-        os.sched_setaffinity(0, cores)
+        release(cores)
         race([off, on], options)
     result = {
         "name": "sft_throughput",
@@ -229,7 +228,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def confine(num_cores: int) -> set[int]:
-    """Confines this process, and with it all that it starts, to some of its cores: one thread for each worker.
+    """Confines this process, and with it all that it starts, to some of its cores, of which each worker gets a share.
 
     Returns:
         The cores that it had before.
@@ -237,6 +236,15 @@ def confine(num_cores: int) -> set[int]:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:num_cores])
     return cores
+
+
+def release(cores: set[int]) -> None:
+    """Lets everything run where it likes again: the workers have chosen their number of threads."""
+    for process in family():
+        with suppress(psutil.NoSuchProcess):
+            for thread in process.threads():
+                with suppress(ProcessLookupError):
+                    os.sched_setaffinity(thread.id, cores)
 
 
 def write_model(folder: Path) -> int:
@@ -349,16 +357,19 @@ def random_batches(num_batches: int, seed: int) -> GlobalBatchLoader:
     return GlobalBatchLoader(examples, BATCH_SIZE, pad_token_id=0, seed=seed)
 
 
-def family_cpu_seconds() -> float:
-    """CPU time that this process and all that it has started have used so far."""
+def family() -> list[psutil.Process]:
+    """This process and all that it has started."""
     driver = psutil.Process()
+    return [driver, *driver.children(recursive=True)]
+
+
+def family_cpu_seconds() -> float:
+    """CPU time that they have used so far."""
     total = 0.0
-    for process in (driver, *driver.children(recursive=True)):
-        try:
+    for process in family():
+        with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system
+            total += times.user + times.system
     return total
 
 

@@ -10,6 +10,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from nemo_rl_moe.moe.assignment_counts import add_assignments
+
 FORWARD, BACKWARD = 1, -1
 
 
@@ -70,30 +72,19 @@ class ExpertLoadRecorder:
         if output.requires_grad:
             output.register_hook(lambda _: self.events.append(StepEvent(BACKWARD, chunk, microbatch)))
 
-    def add_map(
+    def add(
         self,
         layer_position: int,
-        routing_map: Bool[Tensor, "tokens experts"],
+        chosen: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Adds one router call from its map of assignments; does nothing outside `training_forward`."""
-        if self._microbatch is None:
-            return
-        if padding is not None:
-            routing_map = routing_map & ~padding[:, None]
-        self.counts[self._microbatch, layer_position] += routing_map.sum(0)
+        """Adds one router call; does nothing outside `training_forward`.
 
-    def add_indices(
-        self,
-        layer_position: int,
-        expert_indices: Int[Tensor, "tokens topk"],
-        padding: Bool[Tensor, " tokens"] | None,
-    ) -> None:
-        """The same from the chosen experts' numbers."""
-        if self._microbatch is None:
-            return
-        # bincount would synchronise on an accelerator; scatter_add does not.
-        valid = (
-            torch.ones_like(expert_indices) if padding is None else (~padding).long()[:, None].expand_as(expert_indices)
-        )
-        self.counts[self._microbatch, layer_position].scatter_add_(0, expert_indices.reshape(-1), valid.reshape(-1))
+        Args:
+            layer_position: Row of the layer.
+            chosen: A map of the assignments, or the numbers of the chosen experts.
+            padding: True on tokens that do not count; None: all count.
+        """
+        if self._microbatch is not None:
+            valid = None if padding is None else ~padding
+            add_assignments(self.counts[self._microbatch, layer_position], chosen, valid)

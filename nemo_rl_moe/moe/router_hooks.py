@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from nemo_rl_moe.moe.assignment_counts import add_assignments
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, chosen_experts, own_padding_mask
 
 
@@ -54,13 +55,7 @@ class LoadCounter:
         counts = self._counts.get(layer)
         if counts is None:
             counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=chosen.device)
-        if chosen.dtype == torch.bool:
-            counts += (chosen if valid is None else chosen & valid[:, None]).sum(0)
-        else:
-            # Not bincount, which waits for the device to learn the largest number.
-            chosen = chosen.long()
-            ones = torch.ones_like(chosen) if valid is None else valid.long()[:, None].expand_as(chosen)
-            counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+        add_assignments(counts, chosen, valid)
 
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
         """The counts of all layers one after the other, zero where nothing ran; they start again at zero."""

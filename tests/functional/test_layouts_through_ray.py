@@ -26,11 +26,11 @@ NUM_STEPS = 3
 MOST_WORKERS = 4
 NUM_VALIDATION = 5
 
-# Relative, but for weights.
+# Relative, but for weights. Largest seen: 1.1e-7, 5.4e-7, 2.6e-7, and 1.4e-6 where weights move by 1e-2.
 SAME_LOSS = 1e-6
-SAME_GRAD_NORM = 2e-6
-SAME_MOE_METRIC = 5e-6
-SAME_WEIGHTS = 2e-5
+SAME_GRAD_NORM = 3e-6
+SAME_MOE_METRIC = 2e-6
+SAME_WEIGHTS = 1e-5
 
 # A run's speed and how it was cut are its own; so is the load of the ranks that its experts are spread over.
 OVERLOAD = ("train/moe/avg_overload", "train/moe/max_overload", "train/moe/max_cum_overload")
@@ -166,7 +166,7 @@ def assert_same_metrics(run: Run, reference: Run) -> None:
 
 
 def assert_same_weights(run: Run, reference: Run) -> None:
-    """Compares the files that the runs wrote; some weights move by 1e-2."""
+    """Compares the files that the runs wrote."""
     assert run.weights.keys() == reference.weights.keys()
     for name, weight in reference.weights.items():
         assert run.weights[name].shape == weight.shape

@@ -41,12 +41,9 @@ def _counting_hook(recorder: ExpertLoadRecorder, position: int, config: Transfor
         probabilities, chosen = output
         mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
         padding = None if mask is None else mask.reshape(-1)
-        if chosen.dtype is not torch.bool:
-            recorder.add_indices(position, chosen, padding)
-        elif padded_to_capacity:
+        if padded_to_capacity and chosen.dtype == torch.bool:
             # The map is filled up to the capacity with tokens that did not choose the expert: their weight is 0.
-            recorder.add_map(position, chosen & (probabilities.detach() > 0), padding)
-        else:
-            recorder.add_map(position, chosen, padding)
+            chosen = chosen & (probabilities.detach() > 0)
+        recorder.add(position, chosen, padding)
 
     return count

@@ -37,7 +37,9 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         with shared_gloo_device():
             initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
-        self._tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
+        # Only the first rank saves it; loading it imports parts of transformers that take more than a second.
+        settings = policy.tokenizer
+        self._tokenizer = load_tokenizer(settings.name, settings.chat_template) if rank == 0 else None
         self._trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), weights_folder(policy), num_steps)
 
     def describe(self) -> dict[str, Any]:

@@ -1,0 +1,169 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What MoE metrics cost: the same training steps with tracking off, brief and detailed. Prints one JSON line.
+
+Three real trainers of the demo's model, from the same weights, take turns in one process on the same batches; who
+begins changes with each round. A round's ratio divides two steps that ran next to each other, so that whatever else the
+machine does falls on both. `cpu` counts this process's own time, which others disturb less than the time on the clock.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
+from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, clear_auxiliary_losses
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+# Tokens of the demo's samples: a sum, with or without its working, in the chat template.
+SHORTEST, LONGEST = 14, 46
+LIMIT = 1.01
+MODES: dict[str, dict[str, Any]] = {
+    "off": {"track_moe_metrics": False, "moe_per_layer_logging": False},
+    "brief": {"moe_metrics.mode": "brief"},
+    "detailed": {"moe_metrics.mode": "detailed"},
+}
+
+
+@dataclass
+class Contestant:
+    """One trainer and what its steps took.
+
+    Attributes:
+        trainer: The trainer.
+        wall: Seconds on the clock, of each measured step.
+        cpu: Seconds of this process.
+        losses: Of each step.
+        num_metrics: MoE metrics of a step.
+    """
+
+    trainer: MegatronTrainer
+    wall: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    num_metrics: int = 0
+
+    def step(self, shard: GlobalBatchShard, *, measured: bool) -> None:
+        """One step on the clock."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = self.trainer.train([shard], sft_loss)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        # The routers' own record of auxiliary losses is one for the process, and without tracking nobody clears it.
+        clear_auxiliary_losses()
+        self.losses.append(result.global_loss)
+        self.num_metrics = len(result.moe_metrics)
+        if measured:
+            self.wall.append(wall)
+            self.cpu.append(cpu)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, runs, and prints the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="measured steps of each mode (default: 60)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each before those (default: 3)")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    policies = {mode: make_policy(changes) for mode, changes in MODES.items()}
+    join_job_of_one(policies["off"])
+    try:
+        contestants = {mode: Contestant(make_trainer(policy)) for mode, policy in policies.items()}
+        race(list(contestants.values()), policies["off"], options.warmup, options.rounds)
+    finally:
+        destroy_parallel_state()
+    off, losses = contestants["off"], {tuple(contestant.losses) for contestant in contestants.values()}
+    result: dict[str, Any] = {"benchmark": "moe_overhead", "limit": LIMIT}
+    for mode in ("brief", "detailed"):
+        result[f"{mode}_to_off"] = {
+            "wall": median_ratio(contestants[mode].wall, off.wall),
+            "cpu": median_ratio(contestants[mode].cpu, off.cpu),
+        }
+    result |= {
+        "seconds_per_step": {mode: round(statistics.median(each.wall), 5) for mode, each in contestants.items()},
+        "moe_metrics_per_step": {mode: each.num_metrics for mode, each in contestants.items()},
+        "losses_identical": len(losses) == 1,
+        "rounds": options.rounds,
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "megatron_core": MEGATRON_VERSION,
+        "torch": torch.__version__,
+    }
+    print(json.dumps(result))
+
+
+def make_policy(changes: dict[str, Any]) -> PolicyConfig:
+    """The demo's policy on one rank."""
+    overrides = ["cluster.cpu_workers_per_node=1"]
+    overrides += [f"policy.megatron_cfg.{name}={json.dumps(value)}" for name, value in changes.items()]
+    exemplar = REPOSITORY / "examples" / "configs" / "sft_tiny_moe.yaml"
+    return load_config(exemplar, overrides, check_paths=False).policy
+
+
+def join_job_of_one(policy: PolicyConfig) -> None:
+    """Starts a process group of this process alone."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(listener.getsockname()[1])
+    initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
+
+
+def make_trainer(policy: PolicyConfig) -> MegatronTrainer:
+    """A trainer of the demo's model; all have the same weights."""
+    return MegatronTrainer(policy, AutoConfig.from_pretrained(REPOSITORY / policy.model_name), None, num_steps=200)
+
+
+def race(contestants: Sequence[Contestant], policy: PolicyConfig, warmup: int, rounds: int) -> None:
+    """Lets all train the same batch in each round."""
+    for number in range(-warmup, rounds):
+        shard = random_shard(policy, seed=number + warmup)
+        first = number % len(contestants)
+        for contestant in (*contestants[first:], *contestants[:first]):
+            contestant.step(shard, measured=number >= 0)
+
+
+def random_shard(policy: PolicyConfig, seed: int) -> GlobalBatchShard:
+    """A global batch of random tokens in the lengths of the demo's samples."""
+    generator = torch.Generator().manual_seed(seed)
+    size, rows = policy.train_global_batch_size, policy.train_micro_batch_size
+    lengths = torch.randint(SHORTEST, LONGEST + 1, (size,), generator=generator)
+    real = torch.arange(LONGEST)[None] < lengths[:, None]
+    batch = TokenBatch(
+        input_ids=torch.randint(1, 40, (size, LONGEST), generator=generator) * real,
+        lengths=lengths,
+        token_mask=real,
+        sample_ids=tuple(f"random:{index}" for index in range(size)),
+    )
+    return make_shard(batch, [range(first, first + rows) for first in range(0, size, rows)], batch)
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, float]:
+    """Median over the rounds of their ratios, and the bounds between which it lies with 95% confidence."""
+    ratios = sorted(above / below for above, below in zip(numerators, denominators, strict=True))
+    # Ranks of the order statistics: the number of rounds below the true median is binomial with p = 1/2.
+    margin = 0.98 * len(ratios) ** 0.5
+    low, high = max(int(len(ratios) / 2 - margin), 0), min(int(len(ratios) / 2 + margin), len(ratios) - 1)
+    return {
+        "median": round(statistics.median(ratios), 4),
+        "low": round(ratios[low], 4),
+        "high": round(ratios[high], 4),
+    }
+
+
+if __name__ == "__main__":
+    main()

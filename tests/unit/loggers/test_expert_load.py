@@ -1,0 +1,183 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+import shutil
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from nemo_rl_moe.loggers import expert_load
+from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+
+LAYERS = (1, 3, 10)
+EXPERTS = 4
+COLUMNS = {"step": pa.int64(), "layer": pa.int32(), "expert": pa.int32(), "count": pa.int64()}
+
+
+def load_of_step(step: int) -> ExpertLoad:
+    counts = torch.arange(len(LAYERS) * EXPERTS).reshape(len(LAYERS), EXPERTS) + 1000 * step
+    return ExpertLoad(LAYERS, counts)
+
+
+def rows_of_steps(steps: range | list[int]) -> list[dict[str, int]]:
+    return [
+        {"step": step, "layer": layer, "expert": expert, "count": 1000 * step + row * EXPERTS + expert}
+        for step in steps
+        for row, layer in enumerate(LAYERS)
+        for expert in range(EXPERTS)
+    ]
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def writer(tmp_path: Path, warnings: list[str]) -> ExpertLoadWriter:
+    return ExpertLoadWriter(tmp_path, warnings.append)
+
+
+def write(writer: ExpertLoadWriter, steps: range | list[int]) -> None:
+    for step in steps:
+        writer.write(step, load_of_step(step))
+
+
+def file_names(run_folder: Path) -> list[str]:
+    return sorted(path.name for path in (run_folder / FOLDER_NAME).iterdir())
+
+
+def test_each_step_can_be_read_at_once(writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str]) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_expert_load(tmp_path)
+    for step in (1, 2, 3):
+        writer.write(step, load_of_step(step))
+        table = read_expert_load(tmp_path)
+        assert dict(zip(table.schema.names, table.schema.types, strict=True)) == COLUMNS
+        assert table.to_pylist() == rows_of_steps(range(1, step + 1))
+    assert warnings == []
+
+
+def test_counts_beyond_32_bits(writer: ExpertLoadWriter, tmp_path: Path) -> None:
+    writer.write(1, ExpertLoad((0,), torch.tensor([[2**40, 0]])))
+    assert read_expert_load(tmp_path)["count"].to_pylist() == [2**40, 0]
+
+
+def test_other_tools_read_the_folder(writer: ExpertLoadWriter, tmp_path: Path) -> None:
+    write(writer, range(1, 4))
+    folder = tmp_path / FOLDER_NAME
+    for rows in (
+        pd.read_parquet(folder).to_dict("records"),
+        pq.read_table(folder).to_pylist(),
+        pyarrow.dataset.dataset(folder).to_table().to_pylist(),
+    ):
+        assert sorted(rows, key=lambda row: tuple(row.values())) == rows_of_steps(range(1, 4))
+
+
+def test_many_steps_become_one_file(writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    steps = [1, 2, 5, 6, 7, 8, 9]
+    write(writer, steps)
+    assert file_names(tmp_path) == [
+        "steps-00000001-00000005.parquet",
+        "steps-00000006-00000008.parquet",
+        "steps-00000009-00000009.parquet",
+    ]
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps(steps)
+    assert pd.read_parquet(tmp_path / FOLDER_NAME).shape == (len(rows_of_steps(steps)), 4)
+
+
+def test_a_crash_between_joining_and_removing(
+    writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+) -> None:
+    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(writer, range(1, 4))
+    assert len(file_names(tmp_path)) == 4, "the joined file and the single ones"
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps(range(1, 4)), "each row once"
+
+
+def test_a_crash_while_some_are_removed(
+    writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    unlink, calls = Path.unlink, []
+
+    def killed_at_the_second(path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    monkeypatch.setattr(Path, "unlink", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        write(writer, range(1, 4))
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps(range(1, 4))
+
+
+def test_a_crash_while_a_file_is_written(
+    writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(writer, [1])
+    write_table = pq.write_table
+
+    def killed_half_way(table: pa.Table, path: Path, **options: object) -> None:
+        write_table(table, path, **options)
+        path.write_bytes(path.read_bytes()[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pq, "write_table", killed_half_way)
+    with pytest.raises(KeyboardInterrupt):
+        write(writer, [2])
+    assert len(file_names(tmp_path)) == 2, "the partial file is there"
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([1])
+    assert len(pd.read_parquet(tmp_path / FOLDER_NAME)) == len(rows_of_steps([1]))
+    assert len(pyarrow.dataset.dataset(tmp_path / FOLDER_NAME).to_table()) == len(rows_of_steps([1]))
+
+
+def test_what_is_no_file_of_steps_is_left_alone(writer: ExpertLoadWriter, tmp_path: Path) -> None:
+    write(writer, [1])
+    (tmp_path / FOLDER_NAME / "notes.txt").write_text("mine")
+    (tmp_path / FOLDER_NAME / ".steps-00000002-00000002.parquet.incomplete").write_bytes(b"PAR1")
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([1])
+
+
+def test_a_folder_that_cannot_be_written_warns_once(
+    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str]
+) -> None:
+    (tmp_path / FOLDER_NAME).write_text("a file is in the way")
+    write(writer, range(1, 4))
+    (warning,) = warnings
+    assert warning.startswith(f"{FOLDER_NAME} cannot be written and is left out from now on: ")
+
+
+def test_a_folder_that_vanishes_warns_once(
+    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    write(writer, range(1, 3))
+    shutil.rmtree(tmp_path / FOLDER_NAME)
+    write(writer, range(3, 6))
+    assert len(warnings) == 1
+    # What could be written stays readable.
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([3])
+
+
+def test_a_file_that_is_cut_off_by_others_warns_once(
+    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    write(writer, [1])
+    (tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet").write_bytes(b"PAR1")
+    write(writer, range(2, 5))
+    assert len(warnings) == 1
