@@ -200,6 +200,8 @@ class RayCluster:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 object_store_memory=object_store_bytes(),
+                # Ray gives its workers the lowest priority but four; here they are the program itself.
+                _system_config={"worker_niceness": 0},
             )
         except Exception as error:
             # Ray leaves the servers that did start to the end of this process.
