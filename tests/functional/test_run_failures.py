@@ -54,6 +54,8 @@ def training_run(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
             env=sft_runs.environment(),
             cwd=tmp_path / "work",
             start_new_session=True,
+            # A shell's background job ignores the signal, and all that it starts would inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     family: list[psutil.Process] = []
     try:
