@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What MoE metrics cost: the same training steps with tracking off, brief and detailed. Prints one JSON line.
 
-Real trainers of the demo's model, from the same weights, take turns in one process on the same batches, in another order
-in each round. A round's ratio divides steps that ran next to each other, so that whatever else the machine does falls on
-all. Two of the trainers do not track: a ratio divides by their mean, and `off_again_to_off`, which should be 1, shows
-what the machine's noise makes of a ratio. `cpu` counts this process's own time, which other processes disturb less than
-the time on the clock.
+Real trainers of the demo's model, from the same weights, take turns in one process on the same batches, in another
+order in each round. A round's ratio divides steps that ran next to each other, so that whatever else the machine does
+falls on all. Two of the trainers do not track: a ratio divides by their mean, and `off_again_to_off`, which should be
+1, shows what the machine's noise makes of a ratio. `cpu` counts this process's own time, which other processes disturb
+less than the time on the clock.
 """
 
 import argparse
