@@ -1,0 +1,217 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The sections that only GRPO has, and those to which it adds keys."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from nemo_rl_moe.config.schema_base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StrictModel,
+    Text,
+)
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.config.schema_run import LoggerConfig
+
+AtLeastTwo = Annotated[int, Field(ge=2)]
+AtLeastOne = Annotated[float, Field(ge=1)]
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class AdvantageConfig(StrictModel):
+    """How rewards become advantages."""
+
+    name: Literal["grpo", "reinforce_plus_plus"]
+    """grpo: against the other responses to the same prompt; reinforce_plus_plus: normalised over the whole batch."""
+    use_leave_one_out_baseline: bool
+    """Compare a response with the mean of the others of its group, not with the mean that includes it."""
+    normalize_rewards: bool
+    """Divide by the standard deviation: of the group (grpo) or of the batch (reinforce_plus_plus)."""
+
+
+class RewardShapingConfig(StrictModel):
+    """Soft punishment of long responses (DAPO, eq. 13)."""
+
+    enabled: bool
+    """Take something from the reward of responses that come near `max_new_tokens`."""
+    overlong_buffer_length: PositiveInt
+    """The last so many tokens before `max_new_tokens` cost more and more."""
+    overlong_buffer_penalty: NonNegativeFloat
+    """What a response of full length loses."""
+
+
+class GRPOConfig(StrictModel):
+    """The loop of group relative policy optimization."""
+
+    num_prompts_per_step: PositiveInt
+    """Prompts of one step."""
+    num_generations_per_prompt: AtLeastTwo
+    """Responses to each prompt: a group."""
+    max_num_epochs: PositiveInt
+    """Passes over the prompts after which the run ends."""
+    max_num_steps: PositiveInt | None
+    """Steps after which the run ends, if that comes first; null: epochs alone decide."""
+    adv_estimator: AdvantageConfig
+    """How rewards become advantages."""
+    use_dynamic_sampling: bool
+    """Replace groups whose responses all got the same reward, which teach nothing (DAPO)."""
+    dynamic_sampling_max_gen_batches: PositiveInt
+    """Rounds of generation in one step after which it goes on with what it has; 1 is no more than without it."""
+    overlong_filtering: bool
+    """Leave responses that were cut at the length limit out of the loss (DAPO)."""
+    reward_shaping: RewardShapingConfig
+    """Soft punishment of long responses."""
+    val_period: NonNegativeInt
+    """Validate each time this many steps are done; 0: never."""
+    val_at_start: bool
+    """Validate before the first step."""
+    val_at_end: bool
+    """Validate after the last step."""
+    max_val_samples: PositiveInt | None
+    """Prompts of one validation; null: all held-out ones."""
+    val_num_generations: PositiveInt
+    """Responses to each held-out prompt; with n of them, pass@k is reported for the powers of two up to n, and n."""
+    val_temperature: NonNegativeFloat
+    """Temperature of validation; 0: greedy."""
+    seed: NonNegativeInt
+    """Seed of the order of the prompts, of sampling and of dropout."""
+
+
+class PolicyGradientLossConfig(StrictModel):
+    """The loss that the policy is trained with."""
+
+    ratio_clip_min: NonNegativeFloat
+    """The probability ratio is clipped from below at 1 minus this."""
+    ratio_clip_max: NonNegativeFloat
+    """The probability ratio is clipped from above at 1 plus this."""
+    ratio_clip_c: AtLeastOne | None
+    """Dual clip: with a negative advantage the loss is at most this times its size; null: no such limit."""
+    objective: Literal["clipped", "cispo"]
+    """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability."""
+    sequence_level_importance_ratios: bool
+    """One ratio for each sequence, the geometric mean of its tokens' (GSPO)."""
+    token_level_loss: bool
+    """true: mean over all tokens of the global batch; false: mean over its sequences of each one's mean."""
+    force_on_policy_ratio: Literal["auto", "always", "never"]
+    """Take the ratio as 1 without a log-probability pass; auto: where a step is one update, so that it is exact."""
+    reference_policy_kl_penalty: NonNegativeFloat
+    """Weight of the divergence from the model at the start of the run; 0: no reference model."""
+    reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    """Estimator of the divergence."""
+    importance_sampling_correction: Literal["none", "truncated", "icepop"]
+    """Weigh tokens by training over generation probability: truncated: at most the upper bound; icepop: drop tokens
+    outside of both bounds."""
+    importance_sampling_ratio_min: NonNegativeFloat
+    """Lower bound of icepop."""
+    importance_sampling_ratio_max: PositiveFloat
+    """Upper bound."""
+
+
+class GenerationConfig(StrictModel):
+    """How responses are generated."""
+
+    backend: Literal["megatron"]
+    """megatron: the training workers themselves, with the weights that they train."""
+    max_new_tokens: PositiveInt
+    """Most tokens of a response, its end token included."""
+    temperature: PositiveFloat
+    """Divides the logits, in training too."""
+    top_p: Share
+    """Draw from the fewest most likely tokens whose probabilities add up to this; 1: from all."""
+    top_k: PositiveInt | None
+    """Draw from the so many most likely tokens; null: from all."""
+    stop_token_ids: list[NonNegativeInt] | None
+    """Tokens that end a response; null: the tokenizer's end token."""
+    stop_strings: list[Text] | None
+    """Texts that end a response; null: none."""
+    max_batch_size: PositiveInt | None
+    """Most sequences that one rank generates at a time; null: all of its share."""
+
+
+class GRPOPolicyConfig(PolicyConfig):
+    """The model that is trained, and how it generates."""
+
+    logprob_batch_size: PositiveInt
+    """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""
+    generation: GenerationConfig
+    """How responses are generated."""
+
+
+class ReasoningGymConfig(StrictModel):
+    """A task of reasoning-gym."""
+
+    task: Text
+    """Its name, such as basic_arithmetic."""
+    parameters: dict[str, Any]
+    """The task's own parameters; what is left out is the task's default."""
+    partial_credit: bool
+    """true: the verifier's score is the reward; false: 1 for a score of 1, otherwise 0."""
+
+
+class CallableConfig(StrictModel):
+    """A Python function of the user's own."""
+
+    function: Text
+    """`package.module:function`; takes a `ScoringItem`, returns a reward, or a reward and whether it is right."""
+
+
+class EnvironmentConfig(StrictModel):
+    """What scores the responses."""
+
+    name: Literal["math", "reasoning_gym", "callable"]
+    """math: math-verify against the record's answer; reasoning_gym: the task's verifier; callable: a function."""
+    num_workers: PositiveInt
+    """Processes that score."""
+    timeout_s: PositiveFloat
+    """Seconds that one response may take; then it gets reward 0 and is counted."""
+    answer_after: Text | None
+    """Score what follows the last such text, and all of a response without it; null: all of every response."""
+    score_truncated: bool
+    """Score responses that were cut at the length limit; false: they get reward 0."""
+    reasoning_gym: ReasoningGymConfig | None
+    """Read when `name` is reasoning_gym."""
+    callable: CallableConfig | None
+    """Read when `name` is callable."""
+
+
+class PromptSourceConfig(StrictModel):
+    """Where one set of prompts comes from."""
+
+    path: Text | None
+    """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`."""
+    split: Text
+    """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
+    num_items: PositiveInt | None
+    """How many prompts to draw when `path` is null; otherwise the most to read, null: all."""
+    seed: NonNegativeInt
+    """Seed of drawn prompts."""
+
+
+class PromptDataConfig(StrictModel):
+    """The prompts to train on and to validate with."""
+
+    train: PromptSourceConfig
+    """The prompts to train on."""
+    validation: PromptSourceConfig | None
+    """The prompts that are held out; null: no validation."""
+    prompt_key: Text
+    """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects."""
+    answer_key: Text
+    """Key of a record that holds the right answer. Dots reach into objects."""
+    on_bad_line: Literal["stop", "skip"]
+    """What a line that cannot be used does: end the run, or be left out and counted."""
+    shuffle: bool
+    """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
+
+
+class GRPOLoggerConfig(LoggerConfig):
+    """Where metrics and samples go."""
+
+    num_samples_to_print: NonNegativeInt
+    """Responses shown on the console after each validation."""
+    num_samples_to_save: NonNegativeInt | None
+    """Responses of each step and each validation written to `samples.jsonl`; null: all."""

@@ -1,0 +1,113 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Random microbatches for the policy losses, and the same loss written a second time: token by token, as papers do."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.models.policy.interfaces import LossInputs
+
+PLAIN = {
+    "ratio_clip_min": 0.2,
+    "ratio_clip_max": 0.3,
+    "ratio_clip_c": None,
+    "objective": "clipped",
+    "sequence_level_importance_ratios": False,
+    "token_level_loss": True,
+    "force_on_policy_ratio": "auto",
+    "reference_policy_kl_penalty": 0.0,
+    "reference_policy_kl_type": "k3",
+    "importance_sampling_correction": "none",
+    "importance_sampling_ratio_min": 0.5,
+    "importance_sampling_ratio_max": 2.0,
+}
+
+
+def config_of(**changes: Any) -> PolicyGradientLossConfig:
+    return PolicyGradientLossConfig.model_validate(PLAIN | changes)
+
+
+def inputs_of(logprobs: Tensor, mask: Tensor, totals: tuple[int, int] | None = None, **extras: Tensor) -> LossInputs:
+    """Totals are the global batch's valid tokens and sequences; left out, those of this microbatch."""
+    tokens, sequences = totals or (int(mask.sum()), int(mask.any(dim=1).sum()))
+    return LossInputs(
+        logprobs=logprobs,
+        token_mask=mask,
+        global_valid_tokens=tokens,
+        global_sequences=sequences,
+        greedy_matches=None,
+        extras=extras,
+    )
+
+
+def random_inputs(seed: int, sequences: int = 5, targets: int = 4, spread: float = 0.5) -> LossInputs:
+    """Ratios on both sides of all bounds, advantages of both signs and 0, and a sequence without a valid token."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise() -> Tensor:
+        return torch.randn(sequences, targets, dtype=torch.float64, generator=generator) * spread
+
+    mask = torch.rand(sequences, targets, generator=generator) < 0.6
+    mask[0] = False
+    mask[1:, 0] = True
+    logprobs = -torch.rand(sequences, targets, dtype=torch.float64, generator=generator) * 3
+    prev, generation, reference = logprobs + noise(), logprobs + noise(), logprobs + noise()
+    advantages = torch.randn(sequences, dtype=torch.float64, generator=generator)
+    advantages[-1] = 0.0
+    return inputs_of(
+        logprobs.requires_grad_(),
+        mask,
+        totals=(int(mask.sum()) + 3, sequences + 1),
+        advantages=advantages,
+        prev_logprobs=prev,
+        generation_logprobs=generation,
+        reference_logprobs=reference,
+    )
+
+
+def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_policy: bool = False) -> Tensor:
+    """The loss in float64, one token at a time, with the formulas as the papers print them."""
+    low, high, c = 1 - config.ratio_clip_min, 1 + config.ratio_clip_max, config.ratio_clip_c
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(len(inputs.logprobs)):
+        places = [t for t in range(inputs.logprobs.shape[1]) if inputs.token_mask[row, t]]
+        if not places:
+            continue
+        new = {t: inputs.logprobs[row, t] for t in places}
+        old = {t: new[t].detach() if on_policy else inputs.extras["prev_logprobs"][row, t] for t in places}
+        advantage = float(inputs.extras["advantages"][row])
+        of_sequence = torch.stack([new[t] - old[t] for t in places]).mean().exp()
+        losses = []
+        for t in places:
+            ratio = of_sequence if config.sequence_level_importance_ratios else torch.exp(new[t] - old[t])
+            clipped = torch.clip(ratio, low, high)
+            if config.objective == "cispo":
+                loss = -clipped.detach() * advantage * new[t]
+            else:
+                objective = torch.minimum(ratio * advantage, clipped * advantage)
+                if c is not None and advantage < 0:
+                    objective = torch.maximum(objective, torch.tensor(c * advantage, dtype=torch.float64))
+                loss = -objective
+            if config.reference_policy_kl_penalty > 0:
+                d = inputs.extras["reference_logprobs"][row, t] - new[t]
+                kl = {"k1": -d, "k2": 0.5 * d**2, "k3": torch.exp(d) - 1 - d}[config.reference_policy_kl_type]
+                loss = loss + config.reference_policy_kl_penalty * kl
+            weight = math.exp(float(old[t]) - float(inputs.extras["generation_logprobs"][row, t]))
+            minimum, maximum = config.importance_sampling_ratio_min, config.importance_sampling_ratio_max
+            losses.append(
+                loss
+                * {
+                    "none": 1.0,
+                    "truncated": min(weight, maximum),
+                    "icepop": weight if minimum <= weight <= maximum else 0.0,
+                }[config.importance_sampling_correction]
+            )
+        if config.token_level_loss:
+            total = total + torch.stack(losses).sum() / inputs.global_valid_tokens
+        else:
+            total = total + torch.stack(losses).mean() / inputs.global_sequences
+    return total

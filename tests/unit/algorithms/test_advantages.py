@@ -1,0 +1,132 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Advantages by hand, and what must hold whatever the rewards are."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_moe.algorithms.advantages import compute_advantages, frac_zero_std_groups, informative_groups
+from nemo_rl_moe.config.schema_grpo import AdvantageConfig
+
+ESTIMATORS = ["grpo", "reinforce_plus_plus"]
+
+
+def config_of(name: str = "grpo", *, leave_one_out: bool = False, normalize: bool = False) -> AdvantageConfig:
+    return AdvantageConfig.model_validate(
+        {"name": name, "use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
+    )
+
+
+def rewards_of(*groups: list[float]) -> torch.Tensor:
+    return torch.tensor(groups, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_difference_from_the_mean_of_the_group(name: str) -> None:
+    advantages = compute_advantages(rewards_of([1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]), config_of(name))
+    assert advantages.tolist() == [[0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_leave_one_out_by_hand(name: str) -> None:
+    rewards = rewards_of([6.0, 0.0, 3.0, 0.0])
+    advantages = compute_advantages(rewards, config_of(name, leave_one_out=True))
+    # Against (0+3+0)/3, (6+3+0)/3, (6+0+0)/3 and (6+0+3)/3.
+    assert advantages.tolist() == [[5.0, -3.0, 1.0, -3.0]]
+
+
+def test_division_by_the_groups_own_standard_deviation() -> None:
+    # Deviations 1, -1 with ddof 1: std sqrt(2); 10, -10: std 10 * sqrt(2).
+    advantages = compute_advantages(rewards_of([2.0, 0.0], [20.0, 0.0]), config_of(normalize=True))
+    small, large = 1 / (math.sqrt(2) + 1e-6), 10 / (10 * math.sqrt(2) + 1e-6)
+    assert advantages.flatten().tolist() == pytest.approx([small, -small, large, -large], rel=1e-14)
+
+
+def test_leave_one_out_divides_by_the_standard_deviation_of_the_whole_group() -> None:
+    rewards = rewards_of([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0])
+    plain = compute_advantages(rewards, config_of(normalize=True))
+    leave_one_out = compute_advantages(rewards, config_of(normalize=True, leave_one_out=True))
+    torch.testing.assert_close(leave_one_out, plain * 4 / 3, rtol=1e-14, atol=0)
+
+
+def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() -> None:
+    advantages = compute_advantages(
+        rewards_of([2.0, 0.0], [20.0, 0.0]), config_of("reinforce_plus_plus", normalize=True)
+    )
+    # Differences 1, -1, 10, -10: the sum of squares is 202, over 4 - 1.
+    scale = math.sqrt(202 / 3) + 1e-6
+    assert advantages.flatten().tolist() == pytest.approx([x / scale for x in (1, -1, 10, -10)], rel=1e-14)
+
+
+def test_reinforce_plus_plus_has_mean_0_and_standard_deviation_1() -> None:
+    rewards = torch.rand(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for leave_one_out in (False, True):
+        config = config_of("reinforce_plus_plus", normalize=True, leave_one_out=leave_one_out)
+        advantages = compute_advantages(rewards, config)
+        assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
+        assert advantages.std().item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rewards_give_exactly_0(name: str, normalize: bool, dtype: torch.dtype) -> None:
+    equal_but_for_rounding = [0.1 + 0.2, 0.3, 0.3]
+    assert equal_but_for_rounding[0] != equal_but_for_rounding[1]
+    rewards = rewards_of(equal_but_for_rounding, [1.0, 0.0, 0.5], [0.7, 0.7, 0.7]).to(dtype)
+    advantages = compute_advantages(rewards, config_of(name, normalize=normalize, leave_one_out=True))
+    assert advantages.dtype is dtype
+    assert torch.equal(advantages[[0, 2]], torch.zeros(2, 3, dtype=dtype))
+    assert advantages[1].count_nonzero() == 2
+    assert torch.equal(compute_advantages(rewards[[0, 2]], config_of(name, normalize=normalize)), advantages[[0, 2]])
+
+
+def test_which_groups_teach_something() -> None:
+    rewards = rewards_of(
+        [0.0, 0.0],
+        [0.0, 1.0],
+        [0.1 + 0.2 - 0.3, 0.0],  # rounding, however large beside the rewards themselves
+        [1.0, 1.0 + 1e-7],
+        [1.0, 1.0 + 1e-5],
+        [1e9, 1e9 + 1],
+        [-1e3, -1e3 - 0.1],
+    )
+    assert informative_groups(rewards).tolist() == [False, True, False, False, True, False, True]
+    assert frac_zero_std_groups(rewards) == 4 / 7
+
+
+def test_a_nan_is_not_hidden() -> None:
+    rewards = rewards_of([math.nan, 1.0])
+    assert informative_groups(rewards).tolist() == [True]
+    assert compute_advantages(rewards, config_of()).isnan().all()
+
+
+def test_one_generation_has_nothing_to_be_compared_with() -> None:
+    with pytest.raises(ValueError, match="at least two generations"):
+        compute_advantages(rewards_of([1.0]), config_of())
+
+
+@settings(deadline=None)
+@given(
+    rewards=st.integers(2, 6).flatmap(
+        lambda n: st.lists(st.lists(st.floats(-10, 10), min_size=n, max_size=n), min_size=1, max_size=5)
+    ),
+    name=st.sampled_from(ESTIMATORS),
+    leave_one_out=st.booleans(),
+    normalize=st.booleans(),
+    shift=st.floats(-5, 5),
+)
+def test_advantages_of_a_group_sum_to_0_and_ignore_a_constant(
+    rewards: list[list[float]], name: str, leave_one_out: bool, normalize: bool, shift: float
+) -> None:
+    config = config_of(name, leave_one_out=leave_one_out, normalize=normalize)
+    tensor = rewards_of(*rewards)
+    advantages = compute_advantages(tensor, config)
+    assert advantages.sum(dim=1).abs().max() < 1e-8
+    # Groups on the edge of the tolerance may cross it when they are moved.
+    if torch.equal(informative_groups(tensor), informative_groups(tensor + shift)):
+        torch.testing.assert_close(compute_advantages(tensor + shift, config), advantages, rtol=1e-6, atol=1e-6)

@@ -1,0 +1,213 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The whole loss against its second writing in every combination of switches, and what may not reach it."""
+
+import pickle
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
+from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.models.policy.interfaces import LossInputs
+from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs, reference_loss
+
+SWITCHES = {
+    "objective": ["clipped", "cispo"],
+    "sequence_level_importance_ratios": [False, True],
+    "token_level_loss": [False, True],
+    "ratio_clip_c": [None, 1.5],
+    "importance_sampling_correction": ["none", "truncated", "icepop"],
+    "reference": [(0.0, "k3"), (0.25, "k1"), (0.25, "k2"), (0.25, "k3")],
+    "on_policy": [False, True],
+}
+
+
+def all_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
+    cases = []
+    for values in product(*SWITCHES.values()):
+        case = dict(zip(SWITCHES, values, strict=True))
+        on_policy, (weight, kind) = case.pop("on_policy"), case.pop("reference")
+        case |= {"reference_policy_kl_penalty": weight, "reference_policy_kl_type": kind}
+        cases.append((config_of(**case), on_policy))
+    return cases
+
+
+CASES = all_cases()
+FEW_CASES = CASES[::17]
+# The others hold something constant that follows the log-probabilities.
+WITH_FINITE_DIFFERENCES = [config for config, on_policy in CASES if config.objective == "clipped" and not on_policy]
+
+
+def gradient_of(loss: Tensor, inputs: LossInputs) -> Tensor:
+    (gradient,) = torch.autograd.grad(loss, inputs.logprobs)
+    return gradient
+
+
+def test_value_and_gradient_equal_the_second_writing() -> None:
+    inputs = random_inputs(seed=0)
+    for config, on_policy in CASES:
+        outputs = PolicyGradientLoss(config, on_policy)(inputs)
+        expected = reference_loss(inputs, config, on_policy)
+        message = f"{config} {on_policy=}"
+        assert outputs.loss.item() == pytest.approx(expected.item(), rel=1e-12, abs=1e-14), message
+        found, wanted = gradient_of(outputs.loss, inputs), gradient_of(expected, inputs)
+        assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-14), message
+
+
+@pytest.mark.parametrize("config", WITH_FINITE_DIFFERENCES[::7])
+def test_gradient_equals_finite_differences(config: PolicyGradientLossConfig) -> None:
+    inputs = random_inputs(seed=1)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return PolicyGradientLoss(config, on_policy=False)(replace(inputs, logprobs=logprobs)).loss
+
+    assert torch.autograd.gradcheck(loss, (inputs.logprobs,))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
+def test_what_is_masked_reaches_nothing(bad: float) -> None:
+    clean = random_inputs(seed=2)
+    mask = clean.token_mask
+    logprobs = clean.logprobs.detach().masked_fill(~mask, bad).requires_grad_()
+    extras = {name: value.masked_fill(~mask, bad) for name, value in clean.extras.items() if value.ndim == 2}
+    extras["advantages"] = clean.extras["advantages"].masked_fill(~mask.any(dim=1), bad)
+    dirty = replace(clean, logprobs=logprobs, extras=extras)
+    for config, on_policy in CASES:
+        loss = PolicyGradientLoss(config, on_policy)
+        expected, found = loss(clean), loss(dirty)
+        assert torch.equal(found.loss, expected.loss)
+        assert torch.equal(gradient_of(found.loss, dirty), gradient_of(expected.loss, clean))
+        assert {name: value.item() for name, (value, _) in found.metrics.items()} == {
+            name: value.item() for name, (value, _) in expected.metrics.items()
+        }
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prev_logprobs", "generation_logprobs", "reference_logprobs"])
+@pytest.mark.parametrize("correction", ["truncated", "icepop"])
+def test_a_nan_among_the_valid_tokens_is_not_hidden(name: str, correction: str) -> None:
+    config = config_of(importance_sampling_correction=correction, reference_policy_kl_penalty=0.1)
+    inputs = random_inputs(seed=3)
+    if name == "logprobs":
+        logprobs = inputs.logprobs.detach().clone()
+        logprobs[1, 0] = float("nan")
+        inputs = replace(inputs, logprobs=logprobs)
+    else:
+        inputs.extras[name][1, 0] = float("nan")
+    assert PolicyGradientLoss(config, on_policy=False)(inputs).loss.isnan()
+
+
+@pytest.mark.parametrize(("config", "on_policy"), FEW_CASES)
+def test_on_policy_is_prev_logprobs_taken_from_the_policy_itself(
+    config: PolicyGradientLossConfig, on_policy: bool
+) -> None:
+    inputs = random_inputs(seed=4)
+    given = replace(inputs, extras=inputs.extras | {"prev_logprobs": inputs.logprobs.detach().clone()})
+    absent = replace(inputs, extras={k: v for k, v in inputs.extras.items() if k != "prev_logprobs"})
+    expected = PolicyGradientLoss(config, on_policy=False)(given)
+    found = PolicyGradientLoss(config, on_policy=True)(absent)
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(gradient_of(found.loss, inputs), gradient_of(expected.loss, inputs))
+    assert found.metrics == expected.metrics
+    assert found.metrics["probs_ratio"][0].item() == pytest.approx(
+        int(inputs.token_mask.sum()) / inputs.global_valid_tokens
+    )
+    assert found.metrics["clip_fraction_low"][0] == found.metrics["clip_fraction_high"][0] == 0
+
+
+def test_without_valid_tokens_in_the_global_batch_nothing_is_learned() -> None:
+    inputs = random_inputs(seed=5)
+    nothing = inputs_of(inputs.logprobs, torch.zeros_like(inputs.token_mask), **inputs.extras)
+    for config, on_policy in FEW_CASES:
+        outputs = PolicyGradientLoss(config, on_policy)(nothing)
+        assert outputs.loss.item() == 0.0
+        assert gradient_of(outputs.loss, inputs).count_nonzero() == 0
+
+
+@pytest.mark.parametrize("far", [100.0, 1000.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_policies_far_apart_leave_loss_and_gradient_finite(far: float, sign: int) -> None:
+    logprobs = torch.full((2, 2), -1000.0, requires_grad=True)
+    other = (logprobs.detach() + sign * far).clamp(max=0)
+    extras = {f"{name}_logprobs": other for name in ("prev", "generation", "reference")}
+    extras["prev_logprobs"] = logprobs.detach() - sign * far
+    inputs = inputs_of(logprobs, torch.ones(2, 2, dtype=torch.bool), advantages=torch.tensor([1.0, -1.0]), **extras)
+    for config, on_policy in CASES:
+        outputs = PolicyGradientLoss(config, on_policy)(inputs)
+        assert outputs.loss.isfinite()
+        assert gradient_of(outputs.loss, inputs).isfinite().all()
+        assert all(value.isfinite() for value, _ in outputs.metrics.values())
+
+
+def test_metrics_carry_no_gradient_and_their_names_follow_from_the_configuration() -> None:
+    always = {
+        "num_valid_tokens",
+        "probs_ratio",
+        "probs_ratio_clamped",
+        "probs_ratio_min",
+        "probs_ratio_max",
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "approx_entropy",
+        "token_mult_prob_error",
+        "gen_kl_error",
+    }
+    of_correction = {
+        "none": set[str](),
+        "truncated": {"importance_weight", "importance_weight_truncated_fraction"},
+        "icepop": {"importance_weight", "importance_weight_dropped_fraction"},
+    }
+    for config, on_policy in FEW_CASES:
+        outputs = PolicyGradientLoss(config, on_policy)(random_inputs(seed=6))
+        of_reference = {"kl_penalty"} if config.reference_policy_kl_penalty > 0 else set()
+        assert set(outputs.metrics) == always | of_correction[config.importance_sampling_correction] | of_reference
+        assert all(not value.requires_grad and value.shape == () for value, _ in outputs.metrics.values())
+
+
+def test_loss_is_the_surrogate_and_the_weighted_penalty() -> None:
+    for token_level, correction in product([False, True], ["none", "truncated", "icepop"]):
+        switches = {"token_level_loss": token_level, "importance_sampling_correction": correction}
+        inputs = random_inputs(seed=7)
+        without = PolicyGradientLoss(config_of(**switches), on_policy=False)(inputs)
+        outputs = PolicyGradientLoss(config_of(**switches, reference_policy_kl_penalty=0.5), on_policy=False)(inputs)
+        penalty = outputs.metrics["kl_penalty"][0].item()
+        assert penalty > 0
+        assert outputs.loss.item() == pytest.approx(without.loss.item() + 0.5 * penalty, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs"])
+def test_a_missing_tensor_is_named(name: str) -> None:
+    inputs = random_inputs(seed=8)
+    del inputs.extras[name]
+    with pytest.raises(KeyError, match=name):
+        PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), on_policy=False)(inputs)
+
+
+@pytest.mark.parametrize(("config", "on_policy"), FEW_CASES)
+def test_nothing_waits_for_the_device(config: PolicyGradientLossConfig, on_policy: bool) -> None:
+    # A meta tensor has no values: whatever asks for one raises.
+    inputs = random_inputs(seed=9)
+    extras = {name: value.to("meta") for name, value in inputs.extras.items()}
+    logprobs = inputs.logprobs.detach().to("meta").requires_grad_()
+    nowhere = replace(inputs, logprobs=logprobs, token_mask=inputs.token_mask.to("meta"), extras=extras)
+    outputs = PolicyGradientLoss(config, on_policy)(nowhere)
+    gradient_of(outputs.loss, nowhere)
+    assert all(value.device.type == "meta" for value, _ in outputs.metrics.values())
+
+
+def test_advantages_of_another_precision_do_not_change_that_of_the_loss() -> None:
+    inputs = random_inputs(seed=10)
+    single = replace(inputs, logprobs=inputs.logprobs.detach().float().requires_grad_())
+    outputs = PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), on_policy=False)(single)
+    assert outputs.loss.dtype is torch.float32
+
+
+def test_survives_pickling() -> None:
+    loss = PolicyGradientLoss(config_of(), on_policy=True)
+    again = pickle.loads(pickle.dumps(loss))  # noqa: S301  (written on this line)
+    assert again == loss
+    inputs = random_inputs(seed=11)
+    assert torch.equal(again(inputs).loss, loss(inputs).loss)
