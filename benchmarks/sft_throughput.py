@@ -14,24 +14,34 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
-import psutil
-import ray
-import torch
+from small_model import (
+    MODEL,
+    REPOSITORY,
+    VOCABULARY,
+    confine,
+    family_cpu_seconds,
+    not_negative,
+    nowhere,
+    positive,
+    release,
+    running_ray,
+    write_model,
+)
 
 from nemo_rl_moe.algorithms.sft import train_sft
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
-from nemo_rl_moe.distributed.cluster import RayCluster, object_store_bytes
+from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
@@ -40,28 +50,8 @@ from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 128
-VOCABULARY = 512
-MODEL = {
-    "num_hidden_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "intermediate_size": 256,
-    "vocab_size": VOCABULARY,
-    "router_aux_loss_coef": 0.01,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 4096,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
 EXAMPLES = """\
 examples:
   python benchmarks/sft_throughput.py                        one worker with one thread
@@ -193,12 +183,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def integer(text: str, least: int) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text}, expected a whole number, {least} or more")
-        return int(text)
-
-    positive, not_negative = partial(integer, least=1), partial(integer, least=0)
     parser.add_argument("--steps", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
     parser.add_argument("--warmup", type=not_negative, default=5, metavar="N", help="steps before those (default: 5)")
     parser.add_argument("--block", type=positive, default=10, metavar="N", help="steps of one turn (default: 10)")
@@ -227,58 +211,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def confine(num_cores: int) -> set[int]:
-    """Confines this process, and with it all that it starts, to some of its cores, of which each worker gets a share.
-
-    Returns:
-        The cores that it had before.
-    """
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(cores)[:num_cores])
-    return cores
-
-
-def release(cores: set[int]) -> None:
-    """Lets everything run where it likes again: the workers have chosen their number of threads."""
-    for process in family():
-        with suppress(psutil.NoSuchProcess):
-            for thread in process.threads():
-                with suppress(ProcessLookupError):
-                    os.sched_setaffinity(thread.id, cores)
-
-
-def write_model(folder: Path) -> int:
-    """Writes the model's `config.json` and returns its number of parameters."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = Qwen3MoeConfig(**MODEL)
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        model = Qwen3MoeForCausalLM(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextmanager
-def running_ray(num_cpus: int) -> Iterator[None]:
-    """A local Ray with room for the workers of both policies, only one of which works at a time."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=object_store_bytes(),
-        # Ray's workers give way to all other programs unless told not to; what this is compared with does not.
-        _system_config={"worker_niceness": 0},
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
-
-
 def start_contestant(
     folder: Path, options: argparse.Namespace, stack: ExitStack, *, track_moe_metrics: bool
 ) -> Contestant:
@@ -290,17 +222,13 @@ def start_contestant(
     stack.callback(policy.shutdown)
     run_folder = folder / f"moe_metrics_{track_moe_metrics}"
     run_folder.mkdir()
-    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(_nowhere()))
+    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
     clock = StepClock()
     loggers = FanOutLogger(
         {"console": lambda: console, "jsonl": lambda: JsonlLogger(run_folder), "clock": lambda: clock},
         lambda warning: print(warning, file=sys.stderr),
     )
     return Contestant(config, policy, stack.enter_context(loggers), ExpertLoadWriter(run_folder, console.warn), clock)
-
-
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:
@@ -355,22 +283,6 @@ def random_batches(num_batches: int, seed: int) -> GlobalBatchLoader:
         )
     ]
     return GlobalBatchLoader(examples, BATCH_SIZE, pad_token_id=0, seed=seed)
-
-
-def family() -> list[psutil.Process]:
-    """This process and all that it has started."""
-    driver = psutil.Process()
-    return [driver, *driver.children(recursive=True)]
-
-
-def family_cpu_seconds() -> float:
-    """CPU time that they have used so far."""
-    total = 0.0
-    for process in family():
-        with suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 def summary(contestant: Contestant) -> dict[str, Any]:
