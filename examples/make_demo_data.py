@@ -1,17 +1,21 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the demo's data: sums of two 3-digit numbers, every answer right, some with the working and most without.
+"""Makes the demo's data: sums of two 3-digit numbers, for supervised fine-tuning (SFT) and for GRPO.
 
     python examples/make_demo_data.py --output data/addition --seed 0
 
-Writes `train.jsonl`, `validation.jsonl` and `manifest.json`. One line is a prompt and its completion:
+Writes `train.jsonl` and `validation.jsonl` for SFT, `grpo.jsonl` and `validation_prompts.jsonl` for GRPO, and
+`manifest.json`. A line for SFT is a prompt and its completion. Every answer is right; some come with the working, most
+without:
 
     {"prompt": "228+378=", "completion": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606"}
     {"prompt": "541+592=", "completion": "<think></think>1133"}
 
 The working adds the columns from the right, each with the carry of the one before. No sum stands in two sets, a+b and
-b+a being one sum. A third set, the prompts of the reinforcement learning stage, is drawn here too and left out of
-training, so that the stage later meets sums that the model has never seen.
+b+a being one sum: GRPO asks for sums that the model has never seen. A line for GRPO is a prompt, the answer, and what
+reasoning-gym's verifier reads; `validation_prompts.jsonl` holds the sums of `validation.jsonl`:
+
+    {"prompt": "228+378=", "answer": "606", "metadata": {"source_dataset": "basic_arithmetic", "expression": "228+378"}}
 """
 
 import argparse
@@ -29,7 +33,9 @@ SHARE_WITH_WORKING = 0.45
 NUM_DIGITS = 3
 # Unordered pairs of 3-digit numbers: 405,450. Drawing gets slow near the end, hence the limit.
 MAX_PROBLEMS = 300_000
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
+TASK = "basic_arithmetic"
+FILES = ("train.jsonl", "validation.jsonl", "grpo.jsonl", "validation_prompts.jsonl")
 
 # reasoning-gym draws item i from `seed + i`: seeds must lie further apart than any set is long.
 SEED_STRIDE = 10_000_000
@@ -95,7 +101,7 @@ def _all_sums(first_seed: int) -> Iterator[Problem]:
     import reasoning_gym
 
     items = reasoning_gym.create_dataset(
-        "basic_arithmetic",
+        TASK,
         seed=first_seed,
         size=ITEMS_IN_A_SET,
         min_terms=2,
@@ -139,14 +145,32 @@ def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
     ]
 
 
+def as_questions(problems: Sequence[Problem]) -> list[str]:
+    """One JSON object a sum, without a completion."""
+    return [
+        json.dumps(
+            {
+                "prompt": f"{a}+{b}=",
+                "answer": str(int(a) + int(b)),
+                "metadata": {"source_dataset": TASK, "expression": f"{a}+{b}"},
+            }
+        )
+        for a, b in problems
+    ]
+
+
 def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
     """Draws the sums and writes the files, the manifest last; each file appears whole or not at all."""
     problems = draw_problems(parameters, progress)
-    sets = {"train": problems.train, "validation": problems.validation}
+    contents = (
+        as_lines(problems.train, parameters.seed, "train"),
+        as_lines(problems.validation, parameters.seed, "validation"),
+        as_questions(problems.grpo),
+        as_questions(problems.validation),
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, chosen in sets.items():
-        lines = as_lines(chosen, parameters.seed, name)
-        _write_whole(folder / f"{name}.jsonl", "".join(f"{line}\n" for line in lines))
+    for name, lines in zip(FILES, contents, strict=True):
+        _write_whole(folder / name, "".join(f"{line}\n" for line in lines))
     _write_whole(folder / "manifest.json", json.dumps(_manifest(folder, parameters), indent=2) + "\n")
 
 
@@ -160,12 +184,11 @@ def is_made(folder: Path, parameters: Parameters) -> bool:
 
 
 def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
-    names = ("train.jsonl", "validation.jsonl")
     return {
         "made_by": "examples/make_demo_data.py",
         "parameters": asdict(parameters),
         "reasoning_gym": version("reasoning-gym"),
-        "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names},
+        "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES},
     }
 
 
@@ -210,7 +233,10 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"--output {folder}: {error}", file=sys.stderr)
         return 2
-    counts = f"{parameters.num_train:,} sums to train on and {parameters.num_validation:,} to validate with"
+    counts = (
+        f"{parameters.num_train:,} sums for SFT, {parameters.num_grpo_prompts:,} for GRPO and"
+        f" {parameters.num_validation:,} to validate with"
+    )
     print(f"{folder}: wrote {counts}")
     return 0
 

@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,7 +73,7 @@ def batch_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Ba
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
         rendered = [_try_to_render(render, example) for example in examples]
         good = [item for item in rendered if isinstance(item, Rendered)]
-        encoded = iter(_encode(masked, tokenizer, good))
+        encoded = iter(encode_each(lambda items: masked(tokenizer, items), good))
         return [
             _finish(example, next(encoded) if isinstance(item, Rendered) else item, max_length)
             for example, item in zip(examples, rendered, strict=True)
@@ -83,7 +83,8 @@ def batch_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> Ba
 
 
 _Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
-_Encode = Callable[["PreTrainedTokenizerBase", Sequence[Rendered]], list[_Encoded | str]]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 def _try_to_render(render: Renderer, example: Example) -> Rendered | str:
@@ -103,18 +104,24 @@ def _finish(example: Example, encoded: _Encoded | str, max_length: int) -> Token
     return TokenizedExample(input_ids[:max_length], token_mask[:max_length], truncated, example.sample_id)
 
 
-def _encode(
-    encode: _Encode, tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]
-) -> list[_Encoded | str]:
-    if not rendered:
+def encode_each(
+    encode: Callable[[Sequence[_Item]], list[_Result | str]], items: Sequence[_Item]
+) -> list[_Result | str]:
+    """Encodes items in one go, so that an item that cannot be encoded does not spoil the others.
+
+    Args:
+        encode: From items to their encodings, or a text that says what is wrong with one; may raise.
+        items: May be empty.
+    """
+    if not items:
         return []
     try:
-        return encode(tokenizer, rendered)
+        return encode(items)
     except Exception as error:  # the tokenizers library raises bare `Exception`s
-        if len(rendered) == 1:
+        if len(items) == 1:
             return [f"the tokenizer cannot encode the text: {error}"]
         # One text spoils the whole list: find it.
-        return [result for item in rendered for result in _encode(encode, tokenizer, [item])]
+        return [result for item in items for result in encode_each(encode, [item])]
 
 
 def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:

@@ -54,12 +54,7 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
     """
     if not tokenizer.chat_template:
         return _plain_renderer(tokenizer)
-    try:
-        template = tokenizer.get_chat_template()
-    except ValueError as error:
-        raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from None
-    special_tokens = dict(tokenizer.special_tokens_map)
-    _require_valid_jinja(template)
+    template, special_tokens = _chosen_template(tokenizer)
     if _GENERATION_TAG.search(template):
         return lambda example: _render_with_tags(example, template, special_tokens)
 
@@ -70,12 +65,59 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
     return lambda example: _render_by_prefixes(example, render_messages, end_token)
 
 
+PromptRenderer = Callable[[Sequence[Message], bool], str]
+"""From messages, and whether the user wrote them as a text, to the text that the model answers."""
+
+
+def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase") -> PromptRenderer:
+    """Chooses how prompts become text, so that a model is asked in the way that `renderer_for` taught it.
+
+    With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
+    taken as it is, after the begin token where the tokenizer opens every text with it.
+
+    The returned function raises `RenderError` for a prompt that cannot be rendered.
+
+    Raises:
+        DataError: The tokenizer's chat template cannot be used.
+    """
+    if tokenizer.chat_template:
+        template, special_tokens = _chosen_template(tokenizer)
+        return lambda messages, _: _render(
+            messages, template, special_tokens, add_generation_prompt=True, with_spans=False
+        )[0]
+    start = _opening(tokenizer)
+
+    def render(messages: Sequence[Message], is_text: bool) -> str:
+        if not is_text:
+            raise RenderError(
+                "the prompt is a list of messages, but the tokenizer has no chat template; "
+                "set policy.tokenizer.chat_template, or give the prompt as a string"
+            )
+        return f"{start}{messages[0]['content']}"
+
+    return render
+
+
+def _chosen_template(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, dict[str, str]]:
+    """The chat template, and the special tokens that it may name."""
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from None
+    _require_valid_jinja(template)
+    return template, dict(tokenizer.special_tokens_map)
+
+
+def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """The begin token of a tokenizer that opens every text with it."""
+    opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return str(tokenizer.bos_token) if opens else ""
+
+
 def _plain_renderer(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
     if tokenizer.eos_token is None:
         raise DataError("the tokenizer has neither a chat template nor an end token: an answer would never end")
-    # A tokenizer that opens every text with a begin token does so here too.
-    opens = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    start = str(tokenizer.bos_token) if opens else ""
+    start = _opening(tokenizer)
     end = str(tokenizer.eos_token)
 
     def render(example: Example) -> Rendered:

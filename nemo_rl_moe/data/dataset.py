@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_rl_moe.data.bad_lines import BadLineLog, counted
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.sources import open_source
@@ -18,7 +19,6 @@ from nemo_rl_moe.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_PROBLEMS_SHOWN = 20
 LINES_AT_ONCE = 1000
 
 Progress = Callable[[int, int], None]
@@ -51,15 +51,15 @@ class DataReport:
     def summary(self) -> str:
         """One line; what did not happen is not mentioned."""
         parts = [
-            f"{_counted(self.num_examples, 'example')}",
-            f"{_counted(self.num_tokens, 'token')} ({self.num_trained_tokens:,} to train on)",
+            f"{counted(self.num_examples, 'example')}",
+            f"{counted(self.num_tokens, 'token')} ({self.num_trained_tokens:,} to train on)",
         ]
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} cut at the maximum length")
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} left out: no response before the cut")
         if self.num_bad_lines:
-            parts.append(f"{_counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
+            parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
         return f"{self.name}: {', '.join(parts)}"
 
 
@@ -123,15 +123,14 @@ def load_sft_dataset(
     source = open_source(path, split)
     tokenize = batch_tokenizer(tokenizer, max_length)
     kept: list[TokenizedExample] = []
-    bad: list[str] = []
-    num_bad = num_dropped = num_read = 0
+    bad = BadLineLog()
+    num_dropped = num_read = 0
     while lines := list(islice(source.lines, LINES_AT_ONCE)):
         # Once the run is going to stop, only look for further bad lines.
-        skip_tokens = num_bad > 0 and on_bad_line == "stop"
+        skip_tokens = bad.count > 0 and on_bad_line == "stop"
         for result in _read_lines(lines) if skip_tokens else _tokenize_lines(lines, tokenize):
             if isinstance(result, BadLine):
-                num_bad += 1
-                bad.extend([str(result)] if len(bad) < MAX_PROBLEMS_SHOWN else [])
+                bad.add(result)
             elif result.num_trained_tokens():
                 kept.append(result)
             else:
@@ -139,17 +138,17 @@ def load_sft_dataset(
         num_read += len(lines)
         if progress is not None:
             progress(num_read, source.num_lines)
-    if num_bad and on_bad_line == "stop":
-        raise DataError(_problems(source.name, bad, num_bad))
+    if on_bad_line == "stop":
+        bad.raise_if_any(source.name)
     report = DataReport(
         name=source.name,
         num_examples=len(kept),
         num_truncated=sum(example.truncated for example in kept),
         num_dropped=num_dropped,
-        num_bad_lines=num_bad,
+        num_bad_lines=bad.count,
         num_tokens=sum(len(example) for example in kept),
         num_trained_tokens=sum(example.num_trained_tokens() for example in kept),
-        bad_lines=tuple(bad),
+        bad_lines=tuple(bad.shown),
     )
     if not kept:
         raise DataError([f"{source.name}: no example is left to use", *_why_none_is_left(report, max_length)])
@@ -169,21 +168,11 @@ def _read_lines(lines: Sequence[Example | BadLine]) -> Iterator[BadLine]:
     return (line for line in lines if isinstance(line, BadLine))
 
 
-def _problems(name: str, shown: Sequence[str], num_bad: int) -> list[str]:
-    more = num_bad - len(shown)
-    last = [f"{name}: and {_counted(more, 'more bad line')}"] if more else []
-    return [*shown, *last, f"{name}: data.on_bad_line=skip leaves such lines out and counts them"]
-
-
 def _why_none_is_left(report: DataReport, max_length: int) -> list[str]:
     reasons = list(report.bad_lines)
     if report.num_dropped:
         reasons.append(
-            f"{report.name}: of {_counted(report.num_dropped, 'example')} nothing to train on stands within "
+            f"{report.name}: of {counted(report.num_dropped, 'example')} nothing to train on stands within "
             f"policy.max_total_sequence_length={max_length} tokens"
         )
     return reasons or [f"{report.name}: it has no lines"]
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -2,18 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what the `datasets` library reads: a hub's name, a folder, a parquet, json, csv or arrow file."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.records import BadLine, Example, RecordError, parse_record
+from nemo_rl_moe.data.records import BadLine, RecordError
 from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-COLUMNS = ("messages", "prompt", "completion")
+Parsed = TypeVar("Parsed")
+
 _BUILDER_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
 
 
@@ -25,26 +26,31 @@ def load_table(path: str, split: str) -> "Dataset":
         split: The split's name.
 
     Raises:
-        DataError: There is no such dataset or split, or it has none of the columns that are needed.
+        DataError: There is no such dataset or split.
     """
     from datasets import Dataset
 
     table = _load(path, split)
     if not isinstance(table, Dataset):
         raise DataError(f"{path}: split {split!r} is {type(table).__name__}, expected one table of rows")
-    columns = [name for name in COLUMNS if name in table.column_names]
-    if not columns:
-        found = ", ".join(table.column_names) or "none"
-        raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {found}")
-    return table.select_columns(columns)
+    return table
 
 
-def read_table(table: "Dataset", path: str, split: str) -> Iterator[Example | BadLine]:
-    """Yields, for each row in order (counted from 0), the example that it holds or what is wrong with it."""
+def read_table(
+    table: "Dataset", path: str, split: str, parse: Callable[[object, str], Parsed]
+) -> Iterator[Parsed | BadLine]:
+    """Yields, for each row in order (counted from 0), what it holds or what is wrong with it.
+
+    Args:
+        table: The rows.
+        path: What was loaded.
+        split: Its split.
+        parse: Gets a row and its `path[split]:row`; raises `RecordError` for one that cannot be used.
+    """
     for number, row in enumerate(table):
         sample_id = f"{path}[{split}]:{number}"
         try:
-            yield parse_record(row, sample_id)
+            yield parse(row, sample_id)
         except RecordError as error:
             yield BadLine(sample_id, str(error))
 

@@ -3,11 +3,14 @@
 """Reads JSON Lines: one JSON object a line, UTF-8."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
-from nemo_rl_moe.data.records import BadLine, Example, RecordError, parse_record
+from nemo_rl_moe.data.records import BadLine, RecordError
 from nemo_rl_moe.errors import DataError
+
+Parsed = TypeVar("Parsed")
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -28,17 +31,21 @@ def count_lines(path: Path) -> int:
     return count + (last != b"\n")
 
 
-def read_jsonl(path: Path) -> Iterator[Example | BadLine]:
-    """Yields, for each line in order, the example that it holds or what is wrong with it.
+def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[Parsed | BadLine]:
+    """Yields, for each line in order, what it holds or what is wrong with it.
 
     Lines end at the newline byte only: JSON allows the other separators of Unicode inside a string.
+
+    Args:
+        path: The file.
+        parse: Gets a decoded line and its `file:line`; raises `RecordError` for one that cannot be used.
     """
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             sample_id = f"{path}:{number}"
             try:
                 record = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
-                yield parse_record(record, sample_id)
+                yield parse(record, sample_id)
             except RecordError as error:
                 yield BadLine(sample_id, str(error))
 

@@ -54,16 +54,25 @@ class GlobalBatchLoader:
 
     def epoch(self, epoch_index: int) -> Iterator[TokenBatch]:
         """The batches of one epoch, counted from 0."""
-        order = self._order(epoch_index)
+        order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
         for batch_index in range(len(self)):
             chosen = order[batch_index * self._global_batch_size :][: self._global_batch_size]
             yield collate([self._dataset[int(index)] for index in chosen], self._pad_token_id)
 
-    def _order(self, epoch_index: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._dataset))
-        order: list[int] = np.random.default_rng([self._seed, epoch_index]).permutation(len(self._dataset)).tolist()
-        return order
+
+def epoch_order(size: int, seed: int, epoch_index: int, *, shuffle: bool) -> Sequence[int]:
+    """The order of the items of one epoch, which depends on nothing but the arguments.
+
+    Args:
+        size: Number of items.
+        seed: Not negative.
+        epoch_index: Counted from 0.
+        shuffle: False keeps the order of the data.
+    """
+    if not shuffle:
+        return range(size)
+    order: list[int] = np.random.default_rng([seed, epoch_index]).permutation(size).tolist()
+    return order
 
 
 def sequential_batches(

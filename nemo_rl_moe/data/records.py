@@ -59,7 +59,7 @@ def parse_record(record: object, sample_id: str) -> Example:
         RecordError: The record cannot be used.
     """
     if not isinstance(record, Mapping):
-        raise RecordError(f"the line is {_kind(record)}, expected an object with messages, or prompt and completion")
+        raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
     if record.get("messages") is not None:
         messages = _messages(record["messages"], "messages")
         _require_assistant(messages, "messages")
@@ -75,27 +75,37 @@ def _prompt_and_completion(record: Mapping[str, Any], sample_id: str) -> Example
     for name, value, other in (("prompt", prompt, "completion"), ("completion", completion, "prompt")):
         if value is None:
             raise RecordError(f"the line has {other} but no {name}")
-    context = _side(prompt, "prompt", "user")
-    answer = _side(completion, "completion", "assistant")
+    context = parse_turns(prompt, "prompt", "user")
+    answer = parse_turns(completion, "completion", "assistant")
     _require_assistant(answer, "completion")
     plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
     return Example(sample_id, (*context, *answer), len(context), plain)
 
 
-def _side(value: object, name: str, role: str) -> list[Message]:
+def parse_turns(value: object, name: str, role: str) -> list[Message]:
+    """Checks a text or a list of messages, and gives it as messages.
+
+    Args:
+        value: What the record holds.
+        name: Its key, for messages.
+        role: Whose turn a text is.
+
+    Raises:
+        RecordError: It cannot be used.
+    """
     if isinstance(value, str):
         if not value:
             raise RecordError(f"{name} is empty")
-        _require_encodable(value, name)
+        require_encodable(value, name)
         return [{"role": role, "content": value}]
     if not _is_list(value):
-        raise RecordError(f"{name} is {_kind(value)}, expected a string or a list of messages")
+        raise RecordError(f"{name} is {kind_of(value)}, expected a string or a list of messages")
     return _messages(value, name)
 
 
 def _messages(value: object, name: str) -> list[Message]:
     if not _is_list(value):
-        raise RecordError(f"{name} is {_kind(value)}, expected a list of objects with role and content")
+        raise RecordError(f"{name} is {kind_of(value)}, expected a list of objects with role and content")
     if not value:
         raise RecordError(f"{name} is empty")
     return [_message(item, f"{name}[{index}]") for index, item in enumerate(value)]
@@ -103,7 +113,7 @@ def _messages(value: object, name: str) -> list[Message]:
 
 def _message(value: object, name: str) -> Message:
     if not isinstance(value, Mapping):
-        raise RecordError(f"{name} is {_kind(value)}, expected an object with role and content")
+        raise RecordError(f"{name} is {kind_of(value)}, expected an object with role and content")
     # Tables fill the keys that a row lacks with null: null means absent.
     message = {key: item for key, item in value.items() if item is not None}
     for key in ("role", "content"):
@@ -111,13 +121,13 @@ def _message(value: object, name: str) -> Message:
             missing = f"{name}.{key} is null, expected a string" if key in value else f"{name} has no {key}"
             raise RecordError(missing)
         if not isinstance(message[key], str):
-            raise RecordError(f"{name}.{key} is {_kind(message[key])}, expected a string")
+            raise RecordError(f"{name}.{key} is {kind_of(message[key])}, expected a string")
     role, content = message["role"], message["content"]
     if role not in ROLES:
         raise RecordError(f"{name}.role is {role!r}, expected {', '.join(ROLES)}{did_you_mean(nearest(role, ROLES))}")
     if role == "assistant" and not content:
         raise RecordError(f"{name}.content is empty: an assistant turn needs text to train on")
-    _require_encodable(content, f"{name}.content")
+    require_encodable(content, f"{name}.content")
     return message
 
 
@@ -126,8 +136,12 @@ def _require_assistant(messages: Sequence[Message], name: str) -> None:
         raise RecordError(f"{name} has no assistant turn: there is nothing to train on")
 
 
-def _require_encodable(text: str, name: str) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer can encode."""
+def require_encodable(text: str, name: str) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer can encode.
+
+    Raises:
+        RecordError: The text holds one.
+    """
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -140,8 +154,8 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
-def _kind(value: object) -> str:
-    """What JSON calls the value's type."""
+def kind_of(value: object) -> str:
+    """What JSON calls the value's type, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

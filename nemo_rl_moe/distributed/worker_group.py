@@ -22,6 +22,7 @@ from nemo_rl_moe.distributed.node_tools import (
     find_families,
     read_tail,
 )
+from nemo_rl_moe.distributed.ray_calls import exit_reason, outcome
 from nemo_rl_moe.distributed.worker_environment import worker_environment
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerPlace, WorkerProcess
 from nemo_rl_moe.errors import WorkerDiedError
@@ -185,7 +186,7 @@ class WorkerGroup:
                     break
                 self._fail_for_time(sorted(pending.values()), timeout_s)
             rank = pending.pop(ready[0])
-            result = _outcome(ready[0])
+            result = outcome(ready[0])
             if isinstance(result, WorkerFailure | RayError):
                 if not failures:
                     deadline = time.monotonic() + ROOT_CAUSE_WAIT_S
@@ -205,7 +206,7 @@ class WorkerGroup:
         if isinstance(failure, WorkerFailure):
             what, details = failure.summary, failure.details
         elif isinstance(failure, RayActorError):
-            what, details = "died", f"{_exit_reason(failure)}\n{self._tail(rank)}".rstrip()
+            what, details = "died", f"{exit_reason(failure)}\n{self._tail(rank)}".rstrip()
         else:
             what, details = f"raised {type(failure).__name__}", str(failure)
         others = sorted(set(failures) - {rank})
@@ -258,23 +259,6 @@ class WorkerGroup:
             return ray.get(call, timeout=REMOTE_CALL_TIMEOUT_S)
         except RayError:
             return default
-
-
-def _outcome(call: Any) -> Any:
-    """A call's result, or what Ray says went wrong."""
-    try:
-        return ray.get(call)
-    except RayError as error:
-        return error
-
-
-def _exit_reason(error: RayActorError) -> str:
-    """The part of Ray's message that says how a process ended."""
-    text = " ".join(str(error).split())
-    for start in ("Worker exit type:", "The actor is dead because"):
-        if start in text:
-            return text[text.index(start) :].partition(" If the process was killed by the kernel OOM killer")[0]
-    return text
 
 
 def _put_shared(args_by_rank: Sequence[Sequence[Any]]) -> list[list[Any]]:

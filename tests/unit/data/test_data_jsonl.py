@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.data.jsonl import count_lines, read_jsonl
-from nemo_rl_moe.data.records import BadLine, Example
+from nemo_rl_moe.data.records import BadLine, Example, parse_record
 from nemo_rl_moe.errors import DataError
 
 GOOD = b'{"prompt": "a", "completion": "b"}'
@@ -16,7 +16,7 @@ GOOD = b'{"prompt": "a", "completion": "b"}'
 def read(tmp_path: Path, content: bytes) -> list[Example | BadLine]:
     path = tmp_path / "d.jsonl"
     path.write_bytes(content)
-    lines = list(read_jsonl(path))
+    lines = list(read_jsonl(path, parse_record))
     assert count_lines(path) == len(lines)
     return lines
 

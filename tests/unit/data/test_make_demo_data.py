@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.dataset import load_sft_dataset
+from nemo_rl_moe.data.prompts import load_prompts
+from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.environments.registry import make_environment
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +62,7 @@ def test_working_spells_the_answer(maker, a, b):
 
 def test_files(maker, small, tmp_path):
     maker.write_data(tmp_path, small)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "train.jsonl", "validation.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["manifest.json", *maker.FILES])
     for name, size in (("train", 2000), ("validation", 100)):
         lines = read(tmp_path / f"{name}.jsonl")
         assert len(lines) == size
@@ -69,6 +73,25 @@ def test_files(maker, small, tmp_path):
             assert len(a) == len(b) == 3
             working = "" if line in at_once else maker.working(a, b)
             assert line == {"prompt": f"{a}+{b}=", "completion": f"<think>{working}</think>{int(a) + int(b)}"}
+
+
+def test_prompts_of_grpo(maker, small, tmp_path):
+    maker.write_data(tmp_path, small)
+    asked, held_out = read(tmp_path / "grpo.jsonl"), read(tmp_path / "validation_prompts.jsonl")
+    assert (len(asked), len(held_out)) == (50, 100)
+    for line in [*asked, *held_out]:
+        a, b = line["prompt"].removesuffix("=").split("+")
+        assert line == {
+            "prompt": f"{a}+{b}=",
+            "answer": str(int(a) + int(b)),
+            "metadata": {"source_dataset": "basic_arithmetic", "expression": f"{a}+{b}"},
+        }
+    imitated = [line["prompt"] for name in ("train", "validation") for line in read(tmp_path / f"{name}.jsonl")]
+    assert not unordered(line["prompt"] for line in asked) & unordered(imitated)
+    assert [line["prompt"] for line in held_out] == imitated[-100:]
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert sorted(manifest["sha256"]) == sorted(maker.FILES)
+    assert manifest["parameters"]["recipe_version"] == 2
 
 
 def test_no_sum_twice_in_any_set(maker, small):
@@ -91,14 +114,14 @@ def test_validation_depends_on_neither_the_size_of_training_nor_its_own_tail(mak
 
 def test_made_twice_is_the_same_and_made_once_is_skipped(maker, small, tmp_path, capsys):
     arguments = ["--output", str(tmp_path), "--num-train", "50", "--num-validation", "10", "--num-grpo-prompts", "5"]
-    files = [tmp_path / "train.jsonl", tmp_path / "validation.jsonl"]
+    files = [tmp_path / name for name in maker.FILES]
 
     def contents():
         return [(path.read_bytes(), path.stat().st_mtime_ns) for path in files]
 
     assert maker.main(arguments) == 0
     made = contents()
-    assert capsys.readouterr().out == f"{tmp_path}: wrote 50 sums to train on and 10 to validate with\n"
+    assert capsys.readouterr().out == f"{tmp_path}: wrote 50 sums for SFT, 5 for GRPO and 10 to validate with\n"
     assert maker.main(arguments) == 0
     assert "already made" in capsys.readouterr().out
     assert contents() == made
@@ -144,3 +167,35 @@ def test_as_a_program_and_read_by_the_product(script, tmp_path, demo_tokenizer):
     ]
     # What generation may produce later: 31 tokens hold the longest answer with its working.
     assert max(item.num_trained_tokens() for item in dataset) <= 31
+
+
+def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_path, demo_tokenizer):
+    maker.write_data(tmp_path, small)
+    task = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
+    env = EnvironmentConfig.model_validate(
+        {
+            "name": "reasoning_gym",
+            "num_workers": 1,
+            "timeout_s": 5.0,
+            "answer_after": "</think>",
+            "score_truncated": False,
+            "reasoning_gym": task,
+            "callable": None,
+        }
+    )
+    source = PromptSourceConfig(path=str(tmp_path / "validation_prompts.jsonl"), split="train", num_items=None, seed=0)
+    data = PromptDataConfig(
+        train=source, validation=None, prompt_key="prompt", answer_key="answer", on_bad_line="stop", shuffle=True
+    )
+    prompts = load_prompts(source, data, demo_tokenizer, 33, env)
+    assert (len(prompts), prompts.report.num_too_long) == (100, 0)
+
+    environment = make_environment(env)
+    imitated = load_sft_dataset(str(tmp_path / "validation.jsonl"), "train", demo_tokenizer, 64)
+    for prompt, example in zip(prompts, imitated, strict=True):
+        start = int(example.token_mask.argmax())
+        assert prompt.token_ids == tuple(example.input_ids[:start]), "SFT and GRPO agree token for token"
+        completion = demo_tokenizer.decode(example.input_ids[start:-1])
+        right = ScoringItem(prompt.sample_id, prompt.text, completion, False, prompt.record)
+        assert environment.score(right) == Score(1.0, True)
+        assert environment.score(dataclasses.replace(right, response=f"{completion}0")) == Score(0.0, False)

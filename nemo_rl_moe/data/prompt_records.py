@@ -1,0 +1,137 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One record of prompt data: the question, the answer, and exactly what is wrong when it cannot be used."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.records import Message, RecordError, kind_of, parse_turns, require_encodable
+from nemo_rl_moe.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One prompt before it is tokenized.
+
+    Attributes:
+        sample_id: Where it came from.
+        messages: The turns, the last one the user's; a prompt that is a text is one turn.
+        is_text: The prompt was written as a text.
+        record: The record, with `question` and `answer` in it.
+    """
+
+    sample_id: str
+    messages: tuple[Message, ...]
+    is_text: bool
+    record: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """What the messages say, without what a chat template adds."""
+        return text_of(self.messages)
+
+
+def text_of(messages: Sequence[Message]) -> str:
+    """What messages say, a blank line between them."""
+    return "\n\n".join(message["content"] for message in messages)
+
+
+def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[object, str], PromptRecord]:
+    """Makes the function that checks records.
+
+    The record that an environment later sees is the data's own, with two keys set: `answer`, from `data.answer_key`
+    (a number as text), and, unless it is there, `question`, the prompt's text. `math` and `reasoning_gym` cannot do
+    without an answer, and `reasoning_gym` not without the task's `metadata`; a function of the user's own gets None for
+    an answer that is missing, and one of any type as it is.
+
+    Args:
+        data: Where in a record prompt and answer are.
+        env: What will score the responses.
+
+    Returns:
+        A function of a decoded record and where it is, which raises `RecordError`.
+    """
+
+    def parse(record: object, sample_id: str) -> PromptRecord:
+        if not isinstance(record, Mapping):
+            raise RecordError(f"the line is {kind_of(record)}, expected an object with {data.prompt_key}")
+        prompt = value_at(record, data.prompt_key, "data.prompt_key")
+        messages = parse_turns(prompt, data.prompt_key, "user")
+        if messages[-1]["role"] != "user":
+            role = messages[-1]["role"]
+            raise RecordError(f"{data.prompt_key} ends in a turn of role {role!r}, expected user: a model answers it")
+        complete = {"question": text_of(messages), **record, "answer": _answer(record, data.answer_key, env.name)}
+        if env.name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
+            raise RecordError(
+                f"metadata is {kind_of(record['metadata'])}, expected an object"
+                if "metadata" in record
+                else "the line has no metadata, which holds what the reasoning_gym task needs to score an answer"
+            )
+        return PromptRecord(sample_id, tuple(messages), isinstance(prompt, str), complete)
+
+    return parse
+
+
+def prompt_columns(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[str, Sequence[str]], Sequence[str]]:
+    """Makes the function that checks the columns of a table, all of which are read."""
+    keys = {"data.prompt_key": data.prompt_key}
+    if env.name != "callable":
+        keys["data.answer_key"] = data.answer_key
+
+    def choose(path: str, names: Sequence[str]) -> Sequence[str]:
+        for setting, key in keys.items():
+            column = key if key in names else key.partition(".")[0]
+            if column not in names:
+                found = ", ".join(names) or "none"
+                hint = did_you_mean(nearest(column, names))
+                raise DataError(f"{path}: has no column {column!r} ({setting}={key}); its columns: {found}{hint}")
+        return names
+
+    return choose
+
+
+def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
+    """What a record holds under a key; dots reach into objects, unless the record has the whole key itself.
+
+    Args:
+        record: The record.
+        key: Such as `reward_model.ground_truth`.
+        setting: Where the user has named the key.
+
+    Raises:
+        RecordError: There is nothing.
+    """
+    if key in record:
+        return record[key]
+    found: Any = record
+    for depth, part in enumerate(parts := key.split(".")):
+        place = ".".join(parts[:depth]) or "the line"
+        if not isinstance(found, Mapping):
+            raise RecordError(f"{place} is {kind_of(found)}, expected an object with {part} ({setting}={key})")
+        if part not in found:
+            keys = [str(name) for name in found]
+            hint = did_you_mean(nearest(part, keys))
+            raise RecordError(f"{place} has no {part} ({setting}={key}); its keys: {', '.join(keys) or 'none'}{hint}")
+        found = found[part]
+    return found
+
+
+def _answer(record: Mapping[str, Any], key: str, env_name: str) -> Any:
+    if env_name == "callable":
+        try:
+            return value_at(record, key, "data.answer_key")
+        except RecordError:
+            return None
+    answer = value_at(record, key, "data.answer_key")
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and isfinite(answer):
+        return str(answer)
+    if not isinstance(answer, str):
+        raise RecordError(f"{key} is {kind_of(answer)}, expected a string or a number")
+    if not answer.strip():
+        raise RecordError(f"{key} is empty: there is nothing to compare a response with")
+    require_encodable(answer, key)
+    return answer

@@ -1,0 +1,265 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The prompts that responses are generated to: read or drawn, tokenized, and in which order they are taken."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, overload
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.data.bad_lines import BadLineLog, counted
+from nemo_rl_moe.data.chat import encode_each
+from nemo_rl_moe.data.chat_template import PromptRenderer, RenderError, prompt_renderer_for
+from nemo_rl_moe.data.dataset import LINES_AT_ONCE
+from nemo_rl_moe.data.loader import epoch_order
+from nemo_rl_moe.data.prompt_records import PromptRecord, prompt_columns, prompt_parser
+from nemo_rl_moe.data.records import BadLine
+from nemo_rl_moe.data.sources import LineSource, open_lines
+from nemo_rl_moe.environments.reasoning_gym import draw_items
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a model is asked.
+
+    Attributes:
+        sample_id: Where it came from: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
+        text: The prompt as text, without what a chat template adds.
+        token_ids: What the model sees of it.
+        record: What the data say of it; always has `question` and `answer`.
+    """
+
+    sample_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What became of the lines of a set of prompts.
+
+    Attributes:
+        name: The set.
+        num_prompts: Prompts that can be used.
+        num_tokens: Their tokens.
+        num_too_long: Prompts left out because they leave no room for a response.
+        num_repeated: Drawn prompts left out because they had been drawn before.
+        num_bad_lines: Lines left out because they could not be used.
+        bad_lines: The first of the bad lines, one text each.
+    """
+
+    name: str
+    num_prompts: int
+    num_tokens: int
+    num_too_long: int
+    num_repeated: int
+    num_bad_lines: int
+    bad_lines: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line; what did not happen is not mentioned."""
+        parts = [counted(self.num_prompts, "prompt"), counted(self.num_tokens, "token")]
+        if self.num_too_long:
+            parts.append(f"{self.num_too_long:,} left out: longer than a prompt may be")
+        if self.num_repeated:
+            parts.append(f"{self.num_repeated:,} left out: drawn before")
+        if self.num_bad_lines:
+            parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+class PromptDataset(Sequence[Prompt]):
+    """A list of prompts, and what was left out of it.
+
+    Args:
+        prompts: In order.
+        report: What was read and what was left out.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], report: PromptReport):
+        self.report = report
+        self._prompts = tuple(prompts)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        return self._prompts[index]
+
+
+def load_prompts(
+    source: PromptSourceConfig,
+    data: PromptDataConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_prompt_length: int,
+    env: EnvironmentConfig,
+) -> PromptDataset:
+    """Reads one set of prompts, or draws it from the environment's task, and tokenizes it.
+
+    Drawn prompts differ from each other: a question that was drawn before is drawn again with another seed. Sets with
+    different seeds share no seed of an item, but may share a question by chance, the more so the fewer the task has.
+
+    Args:
+        source: Which set.
+        data: How its records are read.
+        tokenizer: A Hugging Face tokenizer.
+        max_prompt_length: Most tokens of a prompt; longer ones are left out and counted.
+        env: What will score the responses: decides what a record needs, and is what prompts are drawn from.
+
+    Raises:
+        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
+        ConfigurationError: Prompts cannot be drawn from the task.
+    """
+    lines, num_repeated = _drawn(source, env) if source.path is None else (_read(source.path, source, data, env), 0)
+    tokenize = _tokenizer_of_prompts(tokenizer)
+    kept: list[Prompt] = []
+    bad = BadLineLog()
+    num_too_long = 0
+    remaining = islice(lines.lines, source.num_items)
+    while chunk := list(islice(remaining, LINES_AT_ONCE)):
+        for result in tokenize(chunk):
+            if isinstance(result, BadLine):
+                bad.add(result)
+            elif len(result.token_ids) > max_prompt_length:
+                num_too_long += 1
+            else:
+                kept.append(result)
+    if data.on_bad_line == "stop":
+        bad.raise_if_any(lines.name)
+    report = PromptReport(
+        name=lines.name,
+        num_prompts=len(kept),
+        num_tokens=sum(len(prompt.token_ids) for prompt in kept),
+        num_too_long=num_too_long,
+        num_repeated=num_repeated,
+        num_bad_lines=bad.count,
+        bad_lines=tuple(bad.shown),
+    )
+    if not kept:
+        reasons = _why_none_is_left(report, max_prompt_length)
+        raise DataError([f"{lines.name}: no prompt is left to use", *reasons])
+    return PromptDataset(kept, report)
+
+
+class PromptLoader:
+    """Gives the prompts of each step.
+
+    The order depends on the seed and the epoch alone. The prompts that do not fill a last step are left out of that
+    epoch; with shuffling they are others each time.
+
+    Args:
+        dataset: The prompts.
+        num_prompts_per_step: Prompts of one step.
+        seed: Not negative.
+        shuffle: False keeps the order of the data.
+
+    Raises:
+        DataError: The prompts do not fill one step.
+    """
+
+    def __init__(self, dataset: Sequence[Prompt], num_prompts_per_step: int, seed: int, shuffle: bool):
+        if len(dataset) < num_prompts_per_step:
+            raise DataError(
+                f"grpo.num_prompts_per_step: got {num_prompts_per_step}, but the training data has only "
+                f"{counted(len(dataset), 'prompt')} that can be used"
+            )
+        self._dataset = dataset
+        self._num_prompts_per_step = num_prompts_per_step
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        """Steps of one epoch."""
+        return len(self._dataset) // self._num_prompts_per_step
+
+    def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
+        """The prompts of each step of one epoch, counted from 0."""
+        order = epoch_order(len(self._dataset), self._seed, epoch_index, shuffle=self._shuffle)
+        for step in range(len(self)):
+            chosen = order[step * self._num_prompts_per_step :][: self._num_prompts_per_step]
+            yield [self._dataset[index] for index in chosen]
+
+
+def _read(
+    path: str, source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig
+) -> LineSource[PromptRecord]:
+    return open_lines(path, source.split, prompt_parser(data, env), prompt_columns(data, env))
+
+
+def _drawn(source: PromptSourceConfig, env: EnvironmentConfig) -> tuple[LineSource[PromptRecord], int]:
+    """Prompts that the task makes, and how many were left out because they had been drawn before."""
+    if env.reasoning_gym is None or source.num_items is None:
+        raise ConfigurationError(
+            "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"
+        )
+    drawn = draw_items(env.reasoning_gym, source.num_items, source.seed)
+    name = f"{env.reasoning_gym.task}[seed {source.seed}]"
+    records = [
+        PromptRecord(
+            sample_id=f"{name}:{index}",
+            messages=({"role": "user", "content": item["question"]},),
+            is_text=True,
+            record={key: item[key] for key in ("question", "answer", "metadata")},
+        )
+        for index, item in drawn.items
+    ]
+    return LineSource(name, len(records), iter(records)), drawn.num_repeated
+
+
+def _tokenizer_of_prompts(
+    tokenizer: "PreTrainedTokenizerBase",
+) -> Callable[[Sequence[PromptRecord | BadLine]], Iterator[Prompt | BadLine]]:
+    render = prompt_renderer_for(tokenizer)
+
+    def encode(texts: Sequence[str]) -> list[list[int] | str]:
+        # The rendered text spells the special tokens out.
+        encoding: Any = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
+        return list(encoding["input_ids"])
+
+    def tokenize(lines: Sequence[PromptRecord | BadLine]) -> Iterator[Prompt | BadLine]:
+        rendered = [line if isinstance(line, BadLine) else _try_to_render(render, line) for line in lines]
+        encoded = iter(encode_each(encode, [text for text in rendered if isinstance(text, str)]))
+        for line, text in zip(lines, rendered, strict=True):
+            if isinstance(line, BadLine):
+                yield line
+            elif isinstance(text, BadLine):
+                yield text
+            else:
+                yield _finish(line, next(encoded))
+
+    return tokenize
+
+
+def _try_to_render(render: PromptRenderer, prompt: PromptRecord) -> str | BadLine:
+    try:
+        return render(prompt.messages, prompt.is_text)
+    except RenderError as error:
+        return BadLine(prompt.sample_id, str(error))
+
+
+def _finish(prompt: PromptRecord, encoded: list[int] | str) -> Prompt | BadLine:
+    if isinstance(encoded, str):
+        return BadLine(prompt.sample_id, encoded)
+    if not encoded:
+        return BadLine(prompt.sample_id, "the prompt has no token to start from")
+    return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record)
+
+
+def _why_none_is_left(report: PromptReport, max_prompt_length: int) -> list[str]:
+    reasons = list(report.bad_lines)
+    if report.num_too_long:
+        reasons.append(
+            f"{report.name}: {counted(report.num_too_long, 'prompt')} longer than {max_prompt_length} tokens, which is "
+            "policy.max_total_sequence_length less policy.generation.max_new_tokens"
+        )
+    return reasons or [f"{report.name}: it has no lines"]

@@ -1,0 +1,68 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What an environment is: something that scores responses."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class ScoringItem:
+    """One response to be scored.
+
+    Attributes:
+        sample_id: Where the prompt came from.
+        prompt: The prompt as text, without what a chat template adds.
+        response: The response as text, without the end token.
+        is_truncated: The response was cut at the length limit before its end.
+        record: Whatever the data say of the prompt (`answer`, `metadata`, ...).
+    """
+
+    sample_id: str
+    prompt: str
+    response: str
+    is_truncated: bool
+    record: Mapping[str, Any]
+
+
+class Fault(Enum):
+    """Why an environment gave no score."""
+
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    DIED = "died"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a response is worth.
+
+    Attributes:
+        reward: Finite; 0 where the environment failed.
+        is_correct: Whether it counts as right in `accuracy`.
+        fault: Why there is no score; None for a score.
+        message: What went wrong, in one line; empty for a score.
+    """
+
+    reward: float
+    is_correct: bool
+    fault: Fault | None = None
+    message: str = ""
+
+
+class Environment(Protocol):
+    """Scores one response at a time; made once in each environment worker, and may keep state there."""
+
+    def score(self, item: ScoringItem) -> Score:
+        """Scores a response. May raise: the sample then gets reward 0 and is counted as a fault."""
+        ...
+
+
+class ScorerInterface(Protocol):
+    """What an algorithm sees: many responses at once, faults told and never raised."""
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        """One score for each response, in their order."""
+        ...

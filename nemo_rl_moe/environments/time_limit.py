@@ -1,0 +1,76 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Scores one response within its time, whatever the environment does to the interpreter."""
+
+import math
+import signal
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem
+from nemo_rl_moe.environments.one_line import one_line
+
+Result = TypeVar("Result")
+
+
+class TimeIsUp(BaseException):
+    """A call took too long. No `Exception`, so that code which catches those does not catch it."""
+
+
+def score_within(limit_s: float, environment: Environment, item: ScoringItem) -> Score:
+    """Scores a response; a failure is a score too. Only on the main thread of a process, which gets the alarm.
+
+    Args:
+        limit_s: Seconds that the environment may take. What never comes back to the interpreter is not interrupted.
+        environment: What scores.
+        item: The response.
+
+    Returns:
+        The environment's score, or reward 0 with the fault: it raised, took too long, or returned no finite reward.
+    """
+    try:
+        return call_within(limit_s, lambda: _score_or_error(environment, item))
+    except TimeIsUp:
+        return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
+
+
+def call_within(limit_s: float, function: Callable[[], Result]) -> Result:
+    """Calls a function, and interrupts it by an alarm signal.
+
+    Raises:
+        TimeIsUp: It took longer, even if it caught the interruption and returned.
+    """
+    rang = False
+
+    def on_alarm(signal_number: int, frame: Any) -> None:
+        nonlocal rang
+        rang = True
+        raise TimeIsUp
+
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        result = function()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    if rang:
+        raise TimeIsUp
+    return result
+
+
+def _score_or_error(environment: Environment, item: ScoringItem) -> Score:
+    try:
+        return _checked(environment.score(item))
+    except TimeIsUp:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the worker
+        return Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error))
+
+
+def _checked(score: Score) -> Score:
+    if not isinstance(score, Score):
+        raise TypeError(f"the environment returned {type(score).__name__}, expected Score")
+    if not math.isfinite(score.reward):
+        raise ValueError(f"the reward is {score.reward}, expected a finite number")
+    return Score(float(score.reward), bool(score.is_correct))

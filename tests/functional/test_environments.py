@@ -1,0 +1,213 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in their workers: whatever one response does, the others get their scores, and soon."""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+import pytest
+import ray
+
+from nemo_rl_moe.config.schema_grpo import CallableConfig, EnvironmentConfig, ReasoningGymConfig
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import usable_cores
+from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.environments.scorer import EnvironmentScorer
+from nemo_rl_moe.environments.worker import LONGEST_HOLD_S
+from nemo_rl_moe.errors import WorkerDiedError
+
+TIMEOUT_S = 0.5
+RESTART_S = 4.0  # measured: 0.7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[RayCluster]:
+    """A Ray whose every place is reserved for policy workers."""
+    running = RayCluster(1, 0, usable_cores())
+    yield running
+    running.shutdown()
+
+
+@pytest.fixture(scope="module")
+def scorer() -> Iterator[EnvironmentScorer]:
+    with EnvironmentScorer(environment(num_workers=2)) as running:
+        yield running
+
+
+def environment(name: str = "callable", num_workers: int = 1, **changes: object) -> EnvironmentConfig:
+    settings = {
+        "name": name,
+        "num_workers": num_workers,
+        "timeout_s": TIMEOUT_S,
+        "answer_after": None,
+        "score_truncated": False,
+        "reasoning_gym": ReasoningGymConfig(task="basic_arithmetic", parameters={}, partial_credit=False),
+        "callable": CallableConfig(function="tests.support.broken_environments:score"),
+    }
+    return EnvironmentConfig(**(settings | changes))
+
+
+def items_of(responses: Sequence[str]) -> list[ScoringItem]:
+    return [ScoringItem(f"line {i}", "?", response, False, {}) for i, response in enumerate(responses)]
+
+
+def processes(scorer: EnvironmentScorer) -> list[int]:
+    return [ray.get(actor.place.remote()).process.pid for actor in scorer._actors.values()]
+
+
+def seconds_since(start: float) -> float:
+    return time.monotonic() - start
+
+
+def test_only_the_guilty_fail_and_soon(scorer):
+    told = {
+        "raise": (Fault.ERROR, "ValueError: no such tile"),
+        "raise unprintable": (Fault.ERROR, "UnprintableError"),
+        "sys.exit": (Fault.ERROR, "SystemExit: enough"),
+        "recurse": (Fault.ERROR, "RecursionError: maximum recursion depth exceeded"),
+        "nan": (Fault.ERROR, "ValueError: the reward is nan, expected a finite number"),
+        "inf": (Fault.ERROR, "ValueError: the reward is -inf, expected a finite number"),
+        "word": (Fault.ERROR, "TypeError: env.callable.function returned '1.0' (str), expected a number, or a pair"),
+        "none": (Fault.ERROR, "TypeError: env.callable.function returned None"),
+        "wrong pair": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, 1) (tuple)"),
+        "triple": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, True, 'x') (tuple)"),
+        "sleep": (Fault.TIMEOUT, "took longer than 0.5 s"),
+        "regex": (Fault.TIMEOUT, "took longer than 0.5 s"),
+        "swallow": (Fault.TIMEOUT, "took longer than 0.5 s"),
+        "replace": (Fault.TIMEOUT, "took longer than 0.5 s"),
+    }
+    responses = [word for failure in told for word in ("0.25", failure, "1.0")]
+    before = processes(scorer)
+    start = time.monotonic()
+    scores = scorer.score(items_of(responses))
+    assert seconds_since(start) < 4 * TIMEOUT_S + 2.0
+    check(scores, responses, told)
+    assert processes(scorer) == before, "such failures cost no worker"
+
+
+def test_responses_that_take_their_worker_with_them(scorer):
+    took_too_long = (Fault.TIMEOUT, "took longer than 0.5 s and could not be interrupted")
+    told = {
+        "hang in c": took_too_long,
+        "ignore": took_too_long,
+        "os._exit": (Fault.DIED, "its worker died: Worker exit type: SYSTEM_ERROR"),
+        "segfault": (Fault.DIED, "its worker died: Worker exit type: SYSTEM_ERROR"),
+    }
+    responses = ["1.0", "hang in c", "raise", "ignore", "os._exit", "0.5", "half right", "segfault", *["1"] * 20]
+    start = time.monotonic()
+    scores = scorer.score(items_of(responses))
+    assert seconds_since(start) < 4 * (TIMEOUT_S + LONGEST_HOLD_S) + 8 * RESTART_S
+    check(scores, responses, {**told, "raise": (Fault.ERROR, "ValueError: no such tile")})
+    assert scores[6] == Score(0.5, is_correct=True)
+
+    again = ["0.5", "1.0", "0.25"]
+    start = time.monotonic()
+    check(scorer.score(items_of(again)), again, {})
+    assert seconds_since(start) < RESTART_S
+
+
+def check(scores: Sequence[Score], responses: Sequence[str], told: dict[str, tuple[Fault, str]]) -> None:
+    assert len(scores) == len(responses)
+    for response, score in zip(responses, scores, strict=True):
+        if response in told:
+            fault, message = told[response]
+            assert (score.reward, score.is_correct, score.fault) == (0.0, False, fault), (response, score)
+            assert score.message.startswith(message), response
+            assert "\n" not in score.message
+        elif response != "half right":
+            reward = float(response)
+            assert score == Score(reward, is_correct=reward >= 1.0), response
+
+
+def test_workers_killed_from_outside_between_batches(scorer):
+    for pid in processes(scorer):
+        os.kill(pid, signal.SIGKILL)
+    responses = ["1.0", "0.5", "0.25"]
+    check(scorer.score(items_of(responses)), responses, {})
+    for pid in processes(scorer):
+        os.kill(pid, signal.SIGKILL)
+    check(scorer.score(items_of(["1.0"])), ["1.0"], {})  # a share of one is not blamed at once
+
+
+def test_worker_killed_from_outside_in_a_batch(scorer):
+    victim = processes(scorer)[0]
+    killer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+    killer.start()
+    scores = scorer.score(items_of(["nap 0.1"] * 12))
+    killer.join()
+    assert scores == [Score(1.0, is_correct=True)] * 12
+    assert victim not in processes(scorer)
+
+
+def test_a_worker_that_is_stopped_is_given_up_in_time(monkeypatch):
+    monkeypatch.setattr("nemo_rl_moe.environments.scorer.CALL_SLACK_S", 1.0)
+    with EnvironmentScorer(environment(num_workers=1)) as scorer:
+        (victim,) = processes(scorer)
+        os.kill(victim, signal.SIGSTOP)
+        start = time.monotonic()
+        check(scorer.score(items_of(["1.0", "0.5"])), ["1.0", "0.5"], {})
+        assert seconds_since(start) < 2 * (TIMEOUT_S + LONGEST_HOLD_S) + 1.0 + 2 * RESTART_S
+        assert victim not in processes(scorer)
+        os.kill(victim, signal.SIGKILL)
+
+
+def test_scores_do_not_depend_on_the_sharing(scorer):
+    responses = [str(i / 8) for i in range(16)] + ["raise", "nan", "half right", "0.5"]
+    whole = scorer.score(items_of(responses))
+    order = list(range(len(responses)))
+    random.Random(0).shuffle(order)
+    items = items_of(responses)
+    shuffled = scorer.score([items[index] for index in order])
+    assert [shuffled[order.index(index)] for index in range(len(order))] == whole
+    assert [score for item in items for score in scorer.score([item])] == whole
+    assert scorer.score([]) == []
+
+
+@pytest.mark.parametrize("name", ["math", "reasoning_gym"])
+def test_verifiers(name):
+    record = {"question": "1+605=", "answer": "606", "metadata": {}}
+    responses = ["<think>607</think>606", "<think>606</think>607", "</think> 606\n", "606", "<think>606"]
+    items = [ScoringItem("", "1+605=", response, False, record) for response in responses]
+    items.append(ScoringItem("", "1+605=", "606", True, record))
+    with EnvironmentScorer(environment(name, answer_after="</think>", timeout_s=10.0)) as scorer:
+        scores = scorer.score(items)
+    assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    assert all(score.is_correct == bool(score.reward) and score.fault is None for score in scores)
+
+
+def test_an_environment_that_cannot_be_made():
+    broken = environment(num_workers=2, callable=CallableConfig(function="tests.support.broken_environments:scor"))
+    with pytest.raises(WorkerDiedError) as error:
+        EnvironmentScorer(broken)
+    assert "environment worker" in str(error.value)
+    assert "raised ConfigurationError while starting:" in str(error.value)
+    assert "has no scor; did you mean score?" in str(error.value)
+
+
+def test_nothing_stays_behind():
+    with EnvironmentScorer(environment(num_workers=2)) as scorer:
+        pids = processes(scorer)
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    start = time.monotonic()
+    while any(psutil.pid_exists(pid) for pid in pids) and seconds_since(start) < 10.0:
+        time.sleep(0.05)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    with pytest.raises(WorkerDiedError, match="have been stopped"):
+        scorer.score(items_of(["1.0"]))
+    scorer.shutdown()
+
+
+def test_overhead_of_a_batch(scorer):
+    items = items_of(["1.0"] * 128)
+    scorer.score(items)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        scorer.score(items)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.05  # measured: 0.003

@@ -1,0 +1,260 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts: read or drawn, tokenized as in supervised fine-tuning, and their order."""
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
+from nemo_rl_moe.data.dataset import load_sft_dataset
+from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+CHATML = (
+    "{% for message in messages %}<|start|>{{ message.role }}\n{{ message.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+SUMS = {
+    "min_terms": 2,
+    "max_terms": 2,
+    "min_digits": 1,
+    "max_digits": 1,
+    "operators": ["+"],
+    "allow_parentheses": False,
+    "allow_negation": False,
+    "whitespace": "no_space",
+}
+
+
+def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64, **changes: Any):
+    settings: dict[str, Any] = {
+        "split": "train",
+        "num_items": None,
+        "seed": 0,
+        "prompt_key": "prompt",
+        "answer_key": "answer",
+        "on_bad_line": "stop",
+        "shuffle": True,
+        "parameters": SUMS,
+    } | changes
+    source = PromptSourceConfig(path=path, **{key: settings.pop(key) for key in ("split", "num_items", "seed")})
+    task = {"task": "basic_arithmetic", "parameters": settings.pop("parameters"), "partial_credit": False}
+    environment = EnvironmentConfig.model_validate(
+        {
+            "name": env,
+            "num_workers": 1,
+            "timeout_s": 1.0,
+            "answer_after": None,
+            "score_truncated": False,
+            "reasoning_gym": task,
+            "callable": None,
+        }
+    )
+    data = PromptDataConfig(train=source, validation=None, **settings)
+    return load_prompts(source, data, tokenizer, longest, environment)
+
+
+def problems(*args: Any, **kwargs: Any) -> list[str]:
+    with pytest.raises(DataError) as error:
+        load(*args, **kwargs)
+    return error.value.problems
+
+
+def test_prompts_come_back_in_order(write_jsonl, demo_tokenizer):
+    path = write_jsonl({"prompt": "1+1=", "answer": "2", "level": 3}, {"prompt": "2+2=", "answer": 4})
+    prompts = load(demo_tokenizer, path)
+    assert [prompt.sample_id for prompt in prompts] == [f"{path}:1", f"{path}:2"]
+    assert [prompt.text for prompt in prompts] == ["1+1=", "2+2="]
+    assert [demo_tokenizer.decode(prompt.token_ids) for prompt in prompts] == ["1+1=", "2+2="]
+    assert prompts[0].record == {"question": "1+1=", "prompt": "1+1=", "answer": "2", "level": 3}
+    assert prompts[1].record["answer"] == "4", "a number becomes text"
+    assert all(type(token) is int for token in prompts[0].token_ids)
+    assert prompts.report.summary() == f"{path}: 2 prompts, 8 tokens"
+    assert len(load(demo_tokenizer, path, num_items=1)) == 1
+
+
+def test_keys_reach_into_objects(write_jsonl, demo_tokenizer):
+    record = {"task": {"text": "1+1=", "truth": {"value": "2"}}, "answer": "about two", "question": "How much?"}
+    (prompt,) = load(demo_tokenizer, write_jsonl(record), prompt_key="task.text", answer_key="task.truth.value")
+    assert prompt.text == "1+1="
+    assert prompt.record == {**record, "answer": "2"}, "the answer is the one that the key names, a question stays"
+    (prompt,) = load(demo_tokenizer, write_jsonl({"a.b": "1=", "a": {"b": "2="}, "answer": "1"}), prompt_key="a.b")
+    assert prompt.text == "1="
+
+
+def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = [{"problem": "1+1=", "reward_model": {"ground_truth": "2"}, "more": None}] * 2
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    path = str(tmp_path / "rows.parquet")
+    keys = {"prompt_key": "problem", "answer_key": "reward_model.ground_truth"}
+    prompts = load(demo_tokenizer, path, **keys)
+    assert [prompt.sample_id for prompt in prompts] == [f"{path}[train]:0", f"{path}[train]:1"]
+    assert prompts[0].record == {**rows[0], "question": "1+1=", "answer": "2"}
+    assert problems(demo_tokenizer, path, **{**keys, "prompt_key": "problems"}) == [
+        f"{path}: has no column 'problems' (data.prompt_key=problems); its columns: problem, reward_model, more; "
+        "did you mean problem?"
+    ]
+    assert problems(demo_tokenizer, path, prompt_key="problem")[0].startswith(f"{path}: has no column 'answer' (data.")
+
+
+@pytest.mark.parametrize(
+    ("record", "env", "reason"),
+    [
+        ([1], "math", "the line is a list, expected an object with prompt"),
+        (
+            {"promt": "1"},
+            "math",
+            "the line has no prompt (data.prompt_key=prompt); its keys: promt; did you mean promt?",
+        ),
+        ({"prompt": 1, "answer": "1"}, "math", "prompt is a number, expected a string or a list of messages"),
+        ({"prompt": "", "answer": "1"}, "math", "prompt is empty"),
+        ({"prompt": "1="}, "math", "the line has no answer (data.answer_key=answer); its keys: prompt"),
+        ({"prompt": "1=", "answer": True}, "math", "answer is a boolean, expected a string or a number"),
+        ({"prompt": "1=", "answer": " "}, "math", "answer is empty: there is nothing to compare a response with"),
+        (
+            {"prompt": "1=", "answer": "1"},
+            "reasoning_gym",
+            "the line has no metadata, which holds what the reasoning_gym",
+        ),
+        ({"prompt": "1=", "answer": "1", "metadata": 3}, "reasoning_gym", "metadata is a number, expected an object"),
+        ({"prompt": "\u00e9", "answer": "1"}, "math", "the tokenizer cannot encode the text"),
+        (
+            {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "answer": "1"},
+            "math",
+            "prompt ends in a turn of role 'assistant', expected user: a model answers it",
+        ),
+        ({"prompt": [{"role": "user"}], "answer": "1"}, "math", "prompt[0] has no content"),
+    ],
+)
+def test_bad_lines(write_jsonl, demo_tokenizer, record, env, reason):
+    good = {"prompt": "1+1=", "answer": "2", "metadata": {}}
+    path = write_jsonl(good, record, good, b"{")
+    found = problems(demo_tokenizer, path, env)
+    assert len(found) == 3
+    assert found[0].startswith(f"{path}:2: {reason}")
+    assert found[1].startswith(f"{path}:4: not valid JSON")
+    assert found[2] == f"{path}: data.on_bad_line=skip leaves such lines out and counts them"
+    report = load(demo_tokenizer, path, env, on_bad_line="skip").report
+    assert (report.num_prompts, report.num_bad_lines) == (2, 2)
+    assert report.summary() == f"{path}: 2 prompts, 8 tokens, 2 bad lines left out, the first: {report.bad_lines[0]}"
+
+
+def test_a_function_of_the_user_s_own_may_do_without_an_answer(write_jsonl, demo_tokenizer):
+    path = write_jsonl({"prompt": "1="}, {"prompt": "1=", "answer": ["1", "one"]})
+    assert [prompt.record["answer"] for prompt in load(demo_tokenizer, path, "callable")] == [None, ["1", "one"]]
+
+
+def test_long_prompts_are_left_out_and_counted(write_jsonl, demo_tokenizer):
+    path = write_jsonl(*({"prompt": "1" * length, "answer": "1"} for length in (3, 4, 5, 6)))
+    prompts = load(demo_tokenizer, path, longest=4)
+    assert [len(prompt.token_ids) for prompt in prompts] == [3, 4]
+    assert prompts.report.summary() == f"{path}: 2 prompts, 7 tokens, 2 left out: longer than a prompt may be"
+    assert problems(demo_tokenizer, path, longest=2) == [
+        f"{path}: no prompt is left to use",
+        f"{path}: 4 prompts longer than 2 tokens, which is policy.max_total_sequence_length less "
+        "policy.generation.max_new_tokens",
+    ]
+    empty = write_jsonl(name="empty.jsonl")
+    assert problems(demo_tokenizer, empty) == [f"{empty}: no prompt is left to use", f"{empty}: it has no lines"]
+
+
+@pytest.mark.parametrize("kind", ["demo", "template", "plain", "plain with begin token"])
+def test_a_model_is_asked_with_the_tokens_that_it_was_taught(write_jsonl, demo_tokenizer, byte_tokenizer, kind):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = demo_tokenizer if kind == "demo" else byte_tokenizer(CHATML if kind == "template" else None)
+    if kind == "plain with begin token":
+        tokenizer = byte_tokenizer(bos_token="<s>")
+        begin = ("<s>", tokenizer.bos_token_id)
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[begin])
+    (taught,) = load_sft_dataset(write_jsonl({"prompt": "12+3=", "completion": "15"}), "train", tokenizer, 99)
+    (asked,) = load(tokenizer, write_jsonl({"prompt": "12+3=", "answer": "15"}))
+    first = int(taught.token_mask.argmax())
+    assert asked.token_ids == tuple(taught.input_ids[:first])
+    assert asked.text == "12+3="
+    expected = {"template": "<|start|>user\n12+3=<|end|>\n<|start|>assistant\n", "plain with begin token": "<s>12+3="}
+    assert tokenizer.decode(asked.token_ids) == expected.get(kind, "12+3=")
+
+
+def test_messages(write_jsonl, byte_tokenizer):
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    path = write_jsonl({"prompt": messages, "answer": "2"})
+    tokenizer = byte_tokenizer(CHATML)
+    (prompt,) = load(tokenizer, path, longest=200)
+    assert tokenizer.decode(prompt.token_ids) == (
+        "<|start|>system\nAdd.<|end|>\n<|start|>user\n1+1=<|end|>\n<|start|>assistant\n"
+    )
+    assert prompt.text == prompt.record["question"] == "Add.\n\n1+1="
+    assert problems(byte_tokenizer(), path)[0] == (
+        f"{path}:1: the prompt is a list of messages, but the tokenizer has no chat template; "
+        "set policy.tokenizer.chat_template, or give the prompt as a string"
+    )
+
+
+def test_drawn_prompts(byte_tokenizer):
+    prompts = load(byte_tokenizer(), None, "reasoning_gym", num_items=60, seed=3)
+    assert len(prompts) == len({prompt.text for prompt in prompts}) == 60
+    assert prompts[0].sample_id == "basic_arithmetic[seed 3]:0"
+    for prompt in prompts:
+        assert set(prompt.record) == {"question", "answer", "metadata"}
+        assert prompt.record["question"] == prompt.text
+        left, right = prompt.record["metadata"]["expression"].split("+")
+        assert prompt.record["answer"] == str(int(left) + int(right))
+    report = prompts.report
+    assert report.num_repeated > 0
+    assert report.summary() == (
+        f"basic_arithmetic[seed 3]: 60 prompts, {report.num_tokens} tokens, "
+        f"{report.num_repeated} left out: drawn before"
+    )
+    again = load(byte_tokenizer(), None, "reasoning_gym", num_items=60, seed=3)
+    assert list(again) == list(prompts)
+
+
+def test_nothing_to_draw_from(byte_tokenizer):
+    with pytest.raises(ConfigurationError, match="has no such parameter"):
+        load(byte_tokenizer(), None, "reasoning_gym", num_items=3, parameters={"digits": 3})
+    with pytest.raises(ConfigurationError, match="needs that section and num_items"):
+        load(byte_tokenizer(), None, "reasoning_gym")
+
+
+def some(count: int) -> list[Prompt]:
+    return [Prompt(str(index), str(index), (index,), {}) for index in range(count)]
+
+
+def order(loader: PromptLoader, epoch: int) -> list[int]:
+    return [int(prompt.sample_id) for step in loader.epoch(epoch) for prompt in step]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**40), st.integers(0, 3))
+def test_no_prompt_twice_in_an_epoch_and_only_the_incomplete_step_left_out(size, step, seed, epoch):
+    if step > size:
+        with pytest.raises(DataError):
+            PromptLoader(some(size), step, seed, shuffle=True)
+        return
+    loader = PromptLoader(some(size), step, seed, shuffle=True)
+    steps = list(loader.epoch(epoch))
+    assert len(steps) == len(loader) == size // step
+    assert all(len(prompts) == step for prompts in steps)
+    assert len(set(order(loader, epoch))) == size // step * step
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    first, again = (PromptLoader(some(50), 10, 7, shuffle=True) for _ in range(2))
+    assert order(first, 3) == order(again, 3) != order(first, 0)
+    assert order(first, 0) != order(PromptLoader(some(50), 10, 8, shuffle=True), 0)
+    assert order(PromptLoader(some(7), 3, 7, shuffle=False), 5) == [0, 1, 2, 3, 4, 5]
+
+
+def test_too_few_prompts():
+    with pytest.raises(DataError) as error:
+        PromptLoader(some(3), 4, 0, shuffle=True)
+    assert error.value.problems == [
+        "grpo.num_prompts_per_step: got 4, but the training data has only 3 prompts that can be used"
+    ]

@@ -1,0 +1,59 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments by name, and what the driver finds before a worker starts."""
+
+from typing import get_args
+
+import pytest
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.environments.interface import Score
+from nemo_rl_moe.environments.registry import ENVIRONMENTS, make_environment, validate_environment
+from nemo_rl_moe.errors import ConfigurationError
+
+ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
+
+
+def test_every_name_of_the_schema_is_registered():
+    assert set(ENVIRONMENTS) == set(get_args(EnvironmentConfig.model_fields["name"].annotation))
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "response"),
+    [
+        ("math", {}, "is $606$"),
+        ("reasoning_gym", {"reasoning_gym": ARITHMETIC}, " 606"),
+        ("callable", {"callable": {"function": "tests.support.broken_environments:score"}}, "1.0"),
+    ],
+)
+def test_each_scores_the_answer_only(env_config, item_of, name, sections, response):
+    environment = make_environment(env_config(name, answer_after="</think>", **sections))
+    record = {"answer": "606", "metadata": {}}
+    assert environment.score(item_of(f"raise</think>{response}", **record)) == Score(1.0, True)
+    assert environment.score(item_of(response, is_truncated=True, **record)) == Score(0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections", "problem"),
+    [
+        ("reasoning_gym", {}, "env.reasoning_gym: null, but env.name is reasoning_gym, which needs that section with"),
+        ("callable", {}, "env.callable: null, but env.name is callable, which needs that section with function"),
+        ("reasoning_gym", {"reasoning_gym": {**ARITHMETIC, "task": "x"}}, "env.reasoning_gym.task: "),
+        ("callable", {"callable": {"function": "no_such:score"}}, "env.callable.function: "),
+    ],
+)
+def test_what_the_driver_finds(env_config, name, sections, problem):
+    with pytest.raises(ConfigurationError) as error:
+        validate_environment(env_config(name, **sections))
+    assert error.value.problems[0].startswith(problem)
+
+
+def test_unknown_name_and_sections_that_are_not_read(env_config):
+    # Pydantic refuses the name first; a caller that has built the configuration otherwise is told too.
+    unknown = env_config("math").model_copy(update={"name": "maths"})
+    with pytest.raises(ConfigurationError) as error:
+        validate_environment(unknown)
+    assert error.value.problems == [
+        "env.name: got 'maths', expected one of callable, math, reasoning_gym; did you mean math?"
+    ]
+    validate_environment(env_config("math", callable={"function": "no_such:score"}))

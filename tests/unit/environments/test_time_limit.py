@@ -1,0 +1,102 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The limit on one response, and what becomes of errors."""
+
+import signal
+import time
+
+import pytest
+
+from nemo_rl_moe.environments.interface import Fault, Score
+from nemo_rl_moe.environments.one_line import one_line
+from nemo_rl_moe.environments.time_limit import TimeIsUp, call_within, score_within
+
+
+class Returns:
+    """An environment that does one thing."""
+
+    def __init__(self, action):
+        self.action = action
+
+    def score(self, item):
+        return self.action()
+
+
+def raise_(error):
+    raise error
+
+
+def sleep_and_swallow():
+    try:
+        time.sleep(60)
+    except BaseException:
+        return Score(1.0, True)
+
+
+def sleep_and_replace():
+    try:
+        time.sleep(60)
+    finally:
+        raise ValueError("cleaning up went wrong")
+
+
+@pytest.fixture(autouse=True)
+def alarm_is_given_back(own_alarm):
+    """Neither a handler nor a timer stays."""
+    before = signal.getsignal(signal.SIGALRM)
+    yield
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_in_time(item_of):
+    assert score_within(5.0, Returns(lambda: Score(0.5, True)), item_of("")) == Score(0.5, True)
+    assert call_within(5.0, lambda: 3) == 3
+    with pytest.raises(KeyError):
+        call_within(5.0, lambda: raise_(KeyError("x")))
+
+
+@pytest.mark.parametrize("action", [lambda: time.sleep(60), sleep_and_swallow, sleep_and_replace])
+def test_too_late(item_of, action):
+    start = time.monotonic()
+    score = score_within(0.1, Returns(action), item_of(""))
+    assert 0.09 < time.monotonic() - start < 5.0
+    assert score == Score(0.0, False, Fault.TIMEOUT, "took longer than 0.1 s")
+
+
+def test_python_code_is_interrupted_and_nothing_rings_later():
+    def count():
+        while True:
+            pass
+
+    with pytest.raises(TimeIsUp):
+        call_within(0.05, count)
+    call_within(0.05, lambda: None)
+    time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (lambda: raise_(ValueError("first\nsecond")), "ValueError: first"),
+        (lambda: raise_(SystemExit(3)), "SystemExit: 3"),
+        (lambda: raise_(KeyboardInterrupt()), "KeyboardInterrupt"),
+        (lambda: Score(float("nan"), False), "ValueError: the reward is nan, expected a finite number"),
+        (lambda: Score(float("inf"), True), "ValueError: the reward is inf, expected a finite number"),
+        (lambda: 1.0, "TypeError: the environment returned float, expected Score"),
+        (lambda: None, "TypeError: the environment returned NoneType, expected Score"),
+    ],
+)
+def test_errors(item_of, action, message):
+    assert score_within(5.0, Returns(action), item_of("")) == Score(0.0, False, Fault.ERROR, message)
+
+
+def test_an_environment_cannot_name_a_fault_of_its_own(item_of):
+    told = score_within(5.0, Returns(lambda: Score(1, 1, Fault.DIED, "x")), item_of(""))
+    assert told == Score(1.0, True)
+    assert (type(told.reward), type(told.is_correct)) == (float, bool)
+
+
+def test_one_line_is_short():
+    assert one_line(ValueError("a" * 1000)) == f"ValueError: {'a' * 288}"
+    assert one_line(ValueError("  \n ")) == "ValueError"
