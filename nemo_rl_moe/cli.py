@@ -25,7 +25,9 @@ _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
+  nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
+  nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
 """
 
 
@@ -47,10 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.config is None:
             raise ConfigurationError(_config_is_missing(options.command))
-        if options.command == "sft":
-            _run_sft(options.config, overrides)
-        else:
-            _print_config(options.config, overrides)
+        _COMMANDS[options.command](options.config, overrides)
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -76,7 +75,13 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in (
         ("sft", "supervised fine-tuning"),
+        ("grpo", "reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)"),
         ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
+        (
+            "plan",
+            "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
+            "configuration names, only the model's config.json must exist",
+        ),
     ):
         command = commands.add_parser(
             name,
@@ -103,20 +108,40 @@ def _run_sft(config_path: str, overrides: Sequence[str]) -> None:
     from nemo_rl_moe.config.loading import load_config
 
     config = load_config(config_path, overrides)
-    from nemo_rl_moe.launch import run_sft
+    from nemo_rl_moe.launch.sft import run_sft
 
     run_sft(config)
+
+
+def _run_grpo(config_path: str, overrides: Sequence[str]) -> None:
+    from nemo_rl_moe.config.loading import load_grpo_config
+
+    config = load_grpo_config(config_path, overrides)
+    from nemo_rl_moe.launch.grpo import run_grpo
+
+    run_grpo(config)
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:
     from omegaconf import OmegaConf
 
-    from nemo_rl_moe.config.loading import load_config
+    from nemo_rl_moe.config.loading import load_any_config
     from nemo_rl_moe.config.resolved import dump_resolved
 
-    config = load_config(config_path, overrides, check_paths=False)
+    config = load_any_config(config_path, overrides, check_paths=False)
     print(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))), end="")
 
+
+def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
+    from nemo_rl_moe.config.loading import load_any_config
+
+    config = load_any_config(config_path, overrides, check_paths=False)
+    from nemo_rl_moe.launch.plan import print_plan
+
+    print_plan(config)
+
+
+_COMMANDS = {"sft": _run_sft, "grpo": _run_grpo, "config": _print_config, "plan": _print_plan}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,6 +12,8 @@ class Reduction(Enum):
     """How the values of one metric, one a microbatch or rank, become one number."""
 
     SUM = "sum"
+    SHARE = "share"
+    """Shares of a mean over a global batch: they add up to it. Of several global batches, the mean of theirs."""
     MEAN = "mean"
     MIN = "min"
     MAX = "max"
@@ -33,7 +35,7 @@ class MetricSeries:
         """The one number that the values stand for; NaN when there is none."""
         if not self.values:
             return math.nan
-        if self.reduction is Reduction.SUM:
+        if self.reduction in (Reduction.SUM, Reduction.SHARE):
             return math.fsum(self.values)
         if self.reduction is Reduction.MEAN:
             return math.fsum(self.values) / len(self.values)

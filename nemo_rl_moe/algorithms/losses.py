@@ -21,5 +21,5 @@ def sft_loss(inputs: LossInputs) -> LossOutputs:
     loss = -inputs.logprobs.where(mask, 0.0).sum() / inputs.global_valid_tokens
     metrics = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
     if inputs.greedy_matches is not None:
-        metrics["accuracy"] = ((inputs.greedy_matches & mask).sum() / inputs.global_valid_tokens, Reduction.SUM)
+        metrics["accuracy"] = ((inputs.greedy_matches & mask).sum() / inputs.global_valid_tokens, Reduction.SHARE)
     return LossOutputs(loss=loss, metrics=metrics)

@@ -4,8 +4,8 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps, validation_is_due
 from nemo_rl_moe.algorithms.losses import sft_loss
 from nemo_rl_moe.algorithms.step_metrics import timing_metrics, training_metrics, validation_metrics
 from nemo_rl_moe.config.schema import SFTConfig
@@ -15,29 +15,6 @@ from nemo_rl_moe.loggers.interface import MetricLogger
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad, PolicyInterface
 
 
-@dataclass(frozen=True)
-class SFTSummary:
-    """What a run came to.
-
-    Attributes:
-        num_steps: Optimizer steps done.
-        first_validation: The first validation's metrics; empty when there was none.
-        last_validation: The last one's.
-        last_training: The last step's training metrics.
-    """
-
-    num_steps: int
-    first_validation: dict[str, float]
-    last_validation: dict[str, float]
-    last_training: dict[str, float]
-
-
-def num_training_steps(config: SFTConfig, steps_per_epoch: int) -> int:
-    """Optimizer steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
-    steps = config.max_num_epochs * steps_per_epoch
-    return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
-
-
 def train_sft(
     config: SFTConfig,
     policy: PolicyInterface,
@@ -45,7 +22,7 @@ def train_sft(
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
     logger: MetricLogger,
     log_expert_load: Callable[[int, ExpertLoad], None],
-) -> SFTSummary:
+) -> RunSummary:
     """Trains for the configured steps, validates when due, and logs each step once.
 
     Args:
@@ -77,18 +54,7 @@ def train_sft(
         logger.log_step(step, metrics)
         if result.expert_load is not None:
             log_expert_load(step, result.expert_load)
-    return SFTSummary(
-        num_steps=num_steps,
-        first_validation=validations[0] if validations else {},
-        last_validation=validations[-1] if validations else {},
-        last_training=training,
-    )
-
-
-def validation_is_due(config: SFTConfig, step: int, num_steps: int) -> bool:
-    """Whether a validation follows this step (counted from 1)."""
-    periodic = config.val_period > 0 and step % config.val_period == 0
-    return periodic or (config.val_at_end and step == num_steps)
+    return RunSummary.of(num_steps, validations, training)
 
 
 def run_validation(policy: PolicyInterface, batches: Iterator[TokenBatch]) -> dict[str, float]:

@@ -3,14 +3,20 @@
 """One step's numbers, merged once for all algorithms: the only place that reduces series and adds `moe/`."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.policy.interfaces import EvaluationResult, TrainResult
 from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 
 
-def training_metrics(result: TrainResult) -> dict[str, float]:
-    """What one `train` call measured, as `train/...` keys."""
+def training_metrics(result: TrainResult, further: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """What one `train` call measured, as `train/...` keys.
+
+    Args:
+        result: The call's result.
+        further: What the algorithm itself measured of the step, without a prefix.
+    """
     metrics = {
         "loss": result.global_loss,
         "grad_norm": result.grad_norm,
@@ -22,7 +28,7 @@ def training_metrics(result: TrainResult) -> dict[str, float]:
     series = {name: values for name, values in result.microbatch_metrics.items() if name != "loss"}
     metrics |= _reduced(series)
     metrics |= with_moe_prefix(result.moe_metrics)
-    return with_prefix("train", metrics)
+    return with_prefix("train", {**metrics, **further})
 
 
 def validation_metrics(result: EvaluationResult) -> dict[str, float]:

@@ -9,8 +9,9 @@ others still run, so that the user sees every problem at once.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from nemo_rl_moe.config.checks_grpo import GRPO_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
-from nemo_rl_moe.config.schema import MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterConfig
 
 MEGATRON = "policy.megatron_cfg"
 Rule = Callable[[Any], Iterator[str]]
@@ -24,7 +25,9 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
         is_whole: False when values are missing from it; rules that need them are skipped.
         megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
     """
-    rules: list[Rule] = [*COMMON_RULES, *(SFT_RULES if isinstance(config, SFTMasterConfig) else ())]
+    rules: list[Rule] = [*COMMON_RULES]
+    rules += SFT_RULES if isinstance(config, SFTMasterConfig) else ()
+    rules += GRPO_RULES if isinstance(config, GRPOMasterConfig) else ()
     problems = apply_rules(rules, config, is_whole=is_whole)
     if megatron_version is not None:
         problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_moe.config.checks import Rule, apply_rules
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
@@ -44,12 +45,12 @@ def chat_template_exists(config: MasterConfig) -> Iterator[str]:
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
 
 
-def training_data_exists(config: MasterConfig) -> Iterator[str]:
+def training_data_exists(config: SFTMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """A `.jsonl` file is there."""
     yield from _data_problem("data.train.path", config.data.train)
 
 
-def validation_data_exists(config: MasterConfig) -> Iterator[str]:
+def validation_data_exists(config: SFTMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """A `.jsonl` file is there."""
     if config.data.validation is not None:
         yield from _data_problem("data.validation.path", config.data.validation)
@@ -65,8 +66,8 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
         yield f"{key}: the folder {name} holds no {needs}"
 
 
-def _data_problem(key: str, source: DataSourceConfig) -> Iterator[str]:
-    if source.path.endswith(".jsonl") and not Path(source.path).is_file():
+def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> Iterator[str]:
+    if source.path is not None and source.path.endswith(".jsonl") and not Path(source.path).is_file():
         yield f"{key}: {_not_found(Path(source.path))}"
 
 

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_LIST_WORDS = {int: "whole numbers", float: "numbers"}
+_LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts"}
 _LONGEST_VALUE = 60
 
 
@@ -103,7 +103,9 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return " or ".join("null" if part is NoneType else _expected(part) for part in get_args(annotation))
     if origin is Literal:
         words = [str(value) for value in get_args(annotation)]
-        return " or ".join(words) if len(words) == 2 else f"one of {', '.join(words)}"
+        return " or ".join(words) if len(words) <= 2 else f"one of {', '.join(words)}"
+    if origin is dict:
+        return "a section"
     if origin is list:
         (item,) = get_args(annotation)
         if _literals(item):

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A YAML file and overrides in, a checked configuration out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nemo_rl_moe.config.checks import combination_problems
 from nemo_rl_moe.config.checks_paths import path_problems
@@ -13,17 +13,45 @@ from nemo_rl_moe.config.describe import known_keys
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.interpolation import resolve
 from nemo_rl_moe.config.overrides import apply_overrides
-from nemo_rl_moe.config.schema import MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.validation import validate
 from nemo_rl_moe.errors import ConfigurationError
 
 ConfigT = TypeVar("ConfigT", bound=MasterConfig)
+ALGORITHMS: dict[str, type[MasterConfig]] = {"sft": SFTMasterConfig, "grpo": GRPOMasterConfig}
+"""The section that makes a configuration an algorithm's, and its schema."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SFTMasterConfig:
-    """Loads the configuration of a supervised fine-tuning run.
+    """Loads the configuration of a supervised fine-tuning run; see `load_config_as`."""
+    return load_config_as(SFTMasterConfig, path, overrides, check_paths=check_paths)
+
+
+def load_grpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> GRPOMasterConfig:
+    """Loads the configuration of a GRPO run; see `load_config_as`."""
+    return load_config_as(GRPOMasterConfig, path, overrides, check_paths=check_paths)
+
+
+def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
+    """Loads the configuration of whichever algorithm it has the section of; see `load_config_as`.
+
+    Raises:
+        ConfigurationError: It is no algorithm's, or something is wrong.
+    """
+    schema = ALGORITHMS.get(_algorithm_of(read_with_defaults(find_config(path))) or "")
+    if schema is None:
+        sections = " or ".join(ALGORITHMS)
+        raise ConfigurationError(f"{path}: no section says which algorithm it is for; expected {sections}")
+    return load_config_as(schema, path, overrides, check_paths=check_paths)
+
+
+def load_config_as(
+    schema: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True
+) -> ConfigT:
+    """Loads and checks a configuration.
 
     Args:
+        schema: The algorithm's.
         path: A YAML file, or the name of a shipped configuration.
         overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value`, `~section.key`;
             applied in this order, values in YAML.
@@ -33,14 +61,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths:
     Raises:
         ConfigurationError: Something is wrong; it carries one line for each problem, all of them at once.
     """
-    return load_config_as(SFTMasterConfig, path, overrides, check_paths=check_paths)
-
-
-def load_config_as(
-    schema: type[ConfigT], path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True
-) -> ConfigT:
-    """Does what `load_config` does, for any algorithm's schema."""
     merged = read_with_defaults(find_config(path))
+    algorithm = _algorithm_of(merged)
+    if algorithm is not None and schema is not ALGORITHMS[algorithm]:
+        raise ConfigurationError(
+            f"{path}: has a section `{algorithm}`: start it with nemo-rl-moe {algorithm} --config {path}"
+        )
     overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
     values, interpolation_problems = resolve(overridden)
     problems += interpolation_problems.values()
@@ -52,6 +78,11 @@ def load_config_as(
     if problems:
         raise ConfigurationError(list(dict.fromkeys(problems)))
     return config
+
+
+def _algorithm_of(values: Mapping[str, Any]) -> str | None:
+    """The algorithm whose section a file has."""
+    return next((name for name in ALGORITHMS if name in values), None)
 
 
 def installed_megatron_version() -> str | None:

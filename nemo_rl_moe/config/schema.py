@@ -3,6 +3,14 @@
 """The whole configuration of each algorithm."""
 
 from nemo_rl_moe.config.schema_base import NonNegativeInt, PositiveInt, StrictModel
+from nemo_rl_moe.config.schema_grpo import (
+    EnvironmentConfig,
+    GRPOConfig,
+    GRPOLoggerConfig,
+    GRPOPolicyConfig,
+    PolicyGradientLossConfig,
+    PromptDataConfig,
+)
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
 
@@ -33,8 +41,6 @@ class MasterConfig(StrictModel):
     """What is kept."""
     policy: PolicyConfig
     """The model."""
-    data: DataConfig
-    """The samples."""
     logger: LoggerConfig
     """Where metrics go."""
     cluster: ClusterConfig
@@ -51,3 +57,22 @@ class SFTMasterConfig(MasterConfig):
 
     sft: SFTConfig
     """The loop."""
+    data: DataConfig
+    """The samples."""
+
+
+class GRPOMasterConfig(MasterConfig):
+    """Everything that a run of group relative policy optimization needs."""
+
+    grpo: GRPOConfig
+    """The loop."""
+    loss_fn: PolicyGradientLossConfig
+    """The loss."""
+    policy: GRPOPolicyConfig
+    """The model, and how it generates."""
+    env: EnvironmentConfig
+    """What scores the responses."""
+    data: PromptDataConfig
+    """The prompts."""
+    logger: GRPOLoggerConfig
+    """Where metrics and samples go."""

@@ -20,7 +20,7 @@ class TokenBatch:
         token_mask: True where a token counts in the loss *as a target* (position `t` is predicted
             from position `t - 1`); False on prompts and padding.
         sample_ids: Where each sequence came from, for error messages.
-        extras: Further tensors with the same leading dimension (advantages, say).
+        extras: Further tensors: `[batch]`, or `[batch, sequence]` with one value for each token.
     """
 
     input_ids: Int[Tensor, "batch sequence"]

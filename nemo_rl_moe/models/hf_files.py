@@ -20,8 +20,14 @@ def load_hf_config(model_name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(model_name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and not Path(model_name).is_dir():
+            raise ConfigurationError(
+                f"policy.model_name: got {model_name!r}, which is no folder here and cannot be had from the hub "
+                "(no network, no such model, or no access); a folder with the model's config.json will do"
+            ) from error
+        reason = " ".join(str(error).split())
         raise ConfigurationError(
-            f"policy.model_name: cannot read the configuration of {model_name!r}: {error}"
+            f"policy.model_name: cannot read the configuration of {model_name!r}: {reason}"
         ) from error
 
 

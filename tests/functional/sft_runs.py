@@ -49,13 +49,19 @@ def settings(folder: Path, data: Path, model: Path = MODEL, **changes: Any) -> l
         "data.train.path": data / "train.jsonl",
         "data.validation.path": data / "validation.jsonl",
         "logger.log_dir": folder / "logs",
+        "checkpointing.checkpoint_dir": None,
     }
-    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return as_overrides(values, changes)
+
+
+def as_overrides(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+    """Keys and values as the command line has them; in the names of `changes`, two underscores stand for a dot."""
+    values = values | {name.replace("__", "."): value for name, value in changes.items()}
     return [f"{name}={_as_yaml(value)}" for name, value in values.items()]
 
 
 def _as_yaml(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, bool | list | None) else str(value)
+    return json.dumps(value) if isinstance(value, bool | list | dict | None) else str(value)
 
 
 def only_jsonl() -> dict[str, bool]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an algorithm sees of a policy: nothing of Ray, nothing of Megatron-Core."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -22,9 +23,9 @@ class LossInputs:
             token `t + 1` of the sequence. Carries the graph during training.
         token_mask: True where that target counts in the loss.
         global_valid_tokens: Number of counting targets in the whole global batch, over all data-parallel ranks.
-        global_sequences: Number of sequences in the whole global batch.
+        global_sequences: Number of sequences with such a target in the whole global batch.
         greedy_matches: True where the target is the token ranked first; only during evaluation.
-        extras: The batch's further tensors, rows and columns as in `logprobs`.
+        extras: The batch's further tensors: one value a sequence, or rows and columns as in `logprobs`.
     """
 
     logprobs: Float[Tensor, "sequences targets"]
@@ -109,6 +110,18 @@ class PolicyInterface(Protocol):
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
         """Forward passes only; nothing of the model changes."""
+        ...
+
+    def logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
+        """Log-probability of each token given those before it, in nats; 0 for the first token and on padding."""
+        ...
+
+    def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
+        """The same of the model at the start of the run, where one is kept."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors of the weights as they are now, for engines that keep a copy."""
         ...
 
     def save_weights(self, directory: Path) -> None:

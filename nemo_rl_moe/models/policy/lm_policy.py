@@ -2,17 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy: shards each batch over the data-parallel ranks and calls the workers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.fillers import append_fillers
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
     DynamicBatching,
+    EvaluationPlan,
     PackedBatching,
     PlainBatching,
     plan_evaluation,
@@ -21,6 +27,7 @@ from nemo_rl_moe.distributed.microbatches import (
 from nemo_rl_moe.distributed.rank_batch import make_shard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.policy.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
@@ -29,13 +36,13 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.trainer import RankTrainResult
 
 
-def choose_batching(policy: PolicyConfig) -> Batching:
-    """How microbatches are cut, as the configuration says."""
+def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
+    """How microbatches are cut: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
         return PackedBatching(max_tokens=policy.sequence_packing.train_mb_tokens)
     if policy.dynamic_batching.enabled:
         return DynamicBatching(max_tokens=policy.dynamic_batching.train_mb_tokens)
-    return PlainBatching(micro_batch_size=policy.train_micro_batch_size)
+    return PlainBatching(micro_batch_size)
 
 
 class MegatronPolicy:
@@ -46,15 +53,29 @@ class MegatronPolicy:
         cluster: A started cluster with a place for every rank.
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run.
+        keep_reference: Keep the first weights as the reference model.
     """
 
-    def __init__(self, config: MasterConfig, cluster: RayCluster, *, seed: int, num_steps: int):
-        self._policy = config.policy
-        self._batching = choose_batching(config.policy)
+    def __init__(
+        self, config: MasterConfig, cluster: RayCluster, *, seed: int, num_steps: int, keep_reference: bool = False
+    ):
+        self._policy = policy = config.policy
+        self._batching = choose_batching(policy, policy.train_micro_batch_size)
+        generating = policy if isinstance(policy, GRPOPolicyConfig) else None
+        self._logprob_batching = (
+            choose_batching(policy, generating.logprob_batch_size) if generating else self._batching
+        )
+        self._max_generation_batch_size = generating.generation.max_batch_size if generating else None
         self._workers = WorkerGroup(
             cluster,
             MegatronPolicyWorker,
-            {"policy": config.policy, "seed": seed, "num_steps": num_steps},
+            {
+                "policy": policy,
+                "seed": seed,
+                "num_steps": num_steps,
+                "keep_reference": keep_reference,
+                "decodes_text": generating is not None and bool(generating.generation.stop_strings),
+            },
             start_timeout_s=config.cluster.worker_start_timeout_s,
         )
         descriptions = self._workers.call_all("describe")
@@ -99,15 +120,36 @@ class MegatronPolicy:
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
         """Forward passes only; the batch need not be divisible over the ranks."""
-        plan = plan_evaluation(
-            batch.lengths.tolist(),
-            num_data_parallel_ranks=self._data_parallel_size,
-            batching=self._batching,
-            microbatch_multiple=self._microbatch_multiple,
-        )
-        filled = append_fillers(batch, plan.fillers)
+        plan, filled = self._plan_forward(batch, self._batching)
         shards = [make_shard(filled, microbatches, batch) for microbatches in plan.by_rank]
         return EvaluationResult(microbatch_metrics=_join(self._call("evaluate", shards, loss_function)))
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of each token given those before it, `[batch, sequence]`."""
+        return self._logprobs(batch, reference=False)
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        """The same of the model at the start of the run."""
+        return self._logprobs(batch, reference=True)
+
+    def generate(self, request: GenerationRequest) -> list[GeneratedSequence]:
+        """One response for each prompt, in the order of the prompts."""
+        size = self._data_parallel_size
+        # Neighbours are often answers to one prompt, and alike in length: deal them out.
+        shares = [
+            GenerationRequest(request.prompts[rank::size], request.seeds[rank::size], request.sampling)
+            for rank in range(size)
+        ]
+        by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)
+        sequences: list[Any] = [None] * len(request.prompts)
+        for rank, found in enumerate(by_rank):
+            sequences[rank::size] = found
+        return sequences
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names and full tensors of the weights as they are now."""
+        for tensors in self._workers.call_all("export_weights"):
+            yield from tensors.items()
 
     def save_weights(self, directory: Path) -> None:
         """Writes the weights as a Hugging Face folder."""
@@ -117,10 +159,39 @@ class MegatronPolicy:
         """Stops every worker."""
         self._workers.shutdown()
 
-    def _call(self, method: str, by_data_parallel_rank: Sequence[Any], loss_function: LossFunction) -> list[Any]:
+    def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
+        """Who runs which sequences, and the batch with the fillers that the plan's indices may refer to."""
+        plan = plan_evaluation(
+            batch.lengths.tolist(),
+            num_data_parallel_ranks=self._data_parallel_size,
+            batching=batching,
+            microbatch_multiple=self._microbatch_multiple,
+        )
+        return plan, append_fillers(batch, plan.fillers)
+
+    def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
+        # The workers need the tokens alone.
+        plan, filled = self._plan_forward(replace(batch, extras={}), self._logprob_batching)
+        shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
+        by_rank = self._call_reporting("logprobs", shares, reference)
+        result = torch.zeros(filled.input_ids.shape)
+        for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
+            for indices, logprobs in zip(microbatches, found, strict=True):
+                result[list(indices), : logprobs.shape[1]] = logprobs
+        columns = torch.arange(result.shape[1])
+        return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
+
+    def _call(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
         """Calls every worker with its share of the batch; pipeline and tensor ranks of one share all get that share."""
         shares = [by_data_parallel_rank[place.data_parallel_rank] for place in self._coordinates]
-        return self._workers.call_each(method, [(share, loss_function) for share in shares])
+        return self._workers.call_each(method, [(share, argument) for share in shares])
+
+    def _call_reporting(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
+        """As `_call`; one result for each data-parallel rank, from the worker that computes its loss."""
+        results = self._call(method, by_data_parallel_rank, argument)
+        places = zip(self._coordinates, results, strict=True)
+        by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
+        return [by_rank[rank] for rank in range(self._data_parallel_size)]
 
 
 def _join(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:

@@ -9,6 +9,8 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.policy.interfaces import LossFunction
 
@@ -22,9 +24,21 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         policy: The `policy` section of the configuration.
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run.
+        keep_reference: Keep the first weights as the reference model.
+        decodes_text: Every rank needs the tokenizer, for stop strings; otherwise the first, which saves it.
     """
 
-    def __init__(self, rank: int, world_size: int, *, policy: PolicyConfig, seed: int, num_steps: int):
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        policy: PolicyConfig,
+        seed: int,
+        num_steps: int,
+        keep_reference: bool,
+        decodes_text: bool,
+    ):
         # Imported here: the driver names this class without paying for torch and Megatron.
         import torch
 
@@ -37,10 +51,16 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         with shared_gloo_device():
             initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
-        # Only the first rank saves it; loading it imports parts of transformers that take more than a second.
-        settings = policy.tokenizer
-        self._tokenizer = load_tokenizer(settings.name, settings.chat_template) if rank == 0 else None
-        self._trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), weights_folder(policy), num_steps)
+        # Loading it imports parts of transformers that take more than a second.
+        settings, is_needed = policy.tokenizer, rank == 0 or decodes_text
+        self._trainer = MegatronTrainer(
+            policy,
+            load_hf_config(policy.model_name),
+            weights_folder(policy),
+            num_steps,
+            tokenizer=load_tokenizer(settings.name, settings.chat_template) if is_needed else None,
+            keep_reference=keep_reference,
+        )
 
     def describe(self) -> dict[str, Any]:
         """What this rank is: its place in the layout and the MoE configuration that is really in force."""
@@ -59,6 +79,19 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         """Forward passes only."""
         return self._trainer.evaluate(shard, loss_function)
 
+    def logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> Any:
+        """Log-probability of every token, a tensor for each microbatch; of the reference model if that is asked for."""
+        measure = self._trainer.reference_logprobs if reference else self._trainer.logprobs
+        return measure(microbatches)
+
+    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+        """Responses to this rank's share of the prompts."""
+        return self._trainer.generate(request, max_batch_size)
+
+    def export_weights(self) -> Any:
+        """Full tensors by their Hugging Face names, over all ranks each once."""
+        return self._trainer.export_weights()
+
     def save_weights(self, folder: Path) -> None:
         """Writes this rank's part of a Hugging Face folder."""
-        self._trainer.save_weights(self._tokenizer, folder)
+        self._trainer.save_weights(folder)

@@ -48,7 +48,7 @@ def test_accuracy_counts_trained_tokens_only() -> None:
     outputs = sft_loss(inputs_of(torch.zeros(2, 3), torch.tensor(MASKS), global_valid_tokens=8, greedy_matches=matches))
     accuracy, reduction = outputs.metrics["accuracy"]
     assert accuracy.item() == 3 / 8
-    assert reduction is Reduction.SUM
+    assert reduction is Reduction.SHARE
 
 
 def test_gradient_of_sft_loss() -> None:

@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps
 from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.algorithms.sft import SFTSummary, num_training_steps, run_validation, train_sft
+from nemo_rl_moe.algorithms.sft import run_validation, train_sft
 from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
@@ -124,7 +125,7 @@ class Loop:
     policy: CountingPolicy
     logger: ListLogger
     loads: list[tuple[int, ExpertLoad]]
-    summary: SFTSummary
+    summary: RunSummary
 
 
 def run_loop(config: SFTConfig, *, tracks_experts: bool = False, with_validation: bool = True) -> Loop:

@@ -11,13 +11,16 @@ from omegaconf import OmegaConf
 
 from nemo_rl_moe.config.describe import field_at, known_keys
 from nemo_rl_moe.config.files import exemplar_names, exemplars_folder, read_with_defaults
-from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
 from nemo_rl_moe.config.resolved import dump_resolved
-from nemo_rl_moe.config.schema import SFTMasterConfig
+from nemo_rl_moe.config.schema import MasterConfig
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
+BASE_EXEMPLARS = {"sft": "sft.yaml", "grpo": "grpo_math_1B.yaml"}
+
+both_algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def attributes_read(code: str) -> set[str]:
@@ -27,31 +30,37 @@ def attributes_read(code: str) -> set[str]:
     return {node.attr for node in nodes if isinstance(node, ast.Attribute) and id(node) not in called}
 
 
-def own_keys() -> list[str]:
-    return [key for key in known_keys(SFTMasterConfig) if key.rpartition(".")[2] not in MOE_FIELD_NAMES]
+def own_keys(schema: type[MasterConfig]) -> list[str]:
+    return [key for key in known_keys(schema) if key.rpartition(".")[2] not in MOE_FIELD_NAMES]
 
 
 @pytest.mark.parametrize("name", exemplar_names())
 def test_exemplar_loads_and_its_dump_loads_to_the_same(name: str, tmp_path: Path) -> None:
-    config = load_config(name, check_paths=False)
+    config = load_any_config(name, check_paths=False)
+    assert type(config) is ALGORITHMS[name.partition("_")[0].removesuffix(".yaml")]
     written = tmp_path / "config.yaml"
     written.write_text(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))))
-    again = load_config(written, check_paths=False)
+    again = load_any_config(written, check_paths=False)
     assert again == config
     assert dump_resolved(again) == dump_resolved(config)
 
 
-def test_base_exemplar_has_every_key_of_the_schema() -> None:
-    present = present_keys(read_with_defaults(exemplars_folder() / "sft.yaml"))
-    assert set(own_keys()) <= set(present)
+@both_algorithms
+def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
+    present = present_keys(read_with_defaults(exemplars_folder() / BASE_EXEMPLARS[algorithm]))
+    absent = set(own_keys(ALGORITHMS[algorithm])) - set(present)
+    # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
+    assert all(key.startswith(("env.reasoning_gym.", "env.callable.")) for key in absent), absent
 
 
-def test_every_key_is_documented_and_none_has_a_default() -> None:
-    for key in known_keys(SFTMasterConfig):
-        _, field = field_at(SFTMasterConfig, key.split("."))
+@both_algorithms
+def test_every_key_is_documented_and_none_has_a_default(algorithm: str) -> None:
+    schema = ALGORITHMS[algorithm]
+    for key in known_keys(schema):
+        _, field = field_at(schema, key.split("."))
         assert field is not None
         assert field.description, key
-        assert field.is_required() == (key in own_keys()), key
+        assert field.is_required() == (key in own_keys(schema)), key
 
 
 def test_tiny_exemplar_is_the_demo() -> None:
@@ -60,6 +69,32 @@ def test_tiny_exemplar_is_the_demo() -> None:
     assert config.policy.tokenizer.name == config.policy.model_name == "examples/assets/tiny_qwen3_moe"
     assert config.policy.megatron_cfg.optimizer.lr == 3e-3
     assert config.policy.megatron_cfg.moe_transformer_fields["moe_aux_loss_coeff"] == 0.01
+
+
+def test_tiny_grpo_exemplar_goes_on_where_the_tiny_sft_one_ends() -> None:
+    sft = load_config("sft_tiny_moe.yaml", check_paths=False)
+    grpo = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
+    assert grpo.policy.model_name == f"{sft.checkpointing.checkpoint_dir}/final"
+    assert sft.checkpointing.enabled
+    assert (grpo.policy.init, grpo.policy.precision) == ("pretrained", sft.policy.precision)
+    assert grpo.policy.max_total_sequence_length <= sft.policy.max_total_sequence_length
+    assert grpo.grpo.num_prompts_per_step * grpo.grpo.num_generations_per_prompt == grpo.policy.train_global_batch_size
+    assert grpo.cluster == sft.cluster
+
+
+def test_dapo_exemplar_has_what_the_paper_adds() -> None:
+    config = load_grpo_config("grpo_dapo17k.yaml", check_paths=False)
+    assert config.loss_fn.ratio_clip_max > config.loss_fn.ratio_clip_min
+    assert config.loss_fn.token_level_loss
+    assert config.loss_fn.reference_policy_kl_penalty == 0
+    assert config.grpo.use_dynamic_sampling
+    assert config.grpo.reward_shaping.enabled
+
+
+def test_large_exemplar_spreads_the_experts_over_the_gpus_of_a_machine() -> None:
+    config = load_grpo_config("grpo_qwen3_30b_a3b.yaml", check_paths=False)
+    assert config.policy.megatron_cfg.expert_model_parallel_size == config.cluster.gpus_per_node == 8
+    assert config.policy.megatron_cfg.track_moe_metrics
 
 
 def test_unset_moe_fields_stay_out() -> None:
@@ -77,13 +112,15 @@ def test_a_moe_field_set_to_null_is_passed_on() -> None:
     assert config.policy.megatron_cfg.moe_transformer_fields["moe_z_loss_coeff"] is None
 
 
-def test_dump_holds_plain_values_only() -> None:
-    dumped = dump_resolved(load_config("sft.yaml", check_paths=False))
+@both_algorithms
+def test_dump_holds_plain_values_only(algorithm: str) -> None:
+    dumped = dump_resolved(load_any_config(BASE_EXEMPLARS[algorithm], check_paths=False))
     assert yaml.safe_load(yaml.safe_dump(dumped)) == dumped
-    assert next(iter(dumped)) == "sft"
+    assert next(iter(dumped)) == algorithm
 
 
-def test_no_dead_flags() -> None:
+@both_algorithms
+def test_no_dead_flags(algorithm: str) -> None:
     """Every key is read as an attribute by code outside the configuration package."""
     read = {
         name
@@ -91,6 +128,6 @@ def test_no_dead_flags() -> None:
         if "config" not in path.relative_to(PACKAGE).parts
         for name in attributes_read(path.read_text())
     }
-    dead = [key for key in own_keys() if key.rpartition(".")[2] not in read]
+    dead = [key for key in own_keys(ALGORITHMS[algorithm]) if key.rpartition(".")[2] not in read]
     assert not dead, f"keys that nothing reads: {', '.join(dead)}"
     assert "moe_transformer_fields" in read

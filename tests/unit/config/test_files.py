@@ -116,10 +116,10 @@ def test_empty_file_lacks_every_section(tmp_path: Path, problems_of: Problems) -
     assert [problem.split(":")[0] for problem in problems] == [
         "checkpointing",
         "policy",
-        "data",
         "logger",
         "cluster",
         "sft",
+        "data",
     ]
 
 

@@ -61,7 +61,7 @@ M = "policy.megatron_cfg"
             "policy.track_moe_metrics=true",
             f"policy.track_moe_metrics: unknown key; did you mean {M}.track_moe_metrics?",
         ),
-        ("+wibble.zzz=1", "wibble: unknown key; allowed here: checkpointing, policy, data, logger, cluster, sft"),
+        ("+wibble.zzz=1", "wibble: unknown key; allowed here: checkpointing, policy, logger, cluster, sft, data"),
         ("+sft.zzz=1", None),
         ("data=3", "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle"),
         ("cluster={num_nodes: 1}", None),

@@ -5,10 +5,10 @@
 from typing import Any
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.families import qwen3_moe
+from nemo_rl_moe.models.megatron.families import qwen3, qwen3_moe
 from nemo_rl_moe.models.megatron.families.family import ModelFamily
 
-_FAMILIES: dict[str, ModelFamily] = {"qwen3_moe": qwen3_moe.FAMILY}
+_FAMILIES: dict[str, ModelFamily] = {"qwen3": qwen3.FAMILY, "qwen3_moe": qwen3_moe.FAMILY}
 
 
 def family_of(hf_config: Any) -> ModelFamily:

@@ -1,0 +1,13 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO; takes what `nemo-rl-moe grpo` takes, for example:
+
+python examples/run_grpo.py --config examples/configs/grpo_tiny_moe.yaml grpo.max_num_steps=5
+"""
+
+import sys
+
+from nemo_rl_moe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["grpo", *sys.argv[1:]]))

@@ -1,0 +1,147 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from nemo_rl_moe.algorithms.advantages import compute_advantages
+from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
+from nemo_rl_moe.algorithms.grpo_validation import Validator
+from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps, validation_is_due
+from nemo_rl_moe.algorithms.phase_clock import PhaseClock
+from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
+from nemo_rl_moe.algorithms.prompt_stream import PromptRounds, PromptStream
+from nemo_rl_moe.algorithms.reward_shaping import shape_rewards
+from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups, collect_groups
+from nemo_rl_moe.algorithms.rollouts import Roller, Rollout, response_lengths, rewards_of, training_batch
+from nemo_rl_moe.algorithms.step_metrics import training_metrics
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.loggers.interface import MetricLogger
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad, PolicyInterface
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who else hears of a run.
+
+    Attributes:
+        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked.
+        log_samples: Gets the step, `train` or `val`, and the responses, the same number for each prompt.
+        save: Called once, after the last step.
+    """
+
+    log_expert_load: Callable[[int, ExpertLoad], None]
+    log_samples: Callable[[int, str, Sequence[Rollout]], None]
+    save: Callable[[], None]
+
+
+def train_grpo(
+    config: GRPOMasterConfig,
+    policy: PolicyInterface,
+    roller: Roller,
+    loader: PromptRounds,
+    validation_prompts: Sequence[Prompt] | None,
+    sampling: SamplingParameters,
+    pad_token_id: int,
+    logger: MetricLogger,
+    observers: Observers,
+) -> RunSummary:
+    """Trains for the configured steps, validates when due, and logs each step once.
+
+    Args:
+        config: The whole configuration.
+        policy: What is trained.
+        roller: Generates with the policy's weights, and scores.
+        loader: The prompts to train on.
+        validation_prompts: The held-out ones; None without validation data.
+        sampling: How training responses are drawn.
+        pad_token_id: What stands after a sequence's end.
+        logger: Gets one record for each step; a validation before the first step is step 0.
+        observers: Who else hears of it.
+    """
+    last_step = num_training_steps(config.grpo, len(loader))
+    loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
+    validate = Validator(config.grpo, roller, validation_prompts or (), sampling)
+    prompts = PromptStream(loader, config.grpo.max_num_epochs)
+    training: dict[str, float] = {}
+    step = 0
+
+    refresh_generation(roller, policy, 0, PhaseClock())
+    if config.grpo.val_at_start:
+        logger.log_step(0, validate())
+        observers.log_samples(0, "val", validate.rollouts)
+    while step < last_step:
+        clock = PhaseClock()
+        with clock.phase("step"):
+            groups = collect_groups(config.grpo, roller, prompts, sampling, step, clock)
+            step += 1
+            if prompts.is_used_up:  # dynamic sampling may come to their end before the last step
+                last_step = step
+            batch = make_batch(config, groups, pad_token_id)
+            batch = add_logprobs(config, policy, batch, clock)
+            with clock.phase("train"):
+                result = policy.train(batch, loss_function)
+            clock.count_tokens("train", result.num_tokens)
+            refresh_generation(roller, policy, step * num_updates_per_step(config), clock)
+        training = training_metrics(result, group_metrics(groups) | advantage_metrics(batch))
+        validation = validate() if validation_is_due(config.grpo, step, last_step) else {}
+        if step == last_step:
+            with clock.phase("checkpoint"):
+                observers.save()
+        logger.log_step(step, training | validation | clock.metrics())
+        observers.log_samples(step, "train", groups.trained)
+        if validation:
+            observers.log_samples(step, "val", validate.rollouts)
+        if result.expert_load is not None:
+            observers.log_expert_load(step, result.expert_load)
+    return RunSummary.of(step, validate.history, training)
+
+
+def num_updates_per_step(config: GRPOMasterConfig) -> int:
+    """Optimizer steps that the responses of one step are used for."""
+    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
+    return samples // config.policy.train_global_batch_size
+
+
+def ratio_is_one(config: GRPOMasterConfig) -> bool:
+    """Whether the probability ratio is 1 in every update, so that no pass over the log-probabilities is needed.
+
+    The responses of a step that is one update are trained on with the weights that made them.
+    """
+    return config.loss_fn.force_on_policy_ratio != "never" and num_updates_per_step(config) == 1
+
+
+def refresh_generation(roller: Roller, policy: PolicyInterface, weight_version: int, clock: PhaseClock) -> None:
+    """Hands the current weights to an engine that keeps a copy."""
+    if not roller.generation.shares_weights:
+        with clock.phase("refit"):
+            roller.generation.refit(policy.weights(), weight_version)
+
+
+def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
+    """The trained groups with their advantages."""
+    num_generations = config.grpo.num_generations_per_prompt
+    rewards = shape_rewards(
+        rewards_of(groups.trained, num_generations),
+        response_lengths(groups.trained, num_generations),
+        config.policy.generation.max_new_tokens,
+        config.grpo.reward_shaping,
+    )
+    advantages = compute_advantages(rewards, config.grpo.adv_estimator)
+    return training_batch(groups.trained, advantages, pad_token_id, leave_out_truncated=config.grpo.overlong_filtering)
+
+
+def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
+    """The batch with the log-probabilities that the loss needs: before the first update, and of the reference model."""
+    extras = dict(batch.extras)
+    if not ratio_is_one(config):
+        with clock.phase("logprobs"):
+            extras["prev_logprobs"] = policy.logprobs(batch)
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        with clock.phase("reference_logprobs"):
+            extras["reference_logprobs"] = policy.reference_logprobs(batch)
+    return replace(batch, extras=extras)

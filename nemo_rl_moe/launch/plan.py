@@ -1,0 +1,182 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tells the layout, the parameters and the memory of a run by arithmetic, and starts nothing."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_moe.algorithms.grpo import num_updates_per_step
+from nemo_rl_moe.config.checks_paths import model_folder_exists
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.common import announce_moe
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.megatron.memory_estimate import (
+    WorkerMemory,
+    active_parameters,
+    expert_data_parallel_size,
+    generation_batch_size,
+    keeps_reference,
+    microbatch_tokens,
+    rank_parameters,
+    whole_model_parameters,
+    worker_memory,
+)
+from nemo_rl_moe.models.megatron.moe_layers import layers_of_chunks, moe_layer_indices
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_UNITS = {"GB": 10**9, "MB": 10**6}
+_NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels and of communication, the driver's own"
+
+
+def print_plan(config: MasterConfig) -> None:
+    """Prints the plan of a run.
+
+    Args:
+        config: A checked configuration; of the files that it names, the model's `config.json` alone is read.
+
+    Raises:
+        ConfigurationError: The model cannot be found or is not supported, or Megatron-Core refuses the combination.
+    """
+    if problems := list(model_folder_exists(config)):
+        raise ConfigurationError(problems)
+    hf_config = load_hf_config(config.policy.model_name)
+    transformer = build_transformer_config(config.policy, hf_config)
+    console = ConsoleLogger(total_steps=0, live="never")
+    for line in [*layout_lines(config, transformer), "", *parameter_lines(config, transformer, hf_config), ""]:
+        console.message(line)
+    for line in memory_lines(config, transformer, hf_config):
+        console.message(line)
+    console.message("")
+    announce_moe(console, effective_moe_configuration(transformer))
+
+
+def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:
+    """How many workers there are, and what each of them holds."""
+    megatron, cluster = config.policy.megatron_cfg, config.cluster
+    kind = "GPUs" if cluster.gpus_per_node else "CPU workers"
+    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
+    rows = [
+        ("model", config.policy.model_name),
+        ("workers", f"{cluster.world_size} ({nodes} x {cluster.workers_per_node} {kind})"),
+        ("data parallel (DP)", str(config.data_parallel_size)),
+        ("tensor parallel (TP)", str(megatron.tensor_model_parallel_size)),
+        ("pipeline parallel (PP)", _pipeline(transformer)),
+    ]
+    if transformer.num_moe_experts is not None:
+        experts = transformer.num_moe_experts // megatron.expert_model_parallel_size
+        rows += [
+            ("expert parallel (EP)", str(megatron.expert_model_parallel_size)),
+            ("experts of each MoE layer, a rank", f"{experts} of {transformer.num_moe_experts}"),
+            ("expert-tensor parallel (ETP)", str(megatron.expert_tensor_parallel_size)),
+            ("copies of the experts", str(expert_data_parallel_size(config))),
+        ]
+    for stage in range(transformer.pipeline_model_parallel_size):
+        rows.append((f"layers of stage {stage}", _layers_of_stage(transformer, stage)))
+    rows.append(("samples of an update", str(config.policy.train_global_batch_size)))
+    if isinstance(config, GRPOMasterConfig):
+        rows.append(("updates of a step", str(num_updates_per_step(config))))
+    rows.append(("microbatches of an update", _microbatches(config)))
+    return ["Layout:", *_aligned(rows)]
+
+
+def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
+    """Parameters of the model and of each kind of worker."""
+    rows = [
+        ("whole model", _billions(whole_model_parameters(transformer, hf_config))),
+        ("active for each token", _billions(active_parameters(transformer, hf_config))),
+    ]
+    stages = transformer.pipeline_model_parallel_size
+    for stage in range(stages):
+        held = rank_parameters(transformer, hf_config, stage)
+        where = f" of stage {stage}" if stages > 1 else ""
+        experts = f", of them {_billions(held.experts)} in routed experts" if held.experts else ""
+        rows.append((f"each worker{where}", _billions(held.total) + experts))
+    return ["Parameters, by arithmetic:", *_aligned(rows)]
+
+
+def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
+    """Memory of each worker, a column for each pipeline stage."""
+    stages = range(transformer.pipeline_model_parallel_size)
+    workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
+    rows = _memory_rows(config, workers)
+    # Small models, for trying things out, are told in smaller units.
+    unit = "GB" if max(worker.peak_at_least for worker in workers) >= 10**8 else "MB"
+    cells = [[f"{value / _UNITS[unit]:.2f}" for value in values] for _, values in rows]
+    heads = [f"stage {stage}" for stage in stages] if len(stages) > 1 else [unit]
+    label_width = max(len(label) for label, _ in rows)
+    width = max(len(cell) for cell in [*heads, *(cell for row in cells for cell in row)])
+    table = [
+        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
+        for (label, _), row in zip([("", ()), *rows], [heads, *cells], strict=True)
+    ]
+    place = "GPU" if config.cluster.gpus_per_node else "host"
+    heading = f"{place} memory of each worker, by arithmetic, in {unit} of {_UNITS[unit]:,} bytes:"
+    return [heading, *table, f"  {_NOT_COUNTED}"]
+
+
+def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[tuple[str, list[int]]]:
+    parallel = config.policy.megatron_cfg.distributed_data_parallel_config
+    precision = config.policy.precision
+    gradients = "float32" if parallel.grad_reduce_in_fp32 else precision
+    master = "" if precision == "float32" else "master weights and "
+    sharded = ", sharded" if parallel.use_distributed_optimizer else ""
+    rows = [
+        (f"weights ({precision})", [worker.weights for worker in workers]),
+        (f"gradients ({gradients})", [worker.gradients for worker in workers]),
+        (f"optimizer: {master}two moments (float32{sharded})", [worker.optimizer_state for worker in workers]),
+        ("held all the time", [worker.always for worker in workers]),
+        (
+            f"+ in a backward pass, {microbatch_tokens(config)} tokens: activations, at least",
+            [worker.activations_at_least for worker in workers],
+        ),
+    ]
+    if gradients != "float32":
+        steps = "+ in the optimizer: gradients (float32)"
+        rows.append((steps, [worker.float32_gradients for worker in workers]))
+    if isinstance(config, GRPOMasterConfig):
+        sequences = f"{generation_batch_size(config)} x {config.policy.max_total_sequence_length} tokens"
+        cache = f"+ while generating, {sequences}: key-value cache"
+        rows.append((cache, [worker.key_value_cache for worker in workers]))
+    rows.append(("at the fullest moment, at least", [worker.peak_at_least for worker in workers]))
+    if keeps_reference(config):
+        rows.append(("in the host's memory: reference weights", [worker.reference_weights for worker in workers]))
+    return rows
+
+
+def _pipeline(transformer: TransformerConfig) -> str:
+    pieces = transformer.virtual_pipeline_model_parallel_size
+    stages = str(transformer.pipeline_model_parallel_size)
+    return f"{stages}, {pieces} pieces a stage" if pieces else stages
+
+
+def _layers_of_stage(transformer: TransformerConfig, stage: int) -> str:
+    chunks = layers_of_chunks(transformer, stage)
+    spans = ", ".join(f"{chunk[0]} to {chunk[-1]}" if len(chunk) > 1 else str(chunk[0]) for chunk in chunks)
+    if transformer.num_moe_experts is None:
+        return spans
+    with_experts = sum(index in chunk for chunk in chunks for index in moe_layer_indices(transformer))
+    return f"{spans}; {with_experts} with experts"
+
+
+def _microbatches(config: MasterConfig) -> str:
+    policy, copies = config.policy, config.data_parallel_size
+    samples = policy.train_global_batch_size // copies
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return f"at most {samples} on each data-parallel rank, by the samples' lengths"
+    return f"{samples // policy.train_micro_batch_size} on each data-parallel rank"
+
+
+def _billions(number: int) -> str:
+    if number >= 10**8:
+        return f"{number / 1e9:.3f} billion ({number:,})"
+    return f"{number:,}"
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    width = max(len(label) for label, _ in rows)
+    return [f"  {label:<{width}}  {value}" for label, value in rows]

@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Puts a run of supervised fine-tuning together: data, workers, loggers, loop."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nemo_rl_moe.algorithms.loop import num_training_steps
+from nemo_rl_moe.algorithms.sft import train_sft
+from nemo_rl_moe.config.schema import SFTMasterConfig
+from nemo_rl_moe.config.schema_run import DataSourceConfig
+from nemo_rl_moe.data.dataset import load_sft_dataset
+from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
+from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.launch.common import (
+    check_model,
+    final_weights_folder,
+    open_run,
+    running_cluster,
+    running_policy,
+    save_final_weights,
+    summarise,
+)
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+
+
+def run_sft(config: SFTMasterConfig) -> None:
+    """Runs supervised fine-tuning from start to end.
+
+    Everything that can be wrong with the input is found before a worker starts or a file is written.
+
+    Args:
+        config: A checked configuration.
+
+    Raises:
+        UserError: The model, the tokenizer or the data cannot be used.
+        WorkerDiedError: A worker failed.
+    """
+    console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
+    check_model(config, console)
+    tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
+    training = load_dataset(config, config.data.train, tokenizer, console)
+    batch_size = config.policy.train_global_batch_size
+    padding = pad_token_id(tokenizer)
+    loader = GlobalBatchLoader(training, batch_size, padding, config.sft.seed, config.data.shuffle)
+    validation = load_dataset(config, config.data.validation, tokenizer, console) if config.data.validation else None
+
+    def validation_batches() -> Iterator[TokenBatch]:
+        assert validation is not None
+        return sequential_batches(validation, batch_size, padding, config.sft.val_batches)
+
+    num_steps = num_training_steps(config.sft, len(loader))
+    console.begin(num_steps)
+    with (
+        running_cluster(config, console) as cluster,
+        running_policy(config, cluster, console, seed=config.sft.seed, num_steps=num_steps) as policy,
+        open_run(config, policy, console) as (run_folder, loggers),
+    ):
+        summary = train_sft(
+            config.sft,
+            policy,
+            loader,
+            validation_batches if validation else None,
+            loggers,
+            ExpertLoadWriter(run_folder, console.warn).write,
+        )
+        weights = final_weights_folder(config, run_folder)
+        save_final_weights(policy, weights, console)
+    console.message(summarise(config, summary, run_folder, weights))
+
+
+def load_dataset(config: SFTMasterConfig, source: DataSourceConfig, tokenizer: Any, console: ConsoleLogger) -> Any:
+    """Reads and tokenises one set of samples, and tells what was cut, dropped or skipped.
+
+    Raises:
+        DataError: A file is missing or a line cannot be used.
+    """
+    with console.phase(f"reading {source.path}"):
+        dataset = load_sft_dataset(
+            source.path,
+            source.split,
+            tokenizer,
+            config.policy.max_total_sequence_length,
+            config.data.on_bad_line,
+        )
+    console.message(dataset.report.summary())
+    return dataset

@@ -1,0 +1,72 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of whole GRPO runs share: prompts, settings, and the command that a user types."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.environments.interface import ScoringItem
+from tests.functional import sft_runs
+
+EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/grpo_tiny_moe.yaml"
+
+
+def make_prompts(folder: Path, num_prompts: int) -> Path:
+    """Additions of numbers of one to three digits: prompts of different lengths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sums = [
+        (7 * index % 10 ** (1 + index % 3), 11 * index % 10 ** (1 + index // 3 % 3)) for index in range(num_prompts)
+    ]
+    records = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "metadata": {}} for a, b in sums]
+    for name in ("grpo", "validation_prompts"):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return folder
+
+
+def settings(folder: Path, data: Path, **changes: Any) -> list[str]:
+    """Overrides of the tiny exemplar for a short run from random weights that writes below `folder` and nowhere else.
+
+    Args:
+        folder: Gets the log folder `logs`.
+        data: Holds `grpo.jsonl` and `validation_prompts.jsonl`.
+        changes: Keys; two underscores for a dot.
+    """
+    values: dict[str, Any] = {
+        "policy.model_name": sft_runs.MODEL,
+        "policy.init": "random",
+        "grpo.num_prompts_per_step": 4,
+        "grpo.num_generations_per_prompt": 4,
+        "grpo.max_num_steps": 3,
+        "grpo.val_period": 2,
+        "grpo.max_val_samples": 6,
+        "grpo.val_num_generations": 2,
+        "policy.train_global_batch_size": 16,
+        "policy.train_micro_batch_size": 4,
+        "policy.logprob_batch_size": 4,
+        "policy.generation.max_new_tokens": 12,
+        "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+        "data.train.path": data / "grpo.jsonl",
+        "data.validation.path": data / "validation_prompts.jsonl",
+        "logger.log_dir": folder / "logs",
+        "checkpointing.checkpoint_dir": None,
+    }
+    return sft_runs.as_overrides(values, changes)
+
+
+def reward_that_fails_at_times(item: ScoringItem) -> float:
+    """An environment of a user's own: how many of the characters are digits. It cannot stand the digit 9."""
+    if "9" in item.response:
+        raise ValueError("a nine")
+    return sum(character.isdigit() for character in item.response) / 12
+
+
+def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Runs what a user types, to its end."""
+    script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
+    command = [sys.executable, str(script), "--config", str(EXEMPLAR), *overrides]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=sft_runs.environment(), cwd=cwd, timeout=240, check=False
+    )

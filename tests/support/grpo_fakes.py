@@ -1,0 +1,227 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A policy, a generation engine, an environment and loggers that do nothing but keep a diary of what is asked of them.
+
+One diary can be shared by all of them, so that a test reads in which order things happened.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.rollouts import Roller, Rollout
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.models.policy.interfaces import EvaluationResult, ExpertLoad, LossFunction, TrainResult
+
+END_TOKEN, PAD_TOKEN = 1, 0
+SAMPLING = SamplingParameters(max_new_tokens=6, temperature=0.8, top_k=5, stop_token_ids=(END_TOKEN,))
+
+# Two prompts of three responses a step, one update, nothing optional.
+SMALL_RUN = (
+    "grpo.num_prompts_per_step=2",
+    "grpo.num_generations_per_prompt=3",
+    "grpo.max_num_steps=null",
+    "grpo.val_period=0",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "grpo.val_num_generations=2",
+    "grpo.val_temperature=0.5",
+    "grpo.seed=11",
+    "policy.train_global_batch_size=6",
+    "policy.train_micro_batch_size=3",
+    "policy.generation.max_new_tokens=6",
+    "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+)
+
+
+def small_config(*overrides: str) -> GRPOMasterConfig:
+    """The tiny exemplar, made smaller, with these overrides."""
+    return load_grpo_config("grpo_tiny_moe.yaml", [*SMALL_RUN, *overrides], check_paths=False)
+
+
+def prompts(count: int, name: str = "train") -> list[Prompt]:
+    """Prompts of one to three tokens."""
+    return [
+        Prompt(f"{name}:{index}", f"{name} {index}", tuple(range(10, 11 + index % 3)), {"answer": str(index)})
+        for index in range(count)
+    ]
+
+
+def rollout(
+    prompt_ids: Sequence[int] = (10,),
+    response_ids: Sequence[int] = (5, END_TOKEN),
+    logprobs: Sequence[float] | None = None,
+    *,
+    reward: float = 0.0,
+    is_correct: bool = False,
+    is_truncated: bool = False,
+    fault: Fault | None = None,
+    text: str = "text",
+    sample_id: str = "sample",
+    prompt_text: str = "prompt",
+) -> Rollout:
+    """A rollout by hand."""
+    found = [-0.5] * len(response_ids) if logprobs is None else logprobs
+    return Rollout(
+        prompt=Prompt(sample_id, prompt_text, tuple(prompt_ids), {}),
+        response=GeneratedSequence(np.array(response_ids, dtype=np.int64), np.array(found), is_truncated, 0),
+        text=text,
+        score=Score(reward, is_correct, fault, "it broke" if fault else ""),
+    )
+
+
+@dataclass
+class FakeEngine:
+    """Responds with the seed's last digits: two to five tokens from 5 up, then the end token.
+
+    Attributes:
+        diary: Gets `generate` and `refit`.
+        shares_weights: As a real engine's.
+        weight_version: Of the last refit.
+        truncates: Every other response is cut off, by its seed.
+        requests: All of them.
+        received: Names of the weights of each refit.
+    """
+
+    diary: list[str] = field(default_factory=list)
+    shares_weights: bool = True
+    weight_version: int = -1
+    truncates: bool = False
+    requests: list[GenerationRequest] = field(default_factory=list)
+    received: list[list[str]] = field(default_factory=list)
+
+    def generate(self, request: GenerationRequest) -> list[GeneratedSequence]:
+        self.diary.append("generate")
+        self.requests.append(request)
+        return [self._respond(seed) for seed in request.seeds]
+
+    def refit(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        assert not self.shares_weights
+        self.diary.append(f"refit {weight_version}")
+        self.received.append([name for name, _ in weights])
+        self.weight_version = weight_version
+
+    def shutdown(self) -> None:
+        raise AssertionError("stopping the engine is not the loop's")
+
+    def _respond(self, seed: int) -> GeneratedSequence:
+        token_ids = [*(5 + seed // 10**place % 10 for place in range(2 + seed % 4)), END_TOKEN]
+        is_truncated = self.truncates and seed % 8 < 4
+        logprobs = np.full(len(token_ids), -0.25)
+        return GeneratedSequence(np.array(token_ids), logprobs, is_truncated, self.weight_version)
+
+
+@dataclass
+class FakeScorer:
+    """Rewards by a function of the item; by default whether the response's first token is odd.
+
+    Attributes:
+        reward: What a response is worth; it is correct from 1 up.
+        diary: Gets `score`.
+        items: All that was scored.
+    """
+
+    reward: Callable[[ScoringItem], float] = lambda item: float(item.response.split()[0] in ["5", "7", "9", "11", "13"])
+    diary: list[str] = field(default_factory=list)
+    items: list[ScoringItem] = field(default_factory=list)
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        self.diary.append("score")
+        self.items += items
+        return [Score(reward, reward >= 1) for reward in map(self.reward, items)]
+
+
+@dataclass
+class FakePolicy:
+    """A policy whose numbers are known beforehand, and that learns nothing.
+
+    Attributes:
+        diary: Gets the name of every call.
+        batches: What was trained on.
+        losses: The loss function of each `train` call.
+    """
+
+    diary: list[str] = field(default_factory=list)
+    batches: list[TokenBatch] = field(default_factory=list)
+    losses: list[LossFunction] = field(default_factory=list)
+    tracks_experts: bool = False
+
+    def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
+        self.diary.append("train")
+        self.batches.append(batch)
+        self.losses.append(loss_function)
+        step = len(self.batches)
+        return TrainResult(
+            global_loss=1 / step,
+            grad_norm=2.0,
+            lr=1e-3,
+            num_microbatches=2,
+            num_tokens=int(batch.lengths.sum()),
+            microbatch_metrics={"probs_ratio": MetricSeries((0.5, 0.5), Reduction.SHARE)},
+            moe_metrics={"load_balancing_loss": 1.5} if self.tracks_experts else {},
+            expert_load=ExpertLoad((0,), torch.tensor([[step, step]])) if self.tracks_experts else None,
+        )
+
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
+        raise AssertionError("GRPO validates by generation")
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        self.diary.append("logprobs")
+        return torch.full(batch.input_ids.shape, -1.0)
+
+    def reference_logprobs(self, batch: TokenBatch) -> Tensor:
+        self.diary.append("reference_logprobs")
+        return torch.full(batch.input_ids.shape, -2.0)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        self.diary.append("weights")
+        yield f"weights of step {len(self.batches)}", torch.zeros(1)
+
+    def save_weights(self, directory: Path) -> None:
+        raise AssertionError("saving is the launcher's")
+
+    def shutdown(self) -> None:
+        raise AssertionError("stopping the workers is the launcher's")
+
+
+@dataclass
+class ListLogger:
+    """Keeps what is logged."""
+
+    name: str = "list"
+    diary: list[str] = field(default_factory=list)
+    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.diary.append(f"log {step}")
+        self.records.append((step, dict(metrics)))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        raise AssertionError("the configuration is the launcher's")
+
+    def close(self) -> None:
+        raise AssertionError("closing is the launcher's")
+
+    def steps_with(self, key: str) -> list[int]:
+        return [step for step, metrics in self.records if key in metrics]
+
+
+def as_numbers(token_ids: Sequence[int]) -> str:
+    """Decodes tokens as their numbers."""
+    return " ".join(map(str, token_ids))
+
+
+def make_roller(engine: FakeEngine, scorer: FakeScorer) -> Roller:
+    """A roller of fakes."""
+    return Roller(engine, scorer, as_numbers)

@@ -1,0 +1,121 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which groups a step trains on, without and with dynamic sampling."""
+
+from nemo_rl_moe.algorithms.phase_clock import PhaseClock
+from nemo_rl_moe.algorithms.prompt_stream import PromptStream
+from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups, collect_groups
+from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.environments.interface import ScoringItem
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_roller, prompts, small_config
+
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")
+
+
+class ScorerOfPrompts(FakeScorer):
+    """Of the responses to some prompts the first is right; those to all others are worth the same."""
+
+    def __init__(self, informative: set[int]):
+        seen: dict[str, int] = {}
+
+        def reward(item: ScoringItem) -> float:
+            seen[item.sample_id] = seen.get(item.sample_id, 0) + 1
+            teaches = int(item.record["answer"]) in informative
+            return float(teaches and seen[item.sample_id] == 1)
+
+        super().__init__(reward)
+
+
+def collect(
+    informative: set[int], *overrides: str, num_prompts: int = 12, step: int = 0, engine: FakeEngine | None = None
+) -> tuple[RolloutGroups, PromptStream]:
+    config = small_config(*overrides)
+    stream = PromptStream(PromptLoader(prompts(num_prompts), 2, seed=0, shuffle=False), num_epochs=1)
+    roller = make_roller(engine or FakeEngine(), ScorerOfPrompts(informative))
+    return collect_groups(config.grpo, roller, stream, SAMPLING, step, PhaseClock()), stream
+
+
+def trained(groups: RolloutGroups) -> list[int]:
+    """The prompt of each trained group; every group is whole."""
+    answers = [int(found.prompt.record["answer"]) for found in groups.trained]
+    assert answers == [answer for answer in answers[::3] for _ in range(3)]
+    return answers[::3]
+
+
+def test_without_dynamic_sampling_groups_are_taken_as_they_come() -> None:
+    groups, stream = collect(set())
+    assert trained(groups) == [0, 1]
+    assert groups.generated == groups.trained
+    assert (groups.num_generations, groups.num_rounds, groups.num_filled) == (3, 1, 0)
+    assert [prompt.sample_id for prompt in stream.take()] == ["train:2", "train:3"]
+
+
+def test_enough_after_the_first_round() -> None:
+    groups, stream = collect({0, 1, 2}, *DYNAMIC)
+    assert trained(groups) == [0, 1]
+    assert (groups.num_rounds, groups.num_filled) == (1, 0)
+    assert [prompt.sample_id for prompt in stream.take()] == ["train:2", "train:3"], "no prompt is wasted"
+
+
+def test_enough_after_three_rounds() -> None:
+    groups, _ = collect({1, 5}, *DYNAMIC)
+    assert trained(groups) == [1, 5]
+    assert (groups.num_rounds, groups.num_filled) == (3, 0)
+    assert [int(found.prompt.record["answer"]) for found in groups.generated][::3] == [0, 1, 2, 3, 4, 5]
+
+
+def test_more_than_needed_are_left_out() -> None:
+    groups, _ = collect({1, 2, 3}, *DYNAMIC)
+    assert trained(groups) == [1, 2]
+    assert (groups.num_rounds, groups.num_filled, len(groups.generated)) == (2, 0, 12)
+
+
+def test_gives_up_after_the_last_round_and_fills_up() -> None:
+    groups, stream = collect({6, 9}, *DYNAMIC)
+    assert trained(groups) == [6, 0], "the informative first, then the oldest of the others"
+    assert (groups.num_rounds, groups.num_filled) == (4, 1)
+    groups, _ = collect(set(), *DYNAMIC)
+    assert trained(groups) == [0, 1]
+    assert (groups.num_rounds, groups.num_filled, len(groups.generated)) == (4, 2, 24)
+    assert not stream.is_used_up
+
+
+def test_one_round_is_no_more_than_without_it() -> None:
+    groups, _ = collect({0}, "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
+    assert trained(groups) == [0, 1]
+    assert (groups.num_rounds, groups.num_filled) == (1, 1)
+
+
+def test_fills_up_when_the_prompts_end() -> None:
+    groups, stream = collect({3}, *DYNAMIC, num_prompts=5)
+    assert stream.is_used_up
+    assert trained(groups) == [3, 0]
+    assert (groups.num_rounds, groups.num_filled) == (2, 1)
+
+
+def test_seeds_differ_in_every_round_and_step() -> None:
+    engine = FakeEngine()
+    for step in (0, 1):
+        collect(set(), *DYNAMIC, step=step, engine=engine)
+    seeds = [seed for request in engine.requests for seed in request.seeds]
+    assert len(engine.requests) == 8
+    assert len(set(seeds)) == len(seeds) == 8 * 6
+
+
+def test_seeds_depend_on_the_configured_one() -> None:
+    engine = FakeEngine()
+    for seed in (11, 11, 12):
+        collect({0, 1}, f"grpo.seed={seed}", engine=engine)
+    first, again, other = (request.seeds for request in engine.requests)
+    assert first == again
+    assert set(first).isdisjoint(other)
+
+
+def test_phases_of_all_rounds_count() -> None:
+    engine, clock = FakeEngine(), PhaseClock()
+    stream = PromptStream(PromptLoader(prompts(12), 2, seed=0, shuffle=False), num_epochs=1)
+    roller = make_roller(engine, ScorerOfPrompts(set()))
+    groups = collect_groups(small_config(*DYNAMIC).grpo, roller, stream, SAMPLING, 0, clock)
+    metrics = clock.metrics()
+    generated = metrics["timing/generation/tokens_per_second"] * metrics["timing/generation/seconds"]
+    assert round(generated) == sum(len(found.response.token_ids) for found in groups.generated)

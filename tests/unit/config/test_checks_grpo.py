@@ -1,0 +1,142 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between settings of GRPO: each is broken once and told in exactly one line; what works is let through."""
+
+from collections.abc import Callable
+
+import pytest
+
+from nemo_rl_moe.config.checks_grpo import GRPO_RULES
+from nemo_rl_moe.config.loading import load_grpo_config
+
+Problems = Callable[..., list[str]]
+NO_TASK = ("env.name=math", "env.reasoning_gym=null")
+WARMUP = "policy.megatron_cfg.scheduler.lr_warmup_iters"
+
+BROKEN = [
+    (
+        ("grpo.num_prompts_per_step=15",),
+        "step_is_whole_updates",
+        "policy.train_global_batch_size: got 128, expected a divisor of the 120 responses of a step"
+        " (grpo.num_prompts_per_step 15 x grpo.num_generations_per_prompt 8); nearest below: 120",
+    ),
+    (
+        ("grpo.num_prompts_per_step=24",),
+        "step_is_whole_updates",
+        "policy.train_global_batch_size: got 128, expected a divisor of the 192 responses of a step"
+        " (grpo.num_prompts_per_step 24 x grpo.num_generations_per_prompt 8); nearest below: 96",
+    ),
+    (
+        ("grpo.num_prompts_per_step=32", "loss_fn.force_on_policy_ratio=always"),
+        "step_is_whole_updates",
+        "loss_fn.force_on_policy_ratio: always needs one update a step, but 256 responses are 2 global batches of"
+        " policy.train_global_batch_size 128; use auto",
+    ),
+    (
+        ("policy.generation.max_new_tokens=64",),
+        "response_fits_the_sequence",
+        "policy.generation.max_new_tokens: got 64, expected less than policy.max_total_sequence_length = 64, which"
+        " holds the prompt too",
+    ),
+    (
+        ("grpo.reward_shaping={enabled: true, overlong_buffer_length: 32, overlong_buffer_penalty: 1.0}",),
+        "overlong_buffer_fits_the_response",
+        "grpo.reward_shaping.overlong_buffer_length: got 32, expected at most policy.generation.max_new_tokens = 31",
+    ),
+    (
+        ("loss_fn.importance_sampling_correction=icepop", "loss_fn.importance_sampling_ratio_min=2.0"),
+        "importance_bounds_are_in_order",
+        "loss_fn.importance_sampling_ratio_min: got 2.0, expected less than"
+        " loss_fn.importance_sampling_ratio_max = 2.0",
+    ),
+    (
+        ("loss_fn.objective=cispo", "loss_fn.ratio_clip_c=3.0"),
+        "dual_clip_has_a_surrogate",
+        "loss_fn.ratio_clip_c: got 3.0, expected null with loss_fn.objective cispo",
+    ),
+    (
+        ("env.reasoning_gym=null",),
+        "environment_has_its_section",
+        "env.reasoning_gym: null, but env.name is reasoning_gym, which reads that section",
+    ),
+    (
+        ("env.name=callable",),
+        "environment_has_its_section",
+        "env.callable: null, but env.name is callable, which reads that section",
+    ),
+    (
+        (*NO_TASK, "data.train.path=null", "data.train.num_items=5"),
+        "prompts_have_a_source",
+        "data.train.path: null draws prompts from a reasoning_gym task, but env.name is math; name a file or a dataset",
+    ),
+    (
+        ("data.validation.path=null",),
+        "prompts_have_a_source",
+        "data.validation.num_items: null, expected how many prompts to draw, as data.validation.path is null",
+    ),
+    (
+        ("data.validation=null", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+        "validation_has_prompts",
+        "grpo.val_period: 10 needs data.validation, which is null; set 0 or name the data",
+    ),
+    (
+        ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false"),
+        "validation_has_prompts",
+        "grpo.val_at_end: true needs data.validation, which is null; set false or name the data",
+    ),
+    (
+        ("grpo.max_num_steps=5",),
+        "warmup_ends_within_the_run",
+        f"{WARMUP}: got 5, expected less than the 5 optimizer steps of grpo.max_num_steps = 5 (lr_decay_iters is null)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "rule", "line"), BROKEN)
+def test_broken_rule_gives_its_one_line(
+    grpo_problems_of: Problems, overrides: tuple[str, ...], rule: str, line: str
+) -> None:
+    assert grpo_problems_of(*overrides) == [line]
+
+
+def test_every_rule_has_a_broken_example() -> None:
+    assert {rule for _, rule, _ in BROKEN} == {rule.__name__ for rule in GRPO_RULES}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("grpo.num_prompts_per_step=32", "loss_fn.force_on_policy_ratio=never"),
+        ("loss_fn.force_on_policy_ratio=always",),
+        ("policy.generation.max_new_tokens=63",),
+        ("grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}",),
+        # What is off is not looked at.
+        ("grpo.reward_shaping={enabled: false, overlong_buffer_length: 99, overlong_buffer_penalty: 1.0}",),
+        ("loss_fn.importance_sampling_correction=truncated", "loss_fn.importance_sampling_ratio_min=9.0"),
+        NO_TASK,
+        ("env.name=callable", "+env.callable.function=package.module:function"),
+        ("data.train.path=null", "data.train.num_items=100"),
+        ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+        # Two updates a step: ten of them, of which five warm up.
+        ("grpo.max_num_steps=3", "grpo.num_prompts_per_step=32"),
+        ("grpo.max_num_steps=5", "policy.megatron_cfg.scheduler.lr_decay_iters=100"),
+    ],
+)
+def test_what_works_is_let_through(overrides: tuple[str, ...]) -> None:
+    load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
+
+
+def test_rules_of_every_algorithm_hold_too(grpo_problems_of: Problems) -> None:
+    assert grpo_problems_of("policy.train_micro_batch_size=48") == [
+        "policy.train_global_batch_size: got 128, expected a multiple of 96 (2 data-parallel ranks x"
+        " policy.train_micro_batch_size 48); nearest: 96 or 192"
+    ]
+
+
+def test_rules_run_on_the_valid_part(grpo_problems_of: Problems) -> None:
+    problems = grpo_problems_of("grpo.seed=x", "loss_fn.ratio_clip_min=-1", "grpo.num_prompts_per_step=15")
+    assert [problem.split(":")[0] for problem in problems] == [
+        "grpo.seed",
+        "loss_fn.ratio_clip_min",
+        "policy.train_global_batch_size",
+    ]

@@ -1,0 +1,185 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a user of GRPO reads after a wrong key, type, value or command, and the keys that are theirs to choose."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.config.resolved import dump_resolved
+from nemo_rl_moe.errors import ConfigurationError
+
+Problems = Callable[..., list[str]]
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "grpo.num_prompt_per_step=4",
+            "grpo.num_prompt_per_step: unknown key; did you mean grpo.num_prompts_per_step?",
+        ),
+        (
+            "+grpo.adv_estimator.leave_one_out_baseline=true",
+            "grpo.adv_estimator.leave_one_out_baseline: unknown key; did you mean"
+            " grpo.adv_estimator.use_leave_one_out_baseline?",
+        ),
+        ("loss_fn.ratio_clip=0.1", "loss_fn.ratio_clip: unknown key; did you mean loss_fn.ratio_clip_c?"),
+        (
+            "policy.generation.max_tokens=9",
+            "policy.generation.max_tokens: unknown key; did you mean policy.generation.max_new_tokens?",
+        ),
+        ("env.timeout=3", "env.timeout: unknown key; did you mean env.timeout_s?"),
+        ("data.promt_key=x", "data.promt_key: unknown key; did you mean data.prompt_key?"),
+        (
+            "logger.num_samples_to_prin=3",
+            "logger.num_samples_to_prin: unknown key; did you mean logger.num_samples_to_print?",
+        ),
+        (
+            "env.reasoning_gym.tsak=x",
+            "env.reasoning_gym.tsak: unknown key; did you mean env.reasoning_gym.task?",
+        ),
+        (
+            "grpo.num_generations_per_prompt=1",
+            "grpo.num_generations_per_prompt: got 1 (int), expected a whole number from 2 up",
+        ),
+        (
+            "grpo.adv_estimator.name=rloo",
+            "grpo.adv_estimator.name: got 'rloo' (str), expected grpo or reinforce_plus_plus",
+        ),
+        (
+            "loss_fn.objective=cipso",
+            "loss_fn.objective: got 'cipso' (str), expected clipped or cispo; did you mean cispo?",
+        ),
+        (
+            "loss_fn.ratio_clip_c=0.5",
+            "loss_fn.ratio_clip_c: got 0.5 (float), expected a number from 1 up or null",
+        ),
+        (
+            "loss_fn.force_on_policy_ratio=true",
+            "loss_fn.force_on_policy_ratio: got true (bool), expected one of auto, always, never",
+        ),
+        (
+            "loss_fn.reference_policy_kl_type=k4",
+            "loss_fn.reference_policy_kl_type: got 'k4' (str), expected one of k1, k2, k3",
+        ),
+        (
+            "policy.generation.top_p=1.1",
+            "policy.generation.top_p: got 1.1 (float), expected a number above 0 and up to 1",
+        ),
+        ("policy.generation.top_p=0", "policy.generation.top_p: got 0 (int), expected a number above 0 and up to 1"),
+        (
+            "policy.generation.temperature=0",
+            "policy.generation.temperature: got 0 (int), expected a number above 0",
+        ),
+        (
+            "policy.generation.stop_token_ids=[1, -1]",
+            "policy.generation.stop_token_ids: got [1, -1] (list), expected a list of whole numbers or null",
+        ),
+        (
+            "policy.generation.stop_strings=stop",
+            "policy.generation.stop_strings: got 'stop' (str), expected a list of texts or null",
+        ),
+        ("policy.generation.backend=vlm", "policy.generation.backend: got 'vlm' (str), expected megatron"),
+        (
+            "env.name=maths",
+            "env.name: got 'maths' (str), expected one of math, reasoning_gym, callable; did you mean math?",
+        ),
+        ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0"),
+        (
+            "env.reasoning_gym.parameters=3",
+            "env.reasoning_gym.parameters: got 3 (int), expected a section",
+        ),
+        (
+            "env.reasoning_gym=basic_arithmetic",
+            "env.reasoning_gym: got 'basic_arithmetic' (str), expected a section with the keys task, parameters,"
+            " partial_credit or null",
+        ),
+        ("~data.answer_key", "data.answer_key: missing; expected text that is not empty"),
+        ("sft.seed=1", "sft.seed: unknown key; did you mean grpo.seed?"),
+    ],
+)
+def test_one_wrong_input_gives_its_line(grpo_problems_of: Problems, override: str, line: str) -> None:
+    assert grpo_problems_of(override) == [line]
+
+
+def test_sections_of_grpo_mean_nothing_to_sft(problems_of: Problems) -> None:
+    for override in ("+policy.generation.top_p=0.9", "+loss_fn.ratio_clip_min=0.2", "+data.prompt_key=x"):
+        (problem,) = problems_of(override)
+        section = override[1:].split("=")[0].rpartition(".")[0]
+        assert problem.startswith(f"{section if section != 'data' else 'data.prompt_key'}: unknown key")
+
+
+def test_a_file_started_with_the_wrong_command_is_told_the_right_one(
+    problems_of: Problems, grpo_problems_of: Problems
+) -> None:
+    assert problems_of(config="grpo_tiny_moe.yaml") == [
+        "grpo_tiny_moe.yaml: has a section `grpo`: start it with nemo-rl-moe grpo --config grpo_tiny_moe.yaml"
+    ]
+    assert grpo_problems_of(config="sft_tiny_moe.yaml") == [
+        "sft_tiny_moe.yaml: has a section `sft`: start it with nemo-rl-moe sft --config sft_tiny_moe.yaml"
+    ]
+
+
+def test_the_algorithm_is_known_by_its_section_inherited_ones_too(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {num_workers: 3}\n")
+    config = load_any_config(own, check_paths=False)
+    assert config == load_grpo_config(own, check_paths=False)
+    assert load_any_config("sft.yaml", check_paths=False) == load_config("sft.yaml", check_paths=False)
+    own.write_text("policy: {}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(own, check_paths=False)
+    assert caught.value.problems == [f"{own}: no section says which algorithm it is for; expected sft or grpo"]
+
+
+def test_parameters_of_a_task_are_free() -> None:
+    overrides = [
+        "+env.reasoning_gym.parameters.min_terms=2",
+        "+env.reasoning_gym.parameters.operators=['+', '-']",
+        "+env.reasoning_gym.parameters.nested={deep: 1.5}",
+    ]
+    config = load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)
+    assert config.env.reasoning_gym is not None
+    expected = {"min_terms": 2, "operators": ["+", "-"], "nested": {"deep": 1.5}}
+    assert config.env.reasoning_gym.parameters == expected
+    assert dump_resolved(config)["env"]["reasoning_gym"]["parameters"] == expected
+
+
+def test_a_parameter_of_a_task_needs_its_plus_sign_unless_the_file_has_it(
+    grpo_problems_of: Problems, tmp_path: Path
+) -> None:
+    key = "env.reasoning_gym.parameters.min_terms"
+    (problem,) = grpo_problems_of(f"{key}=2")
+    assert problem.startswith(f"{key}: unknown key")
+    own = tmp_path / "own.yaml"
+    own.write_text("defaults: grpo_tiny_moe.yaml\nenv: {reasoning_gym: {parameters: {min_terms: 4}}}\n")
+    config = load_grpo_config(own, [f"{key}=2"], check_paths=False)
+    assert config.env.reasoning_gym is not None
+    assert config.env.reasoning_gym.parameters == {"min_terms": 2}
+
+
+def test_a_null_section_can_be_filled_key_by_key(grpo_problems_of: Problems) -> None:
+    assert grpo_problems_of("env.callable.functoin=a:b")[0] == (
+        "env.callable.functoin: unknown key; did you mean env.callable.function?"
+    )
+    config = load_grpo_config(
+        "grpo_tiny_moe.yaml", ["env.name=callable", "env.callable.function=a:b"], check_paths=False
+    )
+    assert config.env.callable is not None
+    assert config.env.callable.function == "a:b"
+
+
+def test_missing_files_are_told(grpo_problems_of: Problems, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    problems = grpo_problems_of(check_paths=True)
+    assert [problem.split(":")[0] for problem in problems] == [
+        "policy.model_name",
+        "data.train.path",
+        "data.validation.path",
+    ]
+    drawn = ["data.train.path=null", "data.train.num_items=4", "policy.model_name=Qwen/Qwen3-0.6B"]
+    (problem,) = grpo_problems_of(*drawn, check_paths=True)
+    assert problem.startswith("data.validation.path: ")

@@ -1,0 +1,170 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The driver's side of the policy over fake workers: who gets what, and how the answers come together."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.models.policy import lm_policy
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
+from tests.support.grpo_fakes import small_config
+from tests.support.tiny_model import tiny_batch
+
+
+@dataclass
+class FakeWorkers:
+    """Two pipeline stages of each data-parallel rank; only the second stage reports.
+
+    Attributes:
+        arguments: What every worker was made with.
+        calls: Method and the workers' arguments of each call.
+    """
+
+    arguments: dict[str, Any]
+    data_parallel_size: int = 2
+
+    def __post_init__(self) -> None:
+        self.calls: list[tuple[str, Sequence[Any]]] = []
+        self.places = [
+            SimpleNamespace(
+                data_parallel_rank=rank, data_parallel_size=self.data_parallel_size, reports_loss=stage == 1
+            )
+            for stage in (0, 1)
+            for rank in range(self.data_parallel_size)
+        ]
+
+    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+        self.calls.append((method, arguments))
+        if method == "describe":
+            return [{"coordinates": place, "moe_configuration": {}} for place in self.places]
+        return [{f"weight {index}": torch.full((1,), float(index))} for index, _ in enumerate(self.places)]
+
+    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        self.calls.append((method, arguments))
+        answer = getattr(self, f"_{method}")
+        return [
+            answer(*given) if place.reports_loss else [] for place, given in zip(self.places, arguments, strict=True)
+        ]
+
+    def _generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+        return [
+            GeneratedSequence(np.array([*prompt, seed]), np.zeros(len(prompt) + 1), False, 0)
+            for prompt, seed in zip(request.prompts, request.seeds, strict=True)
+        ]
+
+    def _logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> list[torch.Tensor]:
+        """A number that tells the token and its place; rubbish on padding."""
+        assert all(not batch.extras for batch in microbatches)
+        sign = 1.0 if reference else -1.0
+        found = []
+        for batch in microbatches:
+            columns = torch.arange(batch.input_ids.shape[1])
+            values = sign * (100.0 * columns + batch.input_ids)
+            found.append(values.where(columns < batch.lengths[:, None], torch.nan))
+        return found
+
+
+def make_policy(
+    monkeypatch: pytest.MonkeyPatch, config: MasterConfig, data_parallel_size: int = 2
+) -> tuple[MegatronPolicy, FakeWorkers]:
+    made: list[FakeWorkers] = []
+
+    def start(_cluster: Any, _worker: Any, arguments: dict[str, Any], **_: Any) -> FakeWorkers:
+        made.append(FakeWorkers(arguments, data_parallel_size))
+        return made[-1]
+
+    monkeypatch.setattr(lm_policy, "WorkerGroup", start)
+    cluster: Any = None
+    return MegatronPolicy(config, cluster, seed=1, num_steps=2), made[0]
+
+
+BY_TOKENS = "train_mb_tokens: 64}"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("policy.logprob_batch_size=5", PlainBatching(5)),
+        (f"policy.sequence_packing={{enabled: true, {BY_TOKENS}", PackedBatching(64)),
+        (f"policy.dynamic_batching={{enabled: true, {BY_TOKENS}", DynamicBatching(64)),
+    ],
+)
+def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
+    policy = small_config(override).policy
+    assert choose_batching(policy, policy.logprob_batch_size) == expected
+
+
+def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, workers = make_policy(monkeypatch, small_config("policy.generation.max_batch_size=7"))
+    sampling = SamplingParameters(max_new_tokens=3)
+    prompts, seeds = tuple((index,) * (index + 1) for index in range(5)), tuple(range(50, 55))
+    found = policy.generate(GenerationRequest(prompts, seeds, sampling))
+    assert [response.token_ids.tolist() for response in found] == [
+        [*prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    method, arguments = workers.calls[-1]
+    assert method == "generate"
+    shares = [(request.prompts, request.seeds) for request, _ in arguments]
+    assert shares[0] == shares[2] == (prompts[::2], seeds[::2]), "all stages of a share get it"
+    assert shares[1] == shares[3] == (prompts[1::2], seeds[1::2])
+    assert all((request.sampling, size) == (sampling, 7) for request, size in arguments)
+
+
+def test_more_ranks_than_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = make_policy(monkeypatch, small_config("policy.train_micro_batch_size=1"), data_parallel_size=3)
+    (response,) = policy.generate(GenerationRequest(((4,),), (9,), SamplingParameters(max_new_tokens=3)))
+    assert response.token_ids.tolist() == [4, 9]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "policy.logprob_batch_size=3",
+        "policy.logprob_batch_size=1",
+        f"policy.sequence_packing={{enabled: true, {BY_TOKENS}",
+        f"policy.dynamic_batching={{enabled: true, {BY_TOKENS}",
+    ],
+)
+@pytest.mark.parametrize("num_sequences", [8, 7, 1])
+@pytest.mark.parametrize("data_parallel_size", [1, 2, 3])
+def test_logprobs_stand_at_their_places(
+    override: str, num_sequences: int, data_parallel_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config(override, "policy.train_micro_batch_size=1")
+    policy, _ = make_policy(monkeypatch, config, data_parallel_size)
+    batch = tiny_batch(4)
+    batch = replace(batch.select(range(num_sequences)), extras={"advantages": torch.zeros(num_sequences)})
+    columns = torch.arange(batch.input_ids.shape[1])
+    expected = (100.0 * columns + batch.input_ids).where(columns < batch.lengths[:, None], 0.0)
+    assert torch.equal(policy.logprobs(batch), -expected)
+    assert torch.equal(policy.reference_logprobs(batch), expected)
+
+
+def test_weights_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = make_policy(monkeypatch, small_config())
+    assert {name: tensor.item() for name, tensor in policy.weights()} == {f"weight {rank}": rank for rank in range(4)}
+
+
+@pytest.mark.parametrize(("stop_strings", "needed"), [("null", False), ("[]", False), ("['end']", True)])
+def test_workers_need_a_tokenizer_for_stop_strings_alone(
+    stop_strings: str, needed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, workers = make_policy(monkeypatch, small_config(f"policy.generation.stop_strings={stop_strings}"))
+    assert workers.arguments["decodes_text"] is needed
+    assert workers.arguments["keep_reference"] is False
+
+
+def test_a_policy_of_sft_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, workers = make_policy(monkeypatch, load_config("sft_tiny_moe.yaml", check_paths=False))
+    assert workers.arguments["decodes_text"] is False

@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe plan`: what it prints, and how it refuses."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe import cli
+
+pytestmark = pytest.mark.megatron
+
+MODEL_CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "assets" / "model_configs"
+QWEN3_30B_A3B, QWEN3_1_7B = (f"policy.model_name={MODEL_CONFIGS / name}" for name in ("Qwen3-30B-A3B", "Qwen3-1.7B"))
+MEGATRON = "policy.megatron_cfg"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = cli.main(["plan", "--config", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def values(printed: str) -> dict[str, str]:
+    """The rows of the plan: two spaces before the label, two or more behind it."""
+    rows = [line.strip().split("  ", 1) for line in printed.splitlines() if line.startswith("  ")]
+    return {row[0]: row[1].strip() for row in rows if len(row) == 2}
+
+
+def test_dense_exemplar(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)
+    assert (code, errors) == (0, "")
+    assert list(tmp_path.iterdir()) == []
+    rows = values(printed)
+    assert rows["workers"] == "8 (1 node x 8 GPUs)"
+    assert rows["data parallel (DP)"] == "8"
+    assert rows["layers of stage 0"] == "0 to 27"
+    assert rows["updates of a step"] == "1"
+    assert rows["microbatches of an update"] == "at most 64 on each data-parallel rank, by the samples' lengths"
+    assert rows["whole model"] == "1.721 billion (1,720,574,976)"
+    # 1,720,574,976 parameters: 2 bytes, 2 bytes, 12 bytes over 8 ranks.
+    assert rows["weights (bfloat16)"] == rows["gradients (bfloat16)"] == "3.44"
+    assert rows["optimizer: master weights and two moments (float32, sharded)"] == "2.58"
+    assert rows["held all the time"] == "9.46"
+    assert rows["+ while generating, 64 x 4096 tokens: key-value cache"] == "30.06"
+    assert rows["at the fullest moment, at least"] == "39.53"
+    assert not any("expert" in label or "reference" in label for label in rows)
+    assert printed.count("the model has no MoE layers: there is nothing to track\n") == 1
+    assert printed.count("by arithmetic") == 2
+
+
+def test_experts_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=4"]
+    code, printed, errors = plan(capsys, "sft.yaml", QWEN3_30B_A3B, *chosen)
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    assert rows["expert parallel (EP)"] == "4"
+    assert rows["experts of each MoE layer, a rank"] == "32 of 128"
+    assert rows["copies of the experts"] == "1"
+    assert rows["layers of stage 0"] == "0 to 23; 24 with experts"
+    assert rows["layers of stage 1"] == "24 to 47; 24 with experts"
+    assert rows["active for each token"] == "3.353 billion (3,353,032,704)"
+    # The second stage has the final norm too.
+    first, second = (rows[f"each worker of stage {stage}"].split("(")[1].split(")")[0] for stage in (0, 1))
+    assert int(second.replace(",", "")) - int(first.replace(",", "")) == 2048
+    assert rows["stage 0"] == "stage 1"
+    assert [len(row.split()) for label, row in rows.items() if label.startswith("weights")] == [2]
+    assert "  moe_router_topk: 8\n" in printed
+    assert "key-value cache" not in printed
+
+
+def test_interleaved_stages_and_plain_microbatches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(MODEL_CONFIGS.parents[2])
+    chosen = [
+        f"{MEGATRON}.pipeline_model_parallel_size=2",
+        f"{MEGATRON}.virtual_pipeline_model_parallel_size=2",
+        "policy.train_micro_batch_size=16",
+    ]
+    code, printed, errors = plan(capsys, "sft_tiny_moe.yaml", *chosen)
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    assert rows["pipeline parallel (PP)"] == "2, 2 pieces a stage"
+    assert (rows["layers of stage 0"], rows["layers of stage 1"]) == ("0, 2; 2 with experts", "1, 3; 2 with experts")
+    assert rows["microbatches of an update"] == "8 on each data-parallel rank"
+    assert "host memory of each worker, by arithmetic, in MB of 1,000,000 bytes:" in printed
+
+
+def test_reference_weights_are_told_where_there_are_any(capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, "loss_fn.reference_policy_kl_penalty=0.01")
+    assert values(printed)["in the host's memory: reference weights"] == "3.44"
+
+
+def test_forced_routing_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
+    _, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.moe_router_force_hot_rank=0")
+    assert "FORCED ROUTING" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.expert_model_parallel_size=3", "cluster.gpus_per_node=9"],
+            "policy.train_global_batch_size: got 64, expected a multiple of 9",
+        ),
+        (
+            ["sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.pipeline_model_parallel_size=32", "cluster.num_nodes=32"],
+            f"{MEGATRON}.pipeline_model_parallel_size: got 32 (x 1 virtual stages), which does not divide",
+        ),
+        (
+            ["grpo_math_1B.yaml", QWEN3_1_7B, f"{MEGATRON}.expert_model_parallel_size=2"],
+            f"{MEGATRON}.expert_model_parallel_size: got 2, expected 1: the model has no experts",
+        ),
+        (["grpo_math_1B.yaml"], "policy.model_name: got 'Qwen/Qwen3-1.7B', which is no folder here and cannot be had"),
+        (["grpo_math_1B.yaml", "policy.model_name=./nothing"], "policy.model_name: nothing not found"),
+        (["sft.yaml", QWEN3_30B_A3B, "sft.sed=1"], "sft.sed: unknown key"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, printed, errors = plan(capsys, *arguments)
+    assert (code, printed) == (2, "")
+    assert errors.startswith(f"error: {expected}")
+    assert errors.count("\n") == 1
+
+
+def test_unreadable_configuration_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
+    code, _, errors = plan(capsys, "grpo_math_1B.yaml", f"policy.model_name={tmp_path}")
+    assert code == 2
+    assert errors.startswith(f"error: policy.model_name: cannot read the configuration of '{tmp_path}': ")
+    assert errors.count("\n") == 1
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["plan", "--help"])
+    assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=" in printed
+    assert "without starting it" in printed
