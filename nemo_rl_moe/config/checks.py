@@ -249,7 +249,9 @@ def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
 def warmup_ends_within_the_run(config: SFTMasterConfig) -> Iterator[str]:
     """Without a decay length of its own, the schedule ends with the run."""
     scheduler, steps = config.policy.megatron_cfg.scheduler, config.sft.max_num_steps
-    if scheduler.lr_decay_iters is None and steps is not None and scheduler.lr_warmup_iters >= steps:
+    if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
+        return
+    if scheduler.lr_warmup_iters >= steps:
         yield (
             f"{MEGATRON}.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than"
             f" sft.max_num_steps = {steps} (lr_decay_iters is null)"

@@ -83,6 +83,13 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
             yield f"data.{name}.num_items: null, expected how many prompts to draw, as data.{name}.path is null"
 
 
+def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[str]:
+    """Otherwise every prompt would be the same."""
+    template = config.data.prompt_template
+    if template is not None and "{prompt}" not in template:
+        yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
+
+
 def validation_has_prompts(config: GRPOMasterConfig) -> Iterator[str]:
     """Validation at any time needs held-out prompts."""
     if config.data.validation is not None:
@@ -96,7 +103,7 @@ def validation_has_prompts(config: GRPOMasterConfig) -> Iterator[str]:
 def warmup_ends_within_the_run(config: GRPOMasterConfig) -> Iterator[str]:
     """Without a decay length of its own, the schedule ends with the run."""
     scheduler, steps = config.policy.megatron_cfg.scheduler, config.grpo.max_num_steps
-    if scheduler.lr_decay_iters is not None or steps is None:
+    if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
         return
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     updates = steps * max(1, samples // config.policy.train_global_batch_size)
@@ -119,6 +126,7 @@ GRPO_RULES = (
     dual_clip_has_a_surrogate,
     environment_has_its_section,
     prompts_have_a_source,
+    template_has_a_place_for_the_prompt,
     validation_has_prompts,
     warmup_ends_within_the_run,
 )

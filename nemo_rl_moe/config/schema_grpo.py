@@ -200,6 +200,8 @@ class PromptDataConfig(StrictModel):
     """The prompts that are held out; null: no validation."""
     prompt_key: Text
     """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects."""
+    prompt_template: Text | None
+    """What the user's last turn becomes, with the prompt in place of `{prompt}`; null: the prompt as it is."""
     answer_key: Text
     """Key of a record that holds the right answer. Dots reach into objects."""
     on_bad_line: Literal["stop", "skip"]

@@ -64,7 +64,11 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
         if messages[-1]["role"] != "user":
             role = messages[-1]["role"]
             raise RecordError(f"{data.prompt_key} ends in a turn of role {role!r}, expected user: a model answers it")
-        complete = {"question": text_of(messages), **record, "answer": _answer(record, data.answer_key, env.name)}
+        question = text_of(messages)
+        if data.prompt_template is not None:
+            asked = data.prompt_template.replace("{prompt}", messages[-1]["content"])
+            messages[-1] = {**messages[-1], "content": asked}
+        complete = {"question": question, **record, "answer": _answer(record, data.answer_key, env.name)}
         if env.name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
             raise RecordError(
                 f"metadata is {kind_of(record['metadata'])}, expected an object"

@@ -99,6 +99,9 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_step
     """
     chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
     decay_steps = chosen.lr_decay_iters or num_steps
+    if chosen.lr_decay_style == "constant":
+        # Nothing decays: a short trial run sees the beginning of the long one's warm-up.
+        decay_steps = max(decay_steps, chosen.lr_warmup_iters + 1)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

@@ -75,6 +75,11 @@ BROKEN = [
         "data.validation.num_items: null, expected how many prompts to draw, as data.validation.path is null",
     ),
     (
+        ("data.prompt_template=Think.",),
+        "template_has_a_place_for_the_prompt",
+        "data.prompt_template: got 'Think.', expected a text with {prompt} in it, or null",
+    ),
+    (
         ("data.validation=null", "grpo.val_at_start=false", "grpo.val_at_end=false"),
         "validation_has_prompts",
         "grpo.val_period: 10 needs data.validation, which is null; set 0 or name the data",
@@ -85,7 +90,7 @@ BROKEN = [
         "grpo.val_at_end: true needs data.validation, which is null; set false or name the data",
     ),
     (
-        ("grpo.max_num_steps=5",),
+        ("grpo.max_num_steps=5", f"{WARMUP.replace('lr_warmup_iters', 'lr_decay_style')}=cosine"),
         "warmup_ends_within_the_run",
         f"{WARMUP}: got 5, expected less than the 5 optimizer steps of grpo.max_num_steps = 5 (lr_decay_iters is null)",
     ),

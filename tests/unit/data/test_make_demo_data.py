@@ -185,7 +185,13 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
     )
     source = PromptSourceConfig(path=str(tmp_path / "validation_prompts.jsonl"), split="train", num_items=None, seed=0)
     data = PromptDataConfig(
-        train=source, validation=None, prompt_key="prompt", answer_key="answer", on_bad_line="stop", shuffle=True
+        train=source,
+        validation=None,
+        prompt_key="prompt",
+        prompt_template=None,
+        answer_key="answer",
+        on_bad_line="stop",
+        shuffle=True,
     )
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
     assert (len(prompts), prompts.report.num_too_long) == (100, 0)

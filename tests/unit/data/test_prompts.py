@@ -36,6 +36,7 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         "num_items": None,
         "seed": 0,
         "prompt_key": "prompt",
+        "prompt_template": None,
         "answer_key": "answer",
         "on_bad_line": "stop",
         "shuffle": True,
@@ -258,3 +259,11 @@ def test_too_few_prompts():
     assert error.value.problems == [
         "grpo.num_prompts_per_step: got 4, but the training data has only 3 prompts that can be used"
     ]
+
+
+def test_template_goes_around_the_last_turn(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    path = write_jsonl({"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"})
+    first, second = load(demo_tokenizer, path, prompt_template="3+{prompt}")
+    assert (first.text, second.text) == ("3+1+1=", "3+2+2=")
+    # The environment sees the question as the data have it.
+    assert first.record["question"] == "1+1="
