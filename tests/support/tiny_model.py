@@ -3,14 +3,15 @@
 """A model, a batch and a configuration small enough for a test, and the frame that a rank runs a test's code in."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import Qwen3MoeConfig
 
-from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.loading import load_config, load_grpo_config
+from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
@@ -61,12 +62,24 @@ def tiny_policy(world_size: int = 1, **changes: Any) -> PolicyConfig:
         changes: Keys of `policy` or, where it has none of that name, of `policy.megatron_cfg`; two underscores for a
             dot.
     """
+    overrides = _overrides(PolicyConfig, world_size, changes)
+    return load_config("examples/configs/sft_tiny_moe.yaml", overrides, check_paths=False).policy
+
+
+def tiny_grpo_policy(world_size: int = 1, **changes: Any) -> GRPOPolicyConfig:
+    """The tiny GRPO exemplar's policy with the same settings for tests, with keys of GRPO besides."""
+    overrides = _overrides(GRPOPolicyConfig, world_size, changes)
+    overrides += ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2"]
+    return load_grpo_config("examples/configs/grpo_tiny_moe.yaml", overrides, check_paths=False).policy
+
+
+def _overrides(schema: type[PolicyConfig], world_size: int, changes: Mapping[str, Any]) -> list[str]:
     overrides = [*_TEST_SETTINGS, f"cluster.cpu_workers_per_node={world_size}"]
     for name, value in changes.items():
         top = name.split("__")[0]
-        section = "policy" if top in PolicyConfig.model_fields else "policy.megatron_cfg"
+        section = "policy" if top in schema.model_fields else "policy.megatron_cfg"
         overrides.append(f"{section}.{name.replace('__', '.')}={_as_yaml(value)}")
-    return load_config("examples/configs/sft_tiny_moe.yaml", overrides, check_paths=False).policy
+    return overrides
 
 
 def _as_yaml(value: Any) -> str:

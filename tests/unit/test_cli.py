@@ -91,7 +91,7 @@ def test_how_a_run_ends_is_told_by_message_and_code(
     def failing_run(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(cli, "_run_sft", failing_run)
+    monkeypatch.setitem(cli._COMMANDS, "sft", failing_run)
     assert cli.main(["sft", "--config", "sft_tiny_moe.yaml"]) == code
     assert capsys.readouterr().err == shown
 
@@ -100,7 +100,7 @@ def test_a_bug_keeps_its_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing_run(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_run_sft", failing_run)
+    monkeypatch.setitem(cli._COMMANDS, "sft", failing_run)
     with pytest.raises(ZeroDivisionError):
         cli.main(["sft", "--config", "sft_tiny_moe.yaml"])
 

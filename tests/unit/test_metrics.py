@@ -11,7 +11,13 @@ VALUES = (0.5, -2.0, 4.0, 1.5)
 
 @pytest.mark.parametrize(
     ("reduction", "expected"),
-    [(Reduction.SUM, 4.0), (Reduction.MEAN, 1.0), (Reduction.MIN, -2.0), (Reduction.MAX, 4.0)],
+    [
+        (Reduction.SUM, 4.0),
+        (Reduction.SHARE, 4.0),
+        (Reduction.MEAN, 1.0),
+        (Reduction.MIN, -2.0),
+        (Reduction.MAX, 4.0),
+    ],
 )
 def test_reduce(reduction: Reduction, expected: float) -> None:
     assert MetricSeries(VALUES, reduction).reduce() == expected

@@ -1,17 +1,18 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the microbatches of a global batch through Megatron-Core's schedule, with a loss function of this project."""
+"""Runs microbatches through Megatron-Core's schedule: to train, to measure, or for log-probabilities alone."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
+from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.megatron.corrections import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.microbatch import (
@@ -21,7 +22,11 @@ from nemo_rl_moe.models.megatron.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
-from nemo_rl_moe.models.megatron.token_statistics import token_statistics
+from nemo_rl_moe.models.megatron.token_statistics import (
+    TokenStatistics,
+    hidden_states_only,
+    token_statistics_in_pieces,
+)
 from nemo_rl_moe.models.policy.interfaces import LossFunction, LossInputs
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
@@ -30,9 +35,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 MicrobatchMetrics = dict[str, tuple[Tensor, Reduction]]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,7 @@ class ForwardBackward:
         packed: Sequences are packed, not padded.
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
         device: Where the model lives.
+        temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
         recorder: Hears of every training forward; None when nothing is tracked.
     """
 
@@ -51,33 +58,82 @@ class ForwardBackward:
     packed: bool
     explicit_mask: bool
     device: torch.device
+    temperature: float = 1.0
     recorder: ExpertLoadRecorder | None = None
 
-    def __call__(
+    def train(
         self,
         chunks: Sequence[MegatronModule],
         shard: GlobalBatchShard,
         loss_function: LossFunction,
-        *,
-        forward_only: bool,
         first_microbatch: int = 0,
     ) -> list[MicrobatchMetrics]:
-        """One forward (and backward) pass over all microbatches.
+        """One forward and backward pass over all microbatches.
 
         Args:
             chunks: This rank's model chunks.
             shard: The microbatches.
-            loss_function: What is trained or measured.
-            forward_only: No backward pass, and log-probabilities and greedy matches instead of the loss alone.
+            loss_function: What is trained.
             first_microbatch: The number that the recorder knows the first microbatch by.
 
         Returns:
             The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
         """
-        microbatches = self._prepare(shard)
+        step = partial(self._training_step, shard, loss_function)
+        return self._run(chunks, shard.microbatches, step, first_microbatch=first_microbatch, forward_only=False)
+
+    def evaluate(
+        self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
+    ) -> list[MicrobatchMetrics]:
+        """Forward passes only; the loss function gets greedy matches besides.
+
+        Returns:
+            As `train`.
+        """
+
+        def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
+            outputs = loss_function(_loss_inputs(shard, microbatch, statistics.logprobs, statistics.greedy_matches))
+            return outputs.metrics | {"loss": (outputs.loss, Reduction.SHARE)}
+
+        return self._run_forward(chunks, shard.microbatches, measure)
+
+    def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Forward passes only.
+
+        Returns:
+            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`; 0 for
+            a sequence's first token, any number on padding. Empty but on the last pipeline stage.
+        """
+
+        def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
+            return torch.nn.functional.pad(microbatch.per_sequence(statistics.logprobs), (1, 0))
+
+        return self._run_forward(chunks, microbatches, collect)
+
+    def _run_forward(
+        self,
+        chunks: Sequence[MegatronModule],
+        microbatches: Sequence[TokenBatch],
+        measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
+    ) -> list[Result]:
+        bare = [unwrap_model(chunk) for chunk in chunks]
+        with hidden_states_only(bare):
+            step = partial(self._forward_step, measure)
+            return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
+
+    def _run(
+        self,
+        chunks: Sequence[MegatronModule],
+        token_batches: Sequence[TokenBatch],
+        step: Callable[..., Any],
+        *,
+        first_microbatch: int,
+        forward_only: bool,
+    ) -> list[Any]:
+        microbatches = self._prepare(token_batches)
         iterators = [enumerate(microbatches, start=first_microbatch) for _ in chunks]
-        results: list[MicrobatchMetrics] = get_forward_backward_func()(
-            forward_step_func=partial(self._forward_step, shard, loss_function, forward_only),
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
@@ -87,36 +143,44 @@ class ForwardBackward:
         )
         return results
 
-    def _prepare(self, shard: GlobalBatchShard) -> list[ModelMicrobatch]:
+    def _prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         shape = MicrobatchShape(multiple)
         if self.config.pipeline_model_parallel_size > 1:
-            shape = common_shape(shard.microbatches, packed=self.packed, column_multiple=multiple)
+            shape = common_shape(token_batches, packed=self.packed, column_multiple=multiple)
         make = pack_microbatch if self.packed else pad_microbatch
-        return [make(batch, shape, self.device) for batch in shard.microbatches]
+        return [make(batch, shape, self.device) for batch in token_batches]
 
-    def _forward_step(
+    def _training_step(
         self,
         shard: GlobalBatchShard,
         loss_function: LossFunction,
-        forward_only: bool,
         data_iterator: Iterator[tuple[int, ModelMicrobatch]],
         model: MegatronModule,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, MicrobatchMetrics]]]:
         number, microbatch = next(data_iterator)
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
-        with self._recording(chunk, number, forward_only):
-            output = self._run_model(model, microbatch, labels=None if forward_only else microbatch.labels)
-        if forward_only:
-            return output, partial(self._evaluate_loss, shard, loss_function, microbatch, model)
+        with nullcontext() if self.recorder is None else self.recorder.training_forward(chunk, number):
+            output = self._run_model(model, microbatch, labels=microbatch.labels)
         if self.recorder is not None:
             self.recorder.watch_backward(output, chunk, number)
-        return output, partial(self._training_loss, shard, loss_function, microbatch)
+        return output, partial(_training_loss, shard, loss_function, microbatch)
 
-    def _recording(self, chunk: int, number: int, forward_only: bool) -> AbstractContextManager[None]:
-        if self.recorder is None or forward_only:
-            return nullcontext()
-        return self.recorder.training_forward(chunk, number)
+    def _forward_step(
+        self,
+        measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
+        data_iterator: Iterator[tuple[int, ModelMicrobatch]],
+        model: MegatronModule,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Result]]]:
+        _, microbatch = next(data_iterator)
+
+        def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
+            bare = unwrap_model(model)
+            statistics = token_statistics_in_pieces(bare, hidden_states, microbatch.labels, self.temperature)
+            # The schedule divides the loss that it is given in place, and does nothing else with this one.
+            return hidden_states.new_zeros(()), measure(microbatch, statistics)
+
+        return self._run_model(model, microbatch, labels=None), finish
 
     def _run_model(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
         padding_mask = microbatch.padding_mask
@@ -143,34 +207,19 @@ class ForwardBackward:
         length = microbatch.input_ids.shape[1]
         return torch.ones(length, length, dtype=torch.bool, device=self.device).triu_(1)[None, None]
 
-    def _training_loss(
-        self, shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
-    ) -> tuple[Tensor, MicrobatchMetrics]:
-        outputs = loss_function(_loss_inputs(shard, microbatch, logprobs=-output, greedy_matches=None))
-        # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the
-        # loss is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
-        scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
-        return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SUM)}
 
-    def _evaluate_loss(
-        self,
-        shard: GlobalBatchShard,
-        loss_function: LossFunction,
-        microbatch: ModelMicrobatch,
-        model: MegatronModule,
-        output: Tensor,
-    ) -> tuple[Tensor, MicrobatchMetrics]:
-        logits = get_attr_wrapped_model(model, "mask_logits")(output)
-        statistics = token_statistics(logits, microbatch.labels, parallel_state.get_tensor_model_parallel_group())
-        outputs = loss_function(
-            _loss_inputs(shard, microbatch, logprobs=statistics.logprobs, greedy_matches=statistics.greedy_matches)
-        )
-        # The schedule divides the returned loss in place, so the metric gets a copy.
-        return outputs.loss.clone(), outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SUM)}
+def _training_loss(
+    shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
+) -> tuple[Tensor, MicrobatchMetrics]:
+    outputs = loss_function(_loss_inputs(shard, microbatch, logprobs=-output))
+    # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
+    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
+    scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
+    return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SHARE)}
 
 
 def _loss_inputs(
-    shard: GlobalBatchShard, microbatch: ModelMicrobatch, *, logprobs: Tensor, greedy_matches: Tensor | None
+    shard: GlobalBatchShard, microbatch: ModelMicrobatch, logprobs: Tensor, greedy_matches: Tensor | None = None
 ) -> LossInputs:
     return LossInputs(
         logprobs=microbatch.per_sequence(logprobs),
@@ -178,7 +227,8 @@ def _loss_inputs(
         global_valid_tokens=shard.global_valid_tokens,
         global_sequences=shard.global_sequences,
         greedy_matches=None if greedy_matches is None else microbatch.per_sequence(greedy_matches),
-        extras=microbatch.batch.extras,
+        # Like the mask, what there is one of for each token is brought in line with the targets.
+        extras={name: value if value.ndim == 1 else value[:, 1:] for name, value in microbatch.batch.extras.items()},
     )
 
 

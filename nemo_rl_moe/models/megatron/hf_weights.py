@@ -79,7 +79,7 @@ def save_weights(
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
     dist.barrier()
-    shard = dict(_tensors_to_write(chunks, config, hf_config))
+    shard = dict(tensors_of_this_rank(chunks, config, hf_config))
     shards: list[dict[str, int] | None] = [None] * dist.get_world_size()
     dist.all_gather_object(shards, {name: tensor.nbytes for name, tensor in shard.items()})
     writers = [rank for rank, tensors in enumerate(shards) if tensors]
@@ -105,9 +105,10 @@ def save_weights(
     dist.barrier()
 
 
-def _tensors_to_write(
+def tensors_of_this_rank(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and full tensors on the host; over all ranks, each once. Every rank runs it to its end."""
     family = family_of(hf_config)
     for piece in parameter_pieces(chunks, config):
         full = _gather_shards(piece)

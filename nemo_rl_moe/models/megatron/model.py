@@ -28,17 +28,35 @@ def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> i
     return -(-vocabulary_size // tensor_parallel_size) * tensor_parallel_size
 
 
-class _MaskedVocabulary:
-    """Leaves the padded rows of the vocabulary out of every softmax, so that tensor parallelism changes no number.
+class _PolicyOutput:
+    """What this project changes at the end of a GPTModel; mixed into its classes.
 
-    Mixed into a GPTModel class; `real_vocabulary_size` is set after construction.
+    - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
+    - Logits are divided by the temperature that responses are sampled with: the policy that is trained is the one that
+      they were drawn from.
+    - A forward pass can end before the output layer, for those who compute logits a piece at a time.
+
+    Attributes:
+        real_vocabulary_size: Without padding.
+        temperature: Divides the logits in the loss.
+        returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
     """
 
     real_vocabulary_size: int
+    temperature: float = 1.0
+    returns_hidden_states: bool = False
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Negative log-probability of each label, [batch, sequence]."""
-        return super().compute_language_model_loss(labels, self.mask_logits(logits))  # type: ignore[misc]
+        logits = self.mask_logits(logits)
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.returns_hidden_states:
+            return hidden_states
+        return super()._postprocess(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def mask_logits(self, logits: Tensor) -> Tensor:
         """Sets the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""
@@ -50,11 +68,11 @@ class _MaskedVocabulary:
         return logits.masked_fill(padded, torch.finfo(logits.dtype).min)
 
 
-class PolicyGPTModel(_MaskedVocabulary, GPTModel):
-    """Megatron-Core's GPTModel with padded vocabulary rows masked."""
+class PolicyGPTModel(_PolicyOutput, GPTModel):
+    """Megatron-Core's GPTModel with what this project changes at its end."""
 
 
-class FastPolicyGPTModel(_MaskedVocabulary, FastGPTModel):
+class FastPolicyGPTModel(_PolicyOutput, FastGPTModel):
     """The same with this project's modules for machines without Transformer Engine."""
 
 

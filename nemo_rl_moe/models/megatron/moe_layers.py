@@ -35,11 +35,16 @@ def moe_layer_indices(config: TransformerConfig) -> list[int]:
     return [index for index, has_experts in enumerate(pattern) if has_experts]
 
 
-def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
-    """For each model chunk of a pipeline stage, the positions of its layers in `moe_layer_indices`."""
+def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
+    """For each model chunk of a pipeline stage, the global 0-based indices of its decoder layers."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layers_of_chunk = config.num_layers // (stages * chunks)
-    positions = {index: position for position, index in enumerate(moe_layer_indices(config))}
     # Interleaved: the first chunks of all stages hold the first layers, then come the second chunks.
     starts = [(chunk * stages + pipeline_rank) * layers_of_chunk for chunk in range(chunks)]
-    return [[positions[i] for i in range(start, start + layers_of_chunk) if i in positions] for start in starts]
+    return [range(start, start + layers_of_chunk) for start in starts]
+
+
+def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
+    """For each model chunk of a pipeline stage, the positions of its layers in `moe_layer_indices`."""
+    positions = {index: position for position, index in enumerate(moe_layer_indices(config))}
+    return [[positions[i] for i in layers if i in positions] for layers in layers_of_chunks(config, pipeline_rank)]

@@ -1,12 +1,24 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and greedy matches from logits that are cut along the vocabulary."""
+"""Log-probabilities and greedy matches from logits that are cut along the vocabulary, a piece at a time."""
 
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+LOGITS_AT_ONCE = 2**24
+"""Most float32 logits that exist at a time: 64 MiB."""
 
 
 class TokenStatistics(NamedTuple):
@@ -14,6 +26,46 @@ class TokenStatistics(NamedTuple):
 
     logprobs: Float[Tensor, "rows columns"]
     greedy_matches: Bool[Tensor, "rows columns"]
+
+
+@contextmanager
+def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
+    """While open, the model chunks end before the output layer."""
+    for chunk in chunks:
+        chunk.returns_hidden_states = True
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.returns_hidden_states = False
+
+
+def token_statistics_in_pieces(
+    model: Any,
+    hidden_states: Float[Tensor, "local_columns rows hidden"],
+    labels: Int[Tensor, "rows columns"],
+    temperature: float = 1.0,
+) -> TokenStatistics:
+    """Log-softmax at the labels without ever holding the logits of all tokens.
+
+    Args:
+        model: The GPTModel chunk that holds the output layer.
+        hidden_states: What it returns under `hidden_states_only`; with sequence parallelism this rank's columns.
+        labels: Global token ids.
+        temperature: Divides the logits.
+    """
+    if model.config.sequence_parallel:
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+    shared = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    columns = max(1, LOGITS_AT_ONCE // (hidden_states.shape[1] * weight.shape[0]))
+    group = parallel_state.get_tensor_model_parallel_group()
+    pieces = []
+    for hidden, targets in zip(hidden_states.split(columns), labels.T.split(columns), strict=True):
+        # Around a bfloat16 model, Megatron-Core turns whatever comes out of it into float32.
+        logits = model.mask_logits(torch.nn.functional.linear(hidden.to(weight.dtype), weight)).float()
+        pieces.append(token_statistics(logits if temperature == 1.0 else logits / temperature, targets, group))
+    return TokenStatistics(*(torch.cat(parts).T for parts in zip(*pieces, strict=True)))
 
 
 def token_statistics(

@@ -10,17 +10,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
-from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.megatron import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.forced_routing import force_routing
 from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
-from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights
+from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.model import build_model_chunks
 from nemo_rl_moe.models.megatron.moe_report import MoEReport, MoEReportOptions, collect_moe_report
 from nemo_rl_moe.models.megatron.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
 from nemo_rl_moe.models.megatron.random_init import initialize_weights
+from nemo_rl_moe.models.megatron.reference_weights import ReferenceWeights
 from nemo_rl_moe.models.megatron.routing_recorder import attach_recorder
 from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad, LossFunction
@@ -50,16 +55,30 @@ class RankTrainResult:
 
 
 class MegatronTrainer:
-    """Trains one rank's part of the model with Megatron-Core.
+    """Trains one rank's part of the model with Megatron-Core, and generates and measures with the same weights.
 
     Args:
         policy: The `policy` section of the configuration.
         hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
+        tokenizer: Needed where weights are saved and where responses end with stop strings.
+        keep_reference: Keep the first weights as the reference model.
+
+    Attributes:
+        num_updates: Optimizer steps done: the version of the weights.
     """
 
-    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None, num_steps: int):
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        hf_config: Any,
+        weights_folder: Path | None,
+        num_steps: int,
+        *,
+        tokenizer: Any = None,
+        keep_reference: bool = False,
+    ):
         self.policy, self.hf_config = policy, hf_config
         self.device = project_parallel_state.device()
         self.coordinates = project_parallel_state.parallel_coordinates()
@@ -69,18 +88,26 @@ class MegatronTrainer:
             initialize_weights(self.chunks, self.config, hf_config, policy.init_seed)
         else:
             load_weights(self.chunks, self.config, hf_config, weights_folder)
+        temperature = policy.generation.temperature if isinstance(policy, GRPOPolicyConfig) else 1.0
+        for chunk in self.chunks:
+            chunk.temperature = temperature
         self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
         force_routing(self.chunks, self.config)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
+        self._tokenizer = tokenizer
+        self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
+        self._reference = ReferenceWeights(self.chunks) if keep_reference else None
+        self.num_updates = 0
         self._calls = 0
         self._forward_backward = ForwardBackward(
             config=self.config,
             packed=policy.sequence_packing.enabled,
             explicit_mask=policy.megatron_cfg.layer_spec == "local",
             device=self.device,
+            temperature=temperature,
             recorder=self._recorder,
         )
 
@@ -96,20 +123,20 @@ class MegatronTrainer:
         for shard in shards:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
-            self.optimizer.zero_grad()
-            results += self._forward_backward(
-                self.ddp_chunks, shard, loss_function, forward_only=False, first_microbatch=done
-            )
+            results += self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
             done += len(shard.microbatches)
             _, grad_norm, _ = self.optimizer.step()
+            # Its float32 copies of gradients would be held while responses are generated.
+            self.optimizer.zero_grad()
             grad_norms.append(float(grad_norm))
             lr = float(self.optimizer.param_groups[0]["lr"])
             self.scheduler.step(1)
+            self.num_updates += 1
         self._calls += 1
         report = self._moe_report(num_microbatches)
-        series = self._series(results)
+        series = self._series(results, num_global_batches=len(shards))
         return RankTrainResult(
-            global_loss=self._sum_over_ranks(series) / len(shards),
+            global_loss=self._sum_over_ranks(series),
             grad_norm=sum(grad_norms) / len(grad_norms),
             lr=lr,
             num_microbatches=num_microbatches,
@@ -121,15 +148,45 @@ class MegatronTrainer:
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
-        for chunk in self.ddp_chunks:
-            chunk.eval()
+        self._evaluation_mode()
         with torch.no_grad():
-            results = self._forward_backward(self.ddp_chunks, shard, loss_function, forward_only=True)
+            results = self._forward_backward.evaluate(self.ddp_chunks, shard, loss_function)
         return self._series(results)
 
-    def save_weights(self, tokenizer: Any, folder: Path) -> None:
+    def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Forward passes only.
+
+        Returns:
+            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
+            the host; empty where no loss is computed.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.logprobs(self.ddp_chunks, microbatches)
+        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """`logprobs` of the weights that the run began with."""
+        assert self._reference is not None  # the run keeps one wherever its loss needs it
+        with self._reference.in_place():
+            return self.logprobs(microbatches)
+
+    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+        """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
+        self._evaluation_mode()
+        return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
+
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
+        return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
+
+    def save_weights(self, folder: Path) -> None:
         """Writes the weights as a Hugging Face folder. Every rank calls it."""
-        save_weights(self.chunks, self.config, self.hf_config, tokenizer, folder)
+        save_weights(self.chunks, self.config, self.hf_config, self._tokenizer, folder)
+
+    def _evaluation_mode(self) -> None:
+        for chunk in self.ddp_chunks:
+            chunk.eval()
 
     def _moe_report(self, num_microbatches: int) -> MoEReport:
         if not self.policy.megatron_cfg.track_moe_metrics:
@@ -154,13 +211,15 @@ class MegatronTrainer:
             what_if_expert_parallel_sizes=tuple(chosen.what_if_expert_parallel_sizes),
         )
 
-    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
+    def _series(self, results: Sequence[Any], num_global_batches: int = 1) -> dict[str, MetricSeries]:
         if not self.coordinates.reports_loss:
             return {}
-        return {
-            name: MetricSeries(tuple(values), reduction)
-            for name, (values, reduction) in metrics_to_host(results).items()
-        }
+        series = {}
+        for name, (values, reduction) in metrics_to_host(results).items():
+            # Every global batch has its own mean to share in; all of them count the same.
+            divisor = num_global_batches if reduction is Reduction.SHARE else 1
+            series[name] = MetricSeries(tuple(value / divisor for value in values), reduction)
+        return series
 
     def _sum_over_ranks(self, series: dict[str, MetricSeries]) -> float:
         own = series["loss"].reduce() if "loss" in series else 0.0

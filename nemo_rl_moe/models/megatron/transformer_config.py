@@ -96,10 +96,12 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         for name in chosen
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
-    fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
-    problems += _problems_with_layers(fields) + _problems_with_hot_rank(fields)
-    if chosen.get("moe_grouped_gemm") and not use_transformer_engine(policy):
-        problems.append("policy.megatron_cfg.moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
+    problems += _problems_with_layers(fields)
+    if "num_moe_experts" in fields:
+        fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
+        problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
+    else:
+        problems += _problems_without_experts(policy)
     if problems:
         raise ConfigurationError(problems)
     added = {
@@ -120,18 +122,13 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     """Combinations of the model's sizes and the layout that cannot be cut evenly."""
     tensor, pipeline = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
-    virtual, expert = fields["virtual_pipeline_model_parallel_size"] or 1, fields["expert_model_parallel_size"]
+    virtual = fields["virtual_pipeline_model_parallel_size"] or 1
     key = "policy.megatron_cfg."
     problems = []
     if fields["num_layers"] % (pipeline * virtual):
         problems.append(
             f"{key}pipeline_model_parallel_size: got {pipeline} (x {virtual} virtual stages), which does not divide "
             f"the model's {fields['num_layers']} layers"
-        )
-    if fields["num_moe_experts"] % expert:
-        problems.append(
-            f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's "
-            f"{fields['num_moe_experts']} experts"
         )
     heads = {"query": fields["num_attention_heads"], "key and value": fields["num_query_groups"]}
     problems += [
@@ -142,19 +139,46 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _problems_with_hot_rank(fields: dict[str, Any]) -> list[str]:
-    """A token that goes to k experts needs k of them on the hot rank."""
-    experts_of_rank = fields["num_moe_experts"] // fields["expert_model_parallel_size"]
-    if fields["moe_router_force_hot_rank"] is None or fields["moe_router_topk"] <= experts_of_rank:
-        return []
-    return [
-        f"policy.megatron_cfg.moe_router_force_hot_rank: each rank holds {experts_of_rank} experts of a layer, fewer "
-        f"than the {fields['moe_router_topk']} that each token goes to; use a smaller expert_model_parallel_size"
-    ]
+def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:
+    """Experts that cannot be dealt out evenly, are too few for forced routing, or lack the kernels asked for."""
+    expert, experts = fields["expert_model_parallel_size"], fields["num_moe_experts"]
+    topk = fields["moe_router_topk"]
+    key = "policy.megatron_cfg."
+    problems = []
+    if experts % expert:
+        problems.append(
+            f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's {experts} experts"
+        )
+    # A token that goes to k experts needs k of them on the hot rank.
+    if fields["moe_router_force_hot_rank"] is not None and topk > experts // expert:
+        problems.append(
+            f"{key}moe_router_force_hot_rank: each rank holds {experts // expert} experts of a layer, fewer "
+            f"than the {topk} that each token goes to; use a smaller expert_model_parallel_size"
+        )
+    if fields["moe_grouped_gemm"] and not grouped_kernels:
+        problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
+    return problems
+
+
+def _problems_without_experts(policy: PolicyConfig) -> list[str]:
+    """Settings that call for experts. A `moe_*` field of a dense model is not one: inherited, it just has no effect."""
+    megatron = policy.megatron_cfg
+    expert, hot_rank = megatron.expert_model_parallel_size, megatron.moe_router_force_hot_rank
+    key, why = "policy.megatron_cfg.", "the model has no experts"
+    problems = []
+    if expert > 1:
+        problems.append(f"{key}expert_model_parallel_size: got {expert}, expected 1: {why}")
+    if hot_rank is not None:
+        problems.append(f"{key}moe_router_force_hot_rank: got {hot_rank}, expected null: {why}")
+    if megatron.activation_checkpointing == "moe":
+        problems.append(f"{key}activation_checkpointing: got 'moe', expected none or full: {why}")
+    return problems
 
 
 def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
-    """The router and expert settings that are really in force, whoever set them."""
+    """The router and expert settings that are really in force, whoever set them; empty for a model without experts."""
+    if config.num_moe_experts is None:
+        return {}
     names = [
         name for name in sorted(transformer_config_fields()) if name.startswith("moe_") or name == "num_moe_experts"
     ]

@@ -29,7 +29,7 @@ class DispatchFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Adds up the gradients of each token's k rows: a gather, which is faster than scattered additions."""
         (place,) = ctx.saved_tensors
-        return _gather_sum(grad, place), None, None
+        return gather_sum(grad, place), None, None
 
 
 class CombineFunction(torch.autograd.Function):
@@ -39,7 +39,7 @@ class CombineFunction(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, source: Tensor, place: Tensor) -> Tensor:
         """The reverse of `DispatchFunction`, with the same two index tensors."""
         ctx.save_for_backward(source)
-        return _gather_sum(rows, place)
+        return gather_sum(rows, place)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -48,7 +48,8 @@ class CombineFunction(torch.autograd.Function):
         return grad.index_select(0, source), None, None
 
 
-def _gather_sum(rows: Tensor, place: Tensor) -> Tensor:
+def gather_sum(rows: Tensor, place: Tensor) -> Tensor:
+    """The sum of each token's rows; `place` `[tokens, k]` says which they are."""
     return rows.index_select(0, place.reshape(-1)).view(*place.shape, rows.size(-1)).sum(1)
 
 

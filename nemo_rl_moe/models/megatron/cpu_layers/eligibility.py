@@ -5,6 +5,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
@@ -12,7 +13,9 @@ from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megat
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-FastModule = Literal["norm", "linear", "core_attention", "self_attention", "experts", "local_routing", "cross_entropy"]
+FastModule = Literal[
+    "norm", "linear", "core_attention", "self_attention", "experts", "local_routing", "cross_entropy", "cached_forward"
+]
 
 # Field to the one value that is supported. A field that a version of Megatron-Core lacks counts as having that value.
 _EVERYWHERE: Mapping[str, Any] = {
@@ -100,6 +103,17 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         "moe_z_loss_coeff": None,
     },
     "cross_entropy": {"tensor_model_parallel_size": 1, "cross_entropy_loss_fusion": False},
+    "cached_forward": {
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "apply_residual_connection_post_layernorm": False,
+        # Padding would take the places of real tokens at experts that take only so many.
+        "moe_expert_capacity_factor": None,
+        "fp32_residual_connection": False,
+        # In other types every rounding would have to be that of training: a near tie in a router can flip.
+        "params_dtype": torch.float32,
+        "use_mup": False,
+    },
 }
 
 

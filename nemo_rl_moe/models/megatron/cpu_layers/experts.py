@@ -23,19 +23,19 @@ class ExpertProducts:
     """Products of the rows of each expert, which lie one after another.
 
     Args:
-        tokens_per_expert: `[experts]`.
+        ends: Where each expert's rows end, `[experts]`, int32.
         rows: A tensor of the type and the number of the rows.
         widths: Sizes of the last dimensions of all operands.
     """
 
-    def __init__(self, tokens_per_expert: Tensor, rows: Tensor, widths: tuple[int, ...]):
+    def __init__(self, ends: Tensor, rows: Tensor, widths: tuple[int, ...]):
         # torch's grouped product wants every line of a matrix to be a multiple of 16 bytes, and some rows.
         aligned = all(width * rows.element_size() % 16 == 0 for width in widths)
         self._offsets = None
         if rows.size(0) and aligned and rows.dtype in _GROUPED_TYPES:
-            self._offsets = tokens_per_expert.cumsum(0).to(torch.int32)
+            self._offsets = ends
         else:
-            self._counts = tokens_per_expert.tolist()
+            self._counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     def with_weights(self, rows: Tensor, weights: Tensor) -> Tensor:
         """`[rows, inner]` times its expert's matrix of `[experts, inner, outer]`."""
@@ -64,7 +64,7 @@ class SwigluExpertsFunction(torch.autograd.Function):
     ) -> Tensor:
         """Returns `probs * silu(gate) * up` through the second weight, `[tokens, hidden]`."""
         widths = (tokens.size(1), weights_1.size(1), weights_2.size(2))
-        products = ExpertProducts(tokens_per_expert, tokens, widths)
+        products = ExpertProducts(tokens_per_expert.cumsum(0).to(torch.int32), tokens, widths)
         gate_up = products.with_weights(tokens, weights_1.transpose(1, 2))
         gate, up = gate_up.chunk(2, -1)
         activated = F.silu(gate)

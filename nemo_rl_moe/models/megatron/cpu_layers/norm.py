@@ -14,6 +14,11 @@ from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megat
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def rms_normalize(inputs: Tensor, eps: float) -> Tensor:
+    """`inputs / rms(inputs)` over the last dimension, without a gradient."""
+    return inputs * inputs.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
 class RMSNormFunction(torch.autograd.Function):
     """RMS normalisation over the last dimension as one node of the graph, for float32."""
 

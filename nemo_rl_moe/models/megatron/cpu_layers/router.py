@@ -3,6 +3,7 @@
 """Top-k router that hands on the chosen experts' indices instead of a map over all experts."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
@@ -35,6 +36,22 @@ class IndexTopKRouter(TopKRouter):
             Probabilities and expert indices, both `[tokens, k]` with tokens = sequence x batch.
         """
         logits = self.gating(input).view(-1, self.num_experts)
+        probs, indices = self._choose(logits)
+        # Not when a checkpointed segment runs without gradients: its second pass counts.
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            probs = self._attach_auxiliary_loss(logits, probs, indices, padding_mask)
+        self.last_topk_indices = indices
+        return probs, indices
+
+    def evaluate(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Routes `[tokens, hidden]` as `forward` does, and leaves no trace: nothing counts, nothing is kept."""
+        weight = self.weight
+        as_it_is = self.config.moe_router_dtype is None or (
+            self.config.moe_router_dtype == "fp32" and tokens.dtype == weight.dtype == torch.float32
+        )
+        return self._choose(F.linear(tokens, weight) if as_it_is and self.bias is None else self.gating(tokens))
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.moe_router_pre_softmax:
             scores = logits.softmax(-1, dtype=torch.float32).type_as(logits)
             probs, indices = scores.topk(self.topk, dim=-1)
@@ -43,10 +60,6 @@ class IndexTopKRouter(TopKRouter):
             probs = chosen.softmax(-1, dtype=torch.float32).type_as(logits)
         if self.config.moe_router_topk_scaling_factor:
             probs = probs * self.config.moe_router_topk_scaling_factor
-        # Not when a checkpointed segment runs without gradients: its second pass counts.
-        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
-            probs = self._attach_auxiliary_loss(logits, probs, indices, padding_mask)
-        self.last_topk_indices = indices
         return probs, indices
 
     def _attach_auxiliary_loss(

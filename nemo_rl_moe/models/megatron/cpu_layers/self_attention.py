@@ -30,6 +30,24 @@ class FastSelfAttention(SelfAttention):
     stock one.
     """
 
+    @property
+    def has_own_norms(self) -> bool:
+        """Whether queries and keys are normalised by this project's norm, as cached and fused attention want it."""
+        return isinstance(self.q_layernorm, RMSNorm) and isinstance(self.k_layernorm, RMSNorm)
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        """This rank's heads."""
+        groups = self.num_query_groups_per_partition
+        heads_per_group = self.num_attention_heads_per_partition // groups
+        return HeadLayout(groups, heads_per_group, self.hidden_size_per_attention_head)
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of the scores."""
+        scale: float | None = self.config.softmax_scale
+        return self.hidden_size_per_attention_head**-0.5 if scale is None else scale
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -77,19 +95,15 @@ class FastSelfAttention(SelfAttention):
     def _attend(self, mixed: Tensor, angles: Tensor) -> Tensor:
         """Context of mixed queries, keys and values `[sequence, batch, ...]`, each sequence from position 0."""
         sequence, batch, _ = mixed.shape
-        dim = self.hidden_size_per_attention_head
-        groups = self.num_query_groups_per_partition
-        layout = HeadLayout(groups, self.num_attention_heads_per_partition // groups, dim)
-        scale = dim**-0.5 if self.config.softmax_scale is None else self.config.softmax_scale
+        layout, scale = self.head_layout, self.softmax_scale
         cosines, sines = (tensor[:sequence] for tensor in cosines_and_sines(angles, mixed.dtype))
         norms = self.q_layernorm, self.k_layernorm
-        own_norms = all(isinstance(norm, RMSNorm) for norm in norms)
-        if own_norms and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
+        if self.has_own_norms and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
             weights = (norm.weight for norm in norms)
             return FusedAttentionFunction.apply(mixed, *weights, cosines, sines, norms[0].eps, scale, layout)
-        heads = mixed.view(sequence, batch, groups, layout.heads_per_group + 2, dim)
+        heads = mixed.view(sequence, batch, layout.groups, layout.heads_per_group + 2, layout.dim)
         query, key, value = heads.split([layout.heads_per_group, 1, 1], dim=3)
-        query = query.reshape(sequence, batch, -1, dim)
+        query = query.reshape(sequence, batch, -1, layout.dim)
         key, value = key.squeeze(3), value.squeeze(3)
         if norms[0] is not None:
             query = norms[0](query)

@@ -121,8 +121,8 @@ def test_logits_and_chosen_experts_are_those_of_transformers(name: str, tmp_path
 
 def load_and_save(source: str, target: str, model: Mapping[str, Any], policy: Any) -> None:
     with parallel_job(policy):
-        trainer = MegatronTrainer(policy, tiny_hf_config(**model), Path(source), num_steps=1)
-        trainer.save_weights(NoTokenizer(), Path(target))
+        trainer = MegatronTrainer(policy, tiny_hf_config(**model), Path(source), num_steps=1, tokenizer=NoTokenizer())
+        trainer.save_weights(Path(target))
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -246,5 +246,5 @@ def test_query_key_value_are_grouped_by_key_head() -> None:
 def test_other_families_are_refused() -> None:
     from transformers import LlamaConfig
 
-    with pytest.raises(ConfigurationError, match=r"model_type 'llama' is not supported; supported: qwen3_moe"):
+    with pytest.raises(ConfigurationError, match=r"model_type 'llama' is not supported; supported: qwen3, qwen3_moe"):
         family_of(LlamaConfig())

@@ -101,9 +101,9 @@ def test_layers_that_cannot_be_cut_are_all_named_at_once() -> None:
     key = "policy.megatron_cfg."
     assert problems_of(hf_config, 8, **layout(tp=2, pp=2, ep=2)) == [
         f"{key}pipeline_model_parallel_size: got 2 (x 1 virtual stages), which does not divide the model's 3 layers",
-        f"{key}expert_model_parallel_size: got 2, which does not divide the model's 9 experts",
         f"{key}tensor_model_parallel_size: got 2, which does not divide the model's 3 query heads",
         f"{key}tensor_model_parallel_size: got 2, which does not divide the model's 1 key and value heads",
+        f"{key}expert_model_parallel_size: got 2, which does not divide the model's 9 experts",
     ]
 
 

@@ -1,0 +1,7 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Generation inside the training workers, with Megatron-Core's key-value cache."""
+
+from nemo_rl_moe.models.megatron.generation.engine import MegatronGenerator
+
+__all__ = ["MegatronGenerator"]

@@ -1,0 +1,145 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forward passes with a key-value cache: through all pipeline stages, in step with the ranks that share experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.cpu_layers.cached_attention import PaddedInferenceContext
+from nemo_rl_moe.models.megatron.cpu_layers.cached_forward import CachedForward, has_cached_forward
+from nemo_rl_moe.models.megatron.generation.stock_forward import StockForward, StockInferenceContext
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class CachedBatch:
+    """A batch with its key-value cache.
+
+    Attributes:
+        context: The cache; counts the slots that are filled.
+        forwards: The forward pass of each of this rank's chunks.
+    """
+
+    context: PaddedInferenceContext | StockInferenceContext
+    forwards: Sequence[CachedForward | StockForward]
+
+    @property
+    def num_filled(self) -> int:
+        """Slots that are filled."""
+        filled: int = self.context.sequence_len_offset
+        return filled
+
+    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
+        """Lets all other rows leave."""
+        self.context.keep_rows(rows)
+
+
+class ForwardPasses:
+    """Runs this rank's model chunks under `inference`.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: Their configuration.
+        device: Where they are.
+
+    Attributes:
+        padded: Whether the attention leaves out padding before a prompt. Then short and long prompts can end together.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device):
+        self._chunks, self._config, self._device = chunks, config, device
+        self.padded = all(map(has_cached_forward, chunks))
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        # Ranks whose tokens go to the same experts enter the same collectives, whatever each of them is working at.
+        experts = parallel_state.get_expert_tensor_and_model_parallel_group()
+        self._peers = experts if experts.size() > 1 else None
+
+    def new_batch(self, num_rows: int, num_slots: int, num_pads: Int[Tensor, " rows"] | None) -> CachedBatch:
+        """A batch with an empty key-value cache.
+
+        Args:
+            num_rows: Sequences.
+            num_slots: Tokens of each.
+            num_pads: Padding before each; only where `padded`.
+        """
+        # Megatron keeps the angles of each length: made in inference mode, no training could use them.
+        with torch.inference_mode(False), torch.no_grad():
+            angles = [chunk.rotary_pos_emb(num_slots, packed_seq=False, cp_group=None) for chunk in self._chunks]
+        if self.padded:
+            padded = PaddedInferenceContext(num_rows, num_slots, num_pads)
+            pairs = zip(self._chunks, angles, strict=True)
+            return CachedBatch(padded, [CachedForward(chunk, padded, its_angles) for chunk, its_angles in pairs])
+        stock = StockInferenceContext(num_rows, num_slots)
+        return CachedBatch(stock, [StockForward(chunk, stock) for chunk in self._chunks])
+
+    def logits(
+        self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
+    ) -> Float[Tensor, "rows vocabulary"] | None:
+        """Puts the next tokens into the cache.
+
+        Args:
+            token_ids: As many for each row.
+            batch: Their rows.
+
+        Returns:
+            Logits of the last column over the real vocabulary; None but on the last pipeline stage.
+        """
+        self._any_peer_works(True)
+        return self._through_all_stages(token_ids, batch)
+
+    def wait_for_peers(self) -> None:
+        """Takes part in the collectives of the ranks that share experts until they are done as well."""
+        while self._any_peer_works(False):
+            token_ids = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            self._through_all_stages(token_ids, self.new_batch(1, 1, None))
+
+    def _any_peer_works(self, this_one: bool) -> bool:
+        if self._peers is None:
+            return this_one
+        working = torch.tensor([this_one], dtype=torch.int32, device=self._device)
+        dist.all_reduce(working, op=dist.ReduceOp.MAX, group=self._peers)
+        return bool(working)
+
+    def _through_all_stages(
+        self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch
+    ) -> Float[Tensor, "rows vocabulary"] | None:
+        rows, columns = token_ids.shape
+        hidden_states = None
+        for chunk, forward in zip(self._chunks, batch.forwards, strict=True):
+            received = None if chunk.pre_process else self._receive(columns, rows)
+            hidden_states = forward(token_ids, received)
+            if not chunk.post_process:
+                self._send(hidden_states)
+        batch.context.increment_sequence_len_offset(columns)
+        batch.context.enable_decode_mode()
+        last = self._chunks[-1]
+        return _last_logits(last, hidden_states) if last.post_process and hidden_states is not None else None
+
+    def _receive(self, columns: int, rows: int) -> Float[Tensor, "columns rows hidden"]:
+        config = self._config
+        received = torch.empty(columns, rows, config.hidden_size, dtype=config.pipeline_dtype, device=self._device)
+        dist.recv(received, src=parallel_state.get_pipeline_model_parallel_prev_rank(), group=self._pipeline)
+        return received
+
+    def _send(self, hidden_states: Float[Tensor, "columns rows hidden"]) -> None:
+        to = parallel_state.get_pipeline_model_parallel_next_rank()
+        dist.send(hidden_states.contiguous(), dst=to, group=self._pipeline)
+
+
+def _last_logits(
+    chunk: GPTModel, hidden_states: Float[Tensor, "columns rows hidden"]
+) -> Float[Tensor, "rows vocabulary"]:
+    shared = chunk.share_embeddings_and_output_weights
+    weight = chunk.shared_embedding_or_output_weight() if shared else None
+    logits, _ = chunk.output_layer(hidden_states[-1:], weight=weight, runtime_gather_output=True)
+    return logits[0, :, : chunk.real_vocabulary_size]

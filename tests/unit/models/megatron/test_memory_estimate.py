@@ -1,0 +1,295 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic against really built models: every rank's parameters, gradient buffers and optimizer state."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.megatron.corrections import is_routed_expert
+from nemo_rl_moe.models.megatron.memory_estimate import (
+    Parameters,
+    active_parameters,
+    generation_batch_size,
+    rank_parameters,
+    whole_model_parameters,
+    worker_memory,
+)
+from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_dense_model import tiny_dense_hf_config
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+
+MODEL_CONFIGS = "examples/assets/model_configs"
+QWEN3_30B_A3B, QWEN3_1_7B = f"{MODEL_CONFIGS}/Qwen3-30B-A3B", f"{MODEL_CONFIGS}/Qwen3-1.7B"
+
+# A tiny MoE layer by hand: 3 x 32 x 16 an expert, 32 x 8 the router.
+EXPERT, ROUTER = 1536, 256
+# (4 + 2 + 2) heads of 8 in, 4 of them out; two norms of the layer, two of the heads.
+ATTENTION = 32 * 64 + 32 * 32 + 2 * 32 + 2 * 8
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank really holds; bytes but for the parameters."""
+
+    stage: int
+    parameters: Parameters
+    gradients: int
+    optimizer_state: int
+    float32_gradients: int
+    float32_gradients_after: int
+
+
+def run_of(world_size: int, grad_reduce_in_fp32: bool = False, **changes: Any) -> MasterConfig:
+    """The tiny exemplar with `tiny_policy`'s changes."""
+    config = load_any_config("sft_tiny_moe.yaml", check_paths=False)
+    reduce = {"distributed_data_parallel_config__grad_reduce_in_fp32": grad_reduce_in_fp32}
+    policy = tiny_policy(world_size, **reduce, **changes)
+    cluster = config.cluster.model_copy(update={"cpu_workers_per_node": world_size})
+    return config.model_copy(update={"policy": policy, "cluster": cluster})
+
+
+def model_of(model: dict[str, Any]) -> Any:
+    values = {name: value for name, value in model.items() if name != "dense"}
+    return tiny_dense_hf_config(**values) if model.get("dense") else tiny_hf_config(**values)
+
+
+def held_by_rank(config: MasterConfig, model: dict[str, Any]) -> Held:
+    """Builds the trainer of this rank, takes one step and counts."""
+    with parallel_job(config.policy):
+        trainer = MegatronTrainer(config.policy, model_of(model), None, num_steps=5)
+        in_optimizer: list[int] = []
+        step = trainer.optimizer.step
+
+        def counting_step() -> Any:
+            outcome = step()
+            in_optimizer.append(float32_gradient_bytes(trainer))
+            return outcome
+
+        trainer.optimizer.step = counting_step
+        place = trainer.coordinates
+        trainer.train([shard_of_rank(tiny_batch(1, 61), place.data_parallel_rank, place.data_parallel_size)], sft_loss)
+        return Held(
+            place.pipeline_rank,
+            parameters_of(trainer),
+            sum(p.main_grad.nbytes for c in trainer.chunks for p in c.parameters() if p.requires_grad),
+            optimizer_state_bytes(trainer),
+            in_optimizer[0],
+            float32_gradient_bytes(trainer),
+        )
+
+
+def parameters_of(trainer: MegatronTrainer) -> Parameters:
+    counts = {"dense": 0, "experts": 0, "frozen": 0}
+    for chunk in trainer.chunks:
+        for name, parameter in chunk.named_parameters():
+            trained = "experts" if is_routed_expert(name) else "dense"
+            counts[trained if parameter.requires_grad else "frozen"] += parameter.numel()
+    return Parameters(**counts)
+
+
+def optimizer_parts(trainer: MegatronTrainer) -> list[Any]:
+    return getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+
+
+def optimizer_state_bytes(trainer: MegatronTrainer) -> int:
+    """Moments, and the parameters that the optimizer updates where they are not the model's own."""
+    total = 0
+    for part in optimizer_parts(trainer):
+        for parameter, state in part.optimizer.state.items():
+            total += state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
+            total += parameter.nbytes if trainer.config.bf16 else 0
+    return total
+
+
+def float32_gradient_bytes(trainer: MegatronTrainer) -> int:
+    """Gradients that the optimizer has made for itself: not a view of the model's own buffers."""
+    buffers = {
+        buffer.grad_data.untyped_storage().data_ptr()
+        for chunk in trainer.ddp_chunks
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers
+    }
+    grads = [
+        parameter.grad
+        for part in optimizer_parts(trainer)
+        for group in part.optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    return sum(grad.nbytes for grad in grads if grad.untyped_storage().data_ptr() not in buffers)
+
+
+BF16 = {"precision": "bfloat16"}
+SHARDED = {"distributed_data_parallel_config__use_distributed_optimizer": True}
+WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
+DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
+CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
+    "one rank": (1, {}, {}, WHOLE),
+    "two copies, bfloat16, sharded": (2, {}, {}, BF16 | SHARDED),
+    "two copies, bfloat16, whole": (2, {}, {}, BF16 | WHOLE),
+    "bfloat16, float32 gradients": (2, {}, {}, BF16 | SHARDED | {"grad_reduce_in_fp32": True}),
+    "float32, sharded": (2, {}, {}, SHARDED),
+    "tensor parallel, whole experts, odd vocabulary": (2, {"tp": 2}, {"vocab_size": 61}, BF16 | SHARDED),
+    "tensor parallel, cut experts": (2, {"tp": 2, "etp": 2}, {}, BF16 | SHARDED),
+    "expert parallel": (2, {"ep": 2}, {"mlp_only_layers": [1]}, BF16 | SHARDED),
+    "experts over two of four": (4, {"ep": 2}, {}, BF16 | SHARDED),
+    "pipeline, tied": (2, {"pp": 2}, {"mlp_only_layers": [0]} | TIED, BF16 | SHARDED),
+    "interleaved pipeline": (2, {"pp": 2, "vpp": 2}, {"mlp_only_layers": [0, 2]}, WHOLE),
+    "all at once": (4, {"tp": 2, "ep": 2, "pp": 2}, {}, BF16 | SHARDED),
+    "frozen routers": (1, {}, {}, BF16 | WHOLE | {"freeze_moe_router": True}),
+    "shared experts": (
+        2,
+        {"tp": 2},
+        {},
+        WHOLE | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
+    ),
+    "dense": (2, {}, DENSE, BF16 | SHARDED),
+    "dense, tied": (1, {}, DENSE | TIED, BF16 | WHOLE),
+    "dense, tied, pipeline": (2, {"pp": 2}, DENSE | TIED, WHOLE),
+    "dense, tensor parallel, odd vocabulary": (2, {"tp": 2}, DENSE | {"vocab_size": 61}, BF16 | SHARDED),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
+    world_size, sizes, model, changes = CASES[name]
+    config = run_of(world_size, **layout(**sizes), **changes)
+    hf_config = model_of(model)
+    transformer = build_transformer_config(config.policy, hf_config)
+    frozen = config.policy.megatron_cfg.freeze_moe_router
+    ranks = run_ranks(held_by_rank, world_size, config, model)
+    estimates = [worker_memory(config, transformer, hf_config, held.stage) for held in ranks]
+    for held, estimate in zip(ranks, estimates, strict=True):
+        expected = rank_parameters(transformer, hf_config, held.stage, routers_frozen=frozen)
+        assert held.parameters == expected
+        assert held.gradients == estimate.gradients
+        assert estimate.weights == expected.total * (2 if transformer.bf16 else 4)
+        assert held.float32_gradients_after == 0
+    # Sharding deals parameters out unevenly, and a share is rounded up: by at most one parameter of either kind.
+    slack = 2 * 12 * world_size
+    held_state = sum(held.optimizer_state for held in ranks)
+    assert held_state <= sum(estimate.optimizer_state for estimate in estimates) <= held_state + slack
+    held_gradients = sum(held.float32_gradients for held in ranks)
+    assert held_gradients <= sum(estimate.float32_gradients for estimate in estimates) <= held_gradients + slack
+
+
+def test_whole_model_by_hand() -> None:
+    config = build_transformer_config(tiny_policy(1), hf_config := tiny_hf_config(mlp_only_layers=[2]))
+    dense_layer = 3 * 32 * 48
+    total = 2 * 64 * 32 + 32 + 4 * ATTENTION + 3 * (8 * EXPERT + ROUTER) + dense_layer
+    assert whole_model_parameters(config, hf_config) == total
+    assert active_parameters(config, hf_config) == total - 3 * 6 * EXPERT
+
+
+@pytest.mark.parametrize("model", [{}, TIED, {"mlp_only_layers": [3], "vocab_size": 61}, DENSE, DENSE | TIED])
+def test_whole_model_is_that_of_transformers(model: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    hf_config = model_of(model)
+    # Twice the ranks: the layout must not show.
+    policy = tiny_policy(2, **layout(tp=2))
+    expected = AutoModelForCausalLM.from_config(hf_config).num_parameters()
+    assert whole_model_parameters(build_transformer_config(policy, hf_config), hf_config) == expected
+
+
+@pytest.mark.parametrize(
+    ("folder", "total", "active"),
+    [
+        # The hub gives 61,064,245,248 bytes of bfloat16 weights for it, and 3.3 billion active parameters.
+        (QWEN3_30B_A3B, 30_532_122_624, 3_353_032_704),
+        # "1.7B" of which 1.4 without the embedding; the hub's 2.03 count the tied embedding twice.
+        (QWEN3_1_7B, 1_720_574_976, 1_720_574_976),
+    ],
+)
+def test_public_models_have_their_known_sizes(folder: str, total: int, active: int) -> None:
+    hf_config = load_hf_config(folder)
+    config = build_transformer_config(tiny_policy(1), hf_config)
+    assert whole_model_parameters(config, hf_config) == total
+    assert active_parameters(config, hf_config) == active
+
+
+def grpo_run(*overrides: str) -> GRPOMasterConfig:
+    chosen = [f"policy.model_name={QWEN3_1_7B}", *overrides]
+    config = load_any_config("grpo_math_1B.yaml", chosen, check_paths=False)
+    assert isinstance(config, GRPOMasterConfig)
+    return config
+
+
+def memory_of(config: MasterConfig, stage: int = 0) -> Any:
+    hf_config = load_hf_config(config.policy.model_name)
+    return worker_memory(config, build_transformer_config(config.policy, hf_config), hf_config, stage)
+
+
+def test_key_value_cache_by_hand() -> None:
+    # 2 (key, value) x 28 layers x 8 heads x 128 x 2 bytes a token; 64 sequences of 4096 tokens.
+    assert memory_of(grpo_run()).key_value_cache == 2 * 28 * 8 * 128 * 2 * 64 * 4096
+    cut = [
+        "policy.megatron_cfg.tensor_model_parallel_size=2",
+        "policy.megatron_cfg.sequence_parallel=true",
+        "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    ]
+    assert memory_of(grpo_run(*cut), 1).key_value_cache == 2 * 14 * 4 * 128 * 2 * 64 * 4096
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([], 64),
+        # 64 prompts x 8 responses over 8 ranks are 64, 256 prompts of a validation are 32.
+        (["policy.generation.max_batch_size=null"], 64),
+        (["policy.generation.max_batch_size=null", "grpo.val_num_generations=4"], 128),
+        (["policy.generation.max_batch_size=100"], 64),
+        (["policy.generation.max_batch_size=7"], 7),
+    ],
+)
+def test_sequences_at_a_time(overrides: list[str], expected: int) -> None:
+    assert generation_batch_size(grpo_run(*overrides)) == expected
+
+
+def test_reference_is_kept_only_for_its_penalty() -> None:
+    assert memory_of(grpo_run()).reference_weights == 0
+    memory = memory_of(grpo_run("loss_fn.reference_policy_kl_penalty=0.01"))
+    assert memory.reference_weights == memory.weights == 2 * 1_720_574_976
+
+
+def test_fine_tuning_neither_generates_nor_keeps_a_reference() -> None:
+    memory = memory_of(run_of(1).model_copy(update={"policy": tiny_policy(1, model_name=QWEN3_1_7B)}))
+    assert (memory.key_value_cache, memory.reference_weights) == (0, 0)
+
+
+def test_lower_bound_of_activations_by_hand() -> None:
+    # Inputs of 28 layers in bfloat16, logits in float32, of 4096 tokens.
+    assert memory_of(grpo_run()).activations_at_least == 4096 * (28 * 2048 * 2 + 151936 * 4)
+    first = memory_of(grpo_run("policy.megatron_cfg.pipeline_model_parallel_size=2"), 0)
+    assert first.activations_at_least == 4096 * 14 * 2048 * 2
+
+
+def test_fullest_moment_is_the_largest_of_the_three() -> None:
+    memory = memory_of(grpo_run())
+    assert memory.peak_at_least == memory.always + memory.key_value_cache
+    memory = memory_of(grpo_run("policy.generation.max_batch_size=1"))
+    assert memory.peak_at_least == memory.always + memory.activations_at_least
+
+
+EXEMPLARS = {
+    "sft.yaml": QWEN3_30B_A3B,
+    "grpo_math_1B.yaml": QWEN3_1_7B,
+    "grpo_qwen3_30b_a3b.yaml": QWEN3_30B_A3B,
+    "grpo_dapo17k.yaml": QWEN3_30B_A3B,
+}
+
+
+@pytest.mark.parametrize("name", EXEMPLARS)
+def test_exemplars_fit_80_gigabytes(name: str) -> None:
+    config = load_any_config(name, [f"policy.model_name={EXEMPLARS[name]}"], check_paths=False)
+    memory = memory_of(config)
+    assert memory.always < 80e9
+    if isinstance(config, GRPOMasterConfig):
+        assert memory.peak_at_least < 70e9
