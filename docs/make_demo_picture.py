@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The picture in the README: what a run of the demo logged.
+"""The picture in sft.md: what fine-tuning in the demo logged.
 
 pip install matplotlib
 python docs/make_demo_picture.py logs/sft_tiny_moe/exp_001

@@ -17,46 +17,49 @@ EQUAL_REWARDS_TOLERANCE = 1e-6
 def compute_advantages(
     rewards: Float[Tensor, "groups generations"], config: AdvantageConfig
 ) -> Float[Tensor, "groups generations"]:
-    """How much better each response did than the others to the same prompt.
+    """How much better each response did than others.
 
-    The baseline is the mean reward of the group (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's
-    other responses (RLOO, arXiv:2402.14740), which does not depend on the response that it is compared with. What
-    leaving one out gives is the other times `n / (n - 1)`, with `n` generations a group.
+    - `grpo`: than the group, the other responses to the same prompt. The baseline is the mean reward of the group (GRPO,
+      arXiv:2402.03300) or, leaving one out, the mean of the group's other responses (RLOO, arXiv:2402.14740), which does
+      not depend on the response that it is compared with. What leaving one out gives is the other times `n / (n - 1)`,
+      with `n` generations a group. `normalize_rewards` divides by the sample standard deviation (ddof 1) of the whole
+      group's rewards plus `STANDARD_DEVIATION_FLOOR`, with either baseline.
+    - `reinforce_plus_plus`: than all responses of the batch (REINFORCE++, arXiv:2501.03262). The baseline is their mean,
+      and `normalize_rewards` divides by their sample standard deviation plus the same floor. The paper takes both over
+      tokens; here each response counts once.
+    - `reinforce_plus_plus_baseline`: the group's mean is the baseline, and `normalize_rewards` divides by the sample
+      standard deviation of all differences from it in the batch, plus the same floor (REINFORCE++ with baseline). Their
+      mean needs no subtracting: it is 0 in every group.
 
-    What `normalize_rewards` divides by:
-
-    - `grpo`: the sample standard deviation (ddof 1) of the whole group's rewards plus `STANDARD_DEVIATION_FLOOR`, with
-      either baseline; leaving one out scales the normalised advantages by `n / (n - 1)`.
-    - `reinforce_plus_plus`: the sample standard deviation of all differences from the baseline in the batch, plus the
-      same floor (REINFORCE++ with baseline, arXiv:2501.03262). Their mean needs no subtracting: it is 0 in every
-      group. The factor of leaving one out cancels, so there it matters only without normalisation. The paper takes
-      the mean over tokens; here each response counts once.
-
-    A group whose rewards are all equal (see `informative_groups`) gets exactly 0, never rounding errors blown up.
+    Where a group is the baseline, one whose rewards are all equal (see `informative_groups`) gets exactly 0, never
+    rounding errors blown up; so does every response where all rewards of the batch are equal.
 
     Args:
         rewards: One number for each response, in at least two generations a group.
         config: The estimator and its switches.
 
     Returns:
-        The advantages, of the rewards' type; every group's sum to 0 up to rounding.
+        The advantages, of the rewards' type. They sum to 0 up to rounding: over every group, or over the batch for
+        `reinforce_plus_plus`.
 
     Raises:
         ValueError: There is one generation a group, which can be compared with nothing.
     """
-    generations = rewards.shape[1]
-    if generations < 2:
-        raise ValueError(f"advantages compare at least two generations of a prompt, got {generations}")
+    if rewards.shape[1] < 2:
+        raise ValueError(f"advantages compare at least two generations of a prompt, got {rewards.shape[1]}")
     # Float32 sums of a large batch would lose digits, and this is little work.
     exact = rewards.double()
+    if config.name == "reinforce_plus_plus":
+        # The whole batch is one group.
+        exact = exact.view(1, -1)
     advantages = exact - exact.mean(dim=1, keepdim=True)
     if config.use_leave_one_out_baseline:
-        advantages = advantages * (generations / (generations - 1))
-    advantages = advantages.where(informative_groups(rewards)[:, None], 0.0)
+        advantages = advantages * (exact.shape[1] / (exact.shape[1] - 1))
+    advantages = advantages.where(informative_groups(exact)[:, None], 0.0)
     if config.normalize_rewards:
-        scale = exact.std(dim=1, keepdim=True) if config.name == "grpo" else advantages.std()
+        scale = advantages.std() if config.name == "reinforce_plus_plus_baseline" else exact.std(dim=1, keepdim=True)
         advantages = advantages / (scale + STANDARD_DEVIATION_FLOOR)
-    return advantages.to(rewards.dtype)
+    return advantages.view_as(rewards).to(rewards.dtype)
 
 
 def informative_groups(rewards: Float[Tensor, "groups generations"]) -> Bool[Tensor, " groups"]:

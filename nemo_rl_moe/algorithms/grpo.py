@@ -89,20 +89,22 @@ def train_grpo(
             refresh_generation(roller, policy, step * num_updates_per_step(config), clock)
         training = training_metrics(result, group_metrics(groups) | advantage_metrics(batch))
         validation = validate() if validation_is_due(config.grpo, step, last_step) else {}
-        if step == last_step:
-            with clock.phase("checkpoint"):
-                observers.save()
-        logger.log_step(step, training | validation | clock.metrics())
-        observers.log_samples(step, "train", groups.trained)
-        if validation:
-            observers.log_samples(step, "val", validate.rollouts)
-        if result.expert_load is not None:
-            observers.log_expert_load(step, result.expert_load)
+        try:
+            if step == last_step:
+                with clock.phase("checkpoint"):
+                    observers.save()
+        finally:  # a save that fails takes no step's record with it
+            logger.log_step(step, training | validation | clock.metrics())
+            observers.log_samples(step, "train", groups.trained)
+            if validation:
+                observers.log_samples(step, "val", validate.rollouts)
+            if result.expert_load is not None:
+                observers.log_expert_load(step, result.expert_load)
     return RunSummary.of(step, validate.history, training)
 
 
 def num_updates_per_step(config: GRPOMasterConfig) -> int:
-    """Optimizer steps that the responses of one step are used for."""
+    """Optimizer steps of one step, each on its own part of the responses."""
     samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
     return samples // config.policy.train_global_batch_size
 

@@ -14,8 +14,9 @@ def group_metrics(groups: RolloutGroups) -> dict[str, float]:
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
     `frac_zero_std_groups` and `env/num_*` tell of all responses that were generated, so that dynamic sampling does not
-    hide how the policy does. With more than one round of it: `dynamic_sampling/num_gen_batches`,
-    `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the responses that are trained on.
+    hide how the policy does; rewards are the environment's, before any shaping. With more than one round of it:
+    `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
+    responses that are trained on.
     """
     metrics = rollout_metrics(groups.generated)
     metrics |= fault_metrics([rollout.score for rollout in groups.generated])

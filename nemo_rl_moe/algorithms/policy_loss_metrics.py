@@ -37,12 +37,13 @@ def ratio_metrics(
         inputs: The microbatch.
     """
     mask = inputs.token_mask
+    # A microbatch without valid tokens adds nothing to either extreme. Nor has a global batch without any moved.
+    lowest, highest = (float("inf"), float("-inf")) if inputs.global_valid_tokens else (1.0, 1.0)
     return {
         "probs_ratio": _token_mean(ratio, inputs),
         "probs_ratio_clamped": _token_mean(both.clip(ratio), inputs),
-        # A microbatch without valid tokens adds nothing to either of these.
-        "probs_ratio_min": (ratio.where(mask, float("inf")).amin(), Reduction.MIN),
-        "probs_ratio_max": (ratio.where(mask, float("-inf")).amax(), Reduction.MAX),
+        "probs_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
+        "probs_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
         "clip_fraction_low": _token_mean(ratio < bounds.lower, inputs),
         "clip_fraction_high": _token_mean(ratio > bounds.upper, inputs),
     }

@@ -50,7 +50,8 @@ class _PolicyOutput:
         """Negative log-probability of each label, [batch, sequence]."""
         logits = self.mask_logits(logits)
         if self.temperature != 1.0:
-            logits = logits / self.temperature
+            # In float32, as generation does it: in bfloat16 the division alone is off by 0.02 nats a token.
+            logits = logits.float() / self.temperature
         return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.algorithms.advantages import compute_advantages, frac_zero_std_groups, informative_groups
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 
-ESTIMATORS = ["grpo", "reinforce_plus_plus"]
+ESTIMATORS = ["grpo", "reinforce_plus_plus_baseline"]
 
 
 def config_of(name: str = "grpo", *, leave_one_out: bool = False, normalize: bool = False) -> AdvantageConfig:
@@ -53,9 +53,21 @@ def test_leave_one_out_divides_by_the_standard_deviation_of_the_whole_group() ->
     torch.testing.assert_close(leave_one_out, plain * 4 / 3, rtol=1e-14, atol=0)
 
 
+def test_reinforce_plus_plus_compares_with_the_whole_batch() -> None:
+    # Mean 2; deviations -1, -1, 1, 1 and, in a group without any spread, 0, 0: the sum of squares is 4, over 6 - 1.
+    rewards = rewards_of([1.0, 1.0], [3.0, 3.0], [2.0, 2.0])
+    plain = compute_advantages(rewards, config_of("reinforce_plus_plus"))
+    assert plain.tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
+    scale = math.sqrt(4 / 5) + 1e-6
+    normalized = compute_advantages(rewards, config_of("reinforce_plus_plus", normalize=True))
+    torch.testing.assert_close(normalized, plain / scale, rtol=1e-14, atol=0)
+    equal = compute_advantages(torch.full((2, 3), 0.7), config_of("reinforce_plus_plus", normalize=True))
+    assert equal.tolist() == [[0.0] * 3] * 2
+
+
 def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() -> None:
     advantages = compute_advantages(
-        rewards_of([2.0, 0.0], [20.0, 0.0]), config_of("reinforce_plus_plus", normalize=True)
+        rewards_of([2.0, 0.0], [20.0, 0.0]), config_of("reinforce_plus_plus_baseline", normalize=True)
     )
     # Differences 1, -1, 10, -10: the sum of squares is 202, over 4 - 1.
     scale = math.sqrt(202 / 3) + 1e-6
@@ -65,7 +77,7 @@ def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() ->
 def test_reinforce_plus_plus_has_mean_0_and_standard_deviation_1() -> None:
     rewards = torch.rand(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for leave_one_out in (False, True):
-        config = config_of("reinforce_plus_plus", normalize=True, leave_one_out=leave_one_out)
+        config = config_of("reinforce_plus_plus_baseline", normalize=True, leave_one_out=leave_one_out)
         advantages = compute_advantages(rewards, config)
         assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
         assert advantages.std().item() == pytest.approx(1, abs=1e-5)

@@ -71,7 +71,7 @@ class MegatronGenerator:
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
         sequences: dict[int, GeneratedSequence] = {}
-        with inference(self._chunks, self._config, self._device):
+        with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded):
             for batch in _batches(request, max_batch_size):
                 responses = self._run(request, batch, stop)
                 sequences |= zip(batch, responses.sequences(weight_version), strict=True)

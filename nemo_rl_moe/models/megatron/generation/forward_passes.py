@@ -99,8 +99,10 @@ class ForwardPasses:
 
     def wait_for_peers(self) -> None:
         """Takes part in the collectives of the ranks that share experts until they are done as well."""
+        # Waiting ranks with the same token would send all of it to the same few experts.
+        token_id = dist.get_rank() % self._chunks[0].vocab_size
         while self._any_peer_works(False):
-            token_ids = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            token_ids = torch.full((1, 1), token_id, dtype=torch.int64, device=self._device)
             self._through_all_stages(token_ids, self.new_batch(1, 1, None))
 
     def _any_peer_works(self, this_one: bool) -> bool:

@@ -19,7 +19,9 @@ _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "redu
 
 
 @contextmanager
-def inference(chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device) -> Iterator[None]:
+def inference(
+    chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, own_forward: bool
+) -> Iterator[None]:
     """While open, the chunks are in evaluation mode, return hidden states, and cut no sequence among ranks.
 
     They stay in evaluation mode; everything else is put back, random states included.
@@ -28,6 +30,9 @@ def inference(chunks: Sequence[GPTModel], config: TransformerConfig, device: tor
         chunks: This rank's model chunks.
         config: Their configuration.
         device: Where they are.
+        own_forward: Nothing but this project's forward pass runs. Torch's inference mode is faster than a mere absence
+            of gradients, but what other code keeps from it (Transformer Engine its sequence boundaries, Megatron-Core a
+            router's bias) can never again be saved for a backward pass.
     """
     for chunk in chunks:
         chunk.eval()
@@ -36,7 +41,7 @@ def inference(chunks: Sequence[GPTModel], config: TransformerConfig, device: tor
         stack.enter_context(_kept_random_states())
         stack.enter_context(_without_sequence_parallelism(chunks, config))
         stack.enter_context(hidden_states_only(chunks))
-        stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.inference_mode() if own_forward else torch.no_grad())
         yield
 
 

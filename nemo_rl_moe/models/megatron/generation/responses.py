@@ -58,7 +58,17 @@ class Responses:
         return ended
 
     def sequences(self, weight_version: int) -> list[GeneratedSequence]:
-        """The finished responses, in their order."""
+        """The finished responses, in their order.
+
+        Raises:
+            RuntimeError: A log-probability is not a finite number: the weights are not, or a pass over them went wrong.
+        """
+        if not np.isfinite(self._logprobs).all():
+            broken = int((~np.isfinite(self._logprobs)).any(axis=1).sum())
+            raise RuntimeError(
+                f"{broken} of {len(self._lengths)} responses have tokens whose log-probability is NaN or infinite, made"
+                f" with the weights after {weight_version} optimizer steps: the model's output is not finite"
+            )
         return [
             GeneratedSequence(
                 token_ids=self._token_ids[index, :length].copy(),

@@ -224,7 +224,10 @@ def training_inputs(policy: PolicyConfig, folder: str) -> list[tuple[Array, Arra
         ]
 
 
-@pytest.mark.parametrize("changes", [{}, PACKED, {"generation__temperature": 1.0}])
+IN_BFLOAT16 = {"precision": "bfloat16", "generation__temperature": 0.7}
+
+
+@pytest.mark.parametrize("changes", [{}, PACKED, {"generation__temperature": 1.0}, IN_BFLOAT16])
 def test_training_sees_the_same_and_extras_in_line(changes: dict[str, Any], model_folder: str) -> None:
     (microbatches,) = run_ranks(training_inputs, 1, policy_for(**changes), model_folder)
     assert len(microbatches) == len(MICROBATCHES)

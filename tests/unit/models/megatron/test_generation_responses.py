@@ -1,0 +1,35 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The record of responses while they grow."""
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.models.megatron.generation.responses import Responses
+from nemo_rl_moe.models.megatron.generation.stopping import StopCondition
+
+END = 9
+
+
+def grown(*columns: tuple[list[int], list[float]]) -> Responses:
+    """Two responses of at most two tokens."""
+    stop = StopCondition(SamplingParameters(max_new_tokens=2, stop_token_ids=(END,)), None)
+    responses = Responses(2, 2, stop)
+    for token_ids, logprobs in columns:
+        responses.append(np.arange(2), np.array(token_ids), np.array(logprobs), np.array([True, True]))
+    return responses
+
+
+def test_one_ends_and_one_is_cut() -> None:
+    first, second = grown(([END, 5], [-0.5, -1.0]), ([7, 6], [-9.0, -2.0])).sequences(weight_version=3)
+    assert (first.token_ids.tolist(), first.logprobs.tolist(), first.is_truncated) == ([END], [-0.5], False)
+    assert (second.token_ids.tolist(), second.logprobs.tolist(), second.is_truncated) == ([5, 6], [-1.0, -2.0], True)
+    assert first.weight_version == second.weight_version == 3
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
+def test_weights_that_are_not_finite_are_not_trained_on(broken: float) -> None:
+    responses = grown(([5, 5], [-1.0, broken]))
+    with pytest.raises(RuntimeError, match="1 of 2 responses .* after 3 optimizer steps"):
+        responses.sequences(weight_version=3)
