@@ -20,12 +20,15 @@ STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 # standing before it on PYTHONPATH, which Ray's workers inherit.
 OTHER_MEGATRON = $(shell $(VENV)/bin/python -c 'import sys; print("0.19.2" if sys.version_info < (3, 12) else "0.16.1")')
 OTHER_VENV := .venv-other-megatron
-# Of the functional tests, the one whole run: the layouts are unit tests too, and faults are not Megatron-Core's matter.
-OTHER_FUNCTIONAL := tests/functional/test_sft_run.py
+# Of the functional tests, two whole runs: the layouts are unit tests too, and faults are not Megatron-Core's matter.
+OTHER_FUNCTIONAL := tests/functional/test_sft_run.py \
+	tests/functional/test_grpo_run.py::test_generation_and_training_agree_about_every_token
 OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+# Two test files at a time, for tests that do not start runs; a run wants the cores for itself.
+IN_PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -59,7 +62,7 @@ types: $(STAMP) ## types (mypy)
 
 test-unit: $(STAMP) ## unit tests
 	@echo "[test-unit] with Megatron-Core as installed in $(VENV)"
-	@$(PYTEST) tests/unit $(PYTEST_ARGUMENTS)
+	@$(PYTEST) tests/unit $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 test-functional: $(STAMP) ## real runs with Ray and Megatron-Core
 	@echo "[test-functional] with Megatron-Core as installed in $(VENV)"
@@ -70,8 +73,9 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c \
 		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
-	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit $(OTHER_FUNCTIONAL) -m "megatron and not slow" \
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) tests/unit -m "megatron and not slow" $(IN_PARALLEL) \
 		$(PYTEST_ARGUMENTS)
+	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) $(PYTEST_ARGUMENTS)
 
 test-slow: $(STAMP) ## tests that take minutes each, which `make test` leaves out
 	@$(PYTEST) -m slow $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]  # 5: there is none
