@@ -41,6 +41,7 @@ from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.loggers.samples import SampleLog
+from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
@@ -208,7 +209,7 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
         Roller(MegatronGeneration(policy), scorer, tokenizer.decode),
         prompts,
         None,
-        sampling_parameters(config.policy.generation, tokenizer),
+        sampling_parameters(config.policy.generation, tokenizer, load_hf_config(config.policy.model_name).vocab_size),
         pad_token_id(tokenizer),
         loggers,
         Observers(ExpertLoadWriter(folder, console.warn).write, samples.write, save=lambda: None),

@@ -19,14 +19,14 @@ def compute_advantages(
 ) -> Float[Tensor, "groups generations"]:
     """How much better each response did than others.
 
-    - `grpo`: than the group, the other responses to the same prompt. The baseline is the mean reward of the group (GRPO,
-      arXiv:2402.03300) or, leaving one out, the mean of the group's other responses (RLOO, arXiv:2402.14740), which does
-      not depend on the response that it is compared with. What leaving one out gives is the other times `n / (n - 1)`,
-      with `n` generations a group. `normalize_rewards` divides by the sample standard deviation (ddof 1) of the whole
-      group's rewards plus `STANDARD_DEVIATION_FLOOR`, with either baseline.
-    - `reinforce_plus_plus`: than all responses of the batch (REINFORCE++, arXiv:2501.03262). The baseline is their mean,
-      and `normalize_rewards` divides by their sample standard deviation plus the same floor. The paper takes both over
-      tokens; here each response counts once.
+    - `grpo`: than the group, the other responses to the same prompt. The baseline is the mean reward of the group
+      (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's other responses (RLOO, arXiv:2402.14740),
+      which does not depend on the response that it is compared with. What leaving one out gives is the other times
+      `n / (n - 1)`, with `n` generations a group. `normalize_rewards` divides by the sample standard deviation (ddof 1)
+      of the whole group's rewards plus `STANDARD_DEVIATION_FLOOR`, with either baseline.
+    - `reinforce_plus_plus`: than all responses of the batch (REINFORCE++, arXiv:2501.03262). The baseline is their
+      mean, and `normalize_rewards` divides by their sample standard deviation plus the same floor. The paper takes
+      both over tokens; here each response counts once.
     - `reinforce_plus_plus_baseline`: the group's mean is the baseline, and `normalize_rewards` divides by the sample
       standard deviation of all differences from it in the batch, plus the same floor (REINFORCE++ with baseline). Their
       mean needs no subtracting: it is 0 in every group.

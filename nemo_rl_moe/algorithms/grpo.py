@@ -86,7 +86,7 @@ def train_grpo(
             with clock.phase("train"):
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
-            refresh_generation(roller, policy, step * num_updates_per_step(config), clock)
+            refresh_generation(roller, policy, step * config.updates_per_step, clock)
         training = training_metrics(result, group_metrics(groups) | advantage_metrics(batch))
         validation = validate() if validation_is_due(config.grpo, step, last_step) else {}
         try:
@@ -103,18 +103,12 @@ def train_grpo(
     return RunSummary.of(step, validate.history, training)
 
 
-def num_updates_per_step(config: GRPOMasterConfig) -> int:
-    """Optimizer steps of one step, each on its own part of the responses."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    return samples // config.policy.train_global_batch_size
-
-
 def ratio_is_one(config: GRPOMasterConfig) -> bool:
     """Whether the probability ratio is 1 in every update, so that no pass over the log-probabilities is needed.
 
     The responses of a step that is one update are trained on with the weights that made them.
     """
-    return config.loss_fn.force_on_policy_ratio != "never" and num_updates_per_step(config) == 1
+    return config.loss_fn.force_on_policy_ratio != "never" and config.updates_per_step == 1
 
 
 def refresh_generation(roller: Roller, policy: PolicyInterface, weight_version: int, clock: PhaseClock) -> None:

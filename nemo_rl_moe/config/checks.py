@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nemo_rl_moe.config.checks_grpo import GRPO_RULES
+from nemo_rl_moe.config.checks_loop import LOOP_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 
 MEGATRON = "policy.megatron_cfg"
 Rule = Callable[[Any], Iterator[str]]
@@ -25,8 +26,7 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
         is_whole: False when values are missing from it; rules that need them are skipped.
         megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
     """
-    rules: list[Rule] = [*COMMON_RULES]
-    rules += SFT_RULES if isinstance(config, SFTMasterConfig) else ()
+    rules: list[Rule] = [*COMMON_RULES, *LOOP_RULES]
     rules += GRPO_RULES if isinstance(config, GRPOMasterConfig) else ()
     problems = apply_rules(rules, config, is_whole=is_whole)
     if megatron_version is not None:
@@ -246,28 +246,6 @@ def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def warmup_ends_within_the_run(config: SFTMasterConfig) -> Iterator[str]:
-    """Without a decay length of its own, the schedule ends with the run."""
-    scheduler, steps = config.policy.megatron_cfg.scheduler, config.sft.max_num_steps
-    if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
-        return
-    if scheduler.lr_warmup_iters >= steps:
-        yield (
-            f"{MEGATRON}.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than"
-            f" sft.max_num_steps = {steps} (lr_decay_iters is null)"
-        )
-
-
-def validation_has_data(config: SFTMasterConfig) -> Iterator[str]:
-    """Validation at any time needs held-out samples."""
-    if config.data.validation is not None:
-        return
-    for name, off in (("val_period", "0"), ("val_at_start", "false"), ("val_at_end", "false")):
-        value = getattr(config.sft, name)
-        if value:
-            yield f"sft.{name}: {str(value).lower()} needs data.validation, which is null; set {off} or name the data"
-
-
 def _versions_rule(installed: str) -> Rule:
     def megatron_has_the_fields(config: MasterConfig) -> Iterator[str]:
         for name, value in config.policy.megatron_cfg.moe_transformer_fields.items():
@@ -295,4 +273,3 @@ COMMON_RULES: tuple[Rule, ...] = (
     balancing_types_match_coefficients,
     learning_rates_fall,
 )
-SFT_RULES: tuple[Rule, ...] = (warmup_ends_within_the_run, validation_has_data)

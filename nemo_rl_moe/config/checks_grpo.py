@@ -10,18 +10,17 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
     """The responses of a step are a whole number of global batches."""
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    size = config.policy.train_global_batch_size
+    samples, size = config.responses_per_step, config.policy.train_global_batch_size
     if samples % size:
         yield (
             f"policy.train_global_batch_size: got {size}, expected a divisor of the {samples} responses of a step"
             f" (grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x grpo.num_generations_per_prompt"
             f" {config.grpo.num_generations_per_prompt}); nearest below: {_largest_divisor(samples, size)}"
         )
-    elif samples > size and config.loss_fn.force_on_policy_ratio == "always":
+    elif config.updates_per_step > 1 and config.loss_fn.force_on_policy_ratio == "always":
         yield (
             f"loss_fn.force_on_policy_ratio: always needs one update a step, but {samples} responses are"
-            f" {samples // size} global batches of policy.train_global_batch_size {size}; use auto"
+            f" {config.updates_per_step} global batches of policy.train_global_batch_size {size}; use auto"
         )
 
 
@@ -83,35 +82,71 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
             yield f"data.{name}.num_items: null, expected how many prompts to draw, as data.{name}.path is null"
 
 
+def drawn_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
+    """One seed draws one set of prompts."""
+    train, validation = config.data.train, config.data.validation
+    if validation is None or train.path is not None or validation.path is not None:
+        return
+    if train.seed == validation.seed:
+        yield (
+            f"data.validation.seed: got {validation.seed}, which is data.train.seed: validation would draw the training"
+            " prompts; expected another seed"
+        )
+
+
+def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
+    """Greedy responses to one prompt are all the same."""
+    loop = config.grpo
+    if loop.val_temperature == 0 and loop.val_num_generations > 1:
+        yield (
+            f"grpo.val_num_generations: got {loop.val_num_generations}, expected 1 with grpo.val_temperature 0, which"
+            " gives the same response each time"
+        )
+
+
+def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[str]:
+    """What the first round lacks comes from the rounds after it."""
+    loop = config.grpo
+    if loop.use_dynamic_sampling and loop.dynamic_sampling_max_gen_batches == 1:
+        yield (
+            "grpo.dynamic_sampling_max_gen_batches: got 1, which replaces no group; expected 2 or more with"
+            " grpo.use_dynamic_sampling true"
+        )
+
+
+def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
+    """Only the estimator `grpo` can leave a response out of what it is compared with."""
+    estimator = config.grpo.adv_estimator
+    if estimator.use_leave_one_out_baseline and estimator.name != "grpo":
+        yield (
+            "grpo.adv_estimator.use_leave_one_out_baseline: got true, expected false with grpo.adv_estimator.name"
+            f" {estimator.name}, which does not read it; grpo does"
+        )
+
+
+def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
+    """Responses end when they end; collectives whose sizes each rank takes from its own tokens would not fit."""
+    megatron = config.policy.megatron_cfg
+    if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
+        return
+    chosen = megatron.moe_transformer_fields
+    if chosen.get("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank;"
+            " while generating, experts that are shared between ranks need alltoall"
+        )
+    if chosen.get("moe_pad_expert_input_to_capacity"):
+        yield (
+            "policy.megatron_cfg.moe_pad_expert_input_to_capacity: got true, which needs as many tokens on every rank;"
+            " while generating, experts that are shared between ranks need false"
+        )
+
+
 def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[str]:
     """Otherwise every prompt would be the same."""
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
-
-
-def validation_has_prompts(config: GRPOMasterConfig) -> Iterator[str]:
-    """Validation at any time needs held-out prompts."""
-    if config.data.validation is not None:
-        return
-    for name, off in (("val_period", "0"), ("val_at_start", "false"), ("val_at_end", "false")):
-        value = getattr(config.grpo, name)
-        if value:
-            yield f"grpo.{name}: {str(value).lower()} needs data.validation, which is null; set {off} or name the data"
-
-
-def warmup_ends_within_the_run(config: GRPOMasterConfig) -> Iterator[str]:
-    """Without a decay length of its own, the schedule ends with the run."""
-    scheduler, steps = config.policy.megatron_cfg.scheduler, config.grpo.max_num_steps
-    if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
-        return
-    samples = config.grpo.num_prompts_per_step * config.grpo.num_generations_per_prompt
-    updates = steps * max(1, samples // config.policy.train_global_batch_size)
-    if scheduler.lr_warmup_iters >= updates:
-        yield (
-            f"policy.megatron_cfg.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than the"
-            f" {updates} optimizer steps of grpo.max_num_steps = {steps} (lr_decay_iters is null)"
-        )
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -126,7 +161,10 @@ GRPO_RULES = (
     dual_clip_has_a_surrogate,
     environment_has_its_section,
     prompts_have_a_source,
+    ranks_may_have_different_numbers_of_tokens,
     template_has_a_place_for_the_prompt,
-    validation_has_prompts,
-    warmup_ends_within_the_run,
+    drawn_prompts_are_held_out,
+    greedy_validation_asks_once,
+    dynamic_sampling_has_a_second_round,
+    leave_one_out_has_a_baseline,
 )

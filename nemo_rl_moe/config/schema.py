@@ -60,6 +60,11 @@ class SFTMasterConfig(MasterConfig):
     data: DataConfig
     """The samples."""
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step."""
+        return 1
+
 
 class GRPOMasterConfig(MasterConfig):
     """Everything that a run of group relative policy optimization needs."""
@@ -76,3 +81,13 @@ class GRPOMasterConfig(MasterConfig):
     """The prompts."""
     logger: GRPOLoggerConfig
     """Where metrics and samples go."""
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses that one step trains on."""
+        return self.grpo.num_prompts_per_step * self.grpo.num_generations_per_prompt
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step, each on its own part of the responses."""
+        return self.responses_per_step // self.policy.train_global_batch_size

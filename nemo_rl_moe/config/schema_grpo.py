@@ -13,6 +13,7 @@ from nemo_rl_moe.config.schema_base import (
     PositiveInt,
     StrictModel,
     Text,
+    UnitFloat,
 )
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import LoggerConfig
@@ -25,12 +26,13 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class AdvantageConfig(StrictModel):
     """How rewards become advantages."""
 
-    name: Literal["grpo", "reinforce_plus_plus"]
-    """grpo: against the other responses to the same prompt; reinforce_plus_plus: normalised over the whole batch."""
+    name: Literal["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+    """grpo: against the other responses to the same prompt; reinforce_plus_plus: against all responses of the step;
+    reinforce_plus_plus_baseline: against the same prompt's, normalised over the step."""
     use_leave_one_out_baseline: bool
-    """Compare a response with the mean of the others of its group, not with the mean that includes it."""
+    """With grpo: compare a response with the mean of the others of its group, not with the mean that includes it."""
     normalize_rewards: bool
-    """Divide by the standard deviation: of the group (grpo) or of the batch (reinforce_plus_plus)."""
+    """Divide by the standard deviation: of the group (grpo) or of the step (the others)."""
 
 
 class RewardShapingConfig(StrictModel):
@@ -60,7 +62,8 @@ class GRPOConfig(StrictModel):
     use_dynamic_sampling: bool
     """Replace groups whose responses all got the same reward, which teach nothing (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt
-    """Rounds of generation in one step after which it goes on with what it has; 1 is no more than without it."""
+    """Rounds of generation in one step after which it goes on with what it has; with `use_dynamic_sampling` 2 or
+    more."""
     overlong_filtering: bool
     """Leave responses that were cut at the length limit out of the loss (DAPO)."""
     reward_shaping: RewardShapingConfig
@@ -74,7 +77,8 @@ class GRPOConfig(StrictModel):
     max_val_samples: PositiveInt | None
     """Prompts of one validation; null: all held-out ones."""
     val_num_generations: PositiveInt
-    """Responses to each held-out prompt; with n of them, pass@k is reported for the powers of two up to n, and n."""
+    """Responses to each held-out prompt; with n of them, pass@k is reported for the powers of two up to n, and n.
+    Greedy validation takes 1."""
     val_temperature: NonNegativeFloat
     """Temperature of validation; 0: greedy."""
     seed: NonNegativeInt
@@ -84,7 +88,7 @@ class GRPOConfig(StrictModel):
 class PolicyGradientLossConfig(StrictModel):
     """The loss that the policy is trained with."""
 
-    ratio_clip_min: NonNegativeFloat
+    ratio_clip_min: UnitFloat
     """The probability ratio is clipped from below at 1 minus this."""
     ratio_clip_max: NonNegativeFloat
     """The probability ratio is clipped from above at 1 plus this."""
@@ -182,13 +186,16 @@ class PromptSourceConfig(StrictModel):
     """Where one set of prompts comes from."""
 
     path: Text | None
-    """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`."""
+    """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`.
+    A prompt that stands there several times is taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts
+    that are training prompts too are left out."""
     split: Text
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
     num_items: PositiveInt | None
-    """How many prompts to draw when `path` is null; otherwise the most to read, null: all."""
+    """How many prompts to draw when `path` is null; otherwise the most to read, repeats not counted,
+    null: all."""
     seed: NonNegativeInt
-    """Seed of drawn prompts."""
+    """Seed of drawn prompts; prompts that are read have none and ignore it."""
 
 
 class PromptDataConfig(StrictModel):
@@ -199,9 +206,11 @@ class PromptDataConfig(StrictModel):
     validation: PromptSourceConfig | None
     """The prompts that are held out; null: no validation."""
     prompt_key: Text
-    """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects."""
+    """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects. Drawn prompts, which
+    have no other names for these things, ignore it and `answer_key`."""
     prompt_template: Text | None
-    """What the user's last turn becomes, with the prompt in place of `{prompt}`; null: the prompt as it is."""
+    """What the user's last turn becomes, with the prompt in place of `{prompt}`; null: the prompt as it is.
+    Drawn prompts too."""
     answer_key: Text
     """Key of a record that holds the right answer. Dots reach into objects."""
     on_bad_line: Literal["stop", "skip"]

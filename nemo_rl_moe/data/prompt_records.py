@@ -40,6 +40,14 @@ def text_of(messages: Sequence[Message]) -> str:
     return "\n\n".join(message["content"] for message in messages)
 
 
+def apply_template(messages: Sequence[Message], template: str | None) -> tuple[Message, ...]:
+    """The messages with the last one's text in place of the template's `{prompt}`; None: as they are."""
+    if template is None:
+        return tuple(messages)
+    *context, last = messages
+    return (*context, {**last, "content": template.replace("{prompt}", last["content"])})
+
+
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[object, str], PromptRecord]:
     """Makes the function that checks records.
 
@@ -65,9 +73,6 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
             role = messages[-1]["role"]
             raise RecordError(f"{data.prompt_key} ends in a turn of role {role!r}, expected user: a model answers it")
         question = text_of(messages)
-        if data.prompt_template is not None:
-            asked = data.prompt_template.replace("{prompt}", messages[-1]["content"])
-            messages[-1] = {**messages[-1], "content": asked}
         complete = {"question": question, **record, "answer": _answer(record, data.answer_key, env.name)}
         if env.name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
             raise RecordError(
@@ -75,7 +80,8 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
                 if "metadata" in record
                 else "the line has no metadata, which holds what the reasoning_gym task needs to score an answer"
             )
-        return PromptRecord(sample_id, tuple(messages), isinstance(prompt, str), complete)
+        asked = apply_template(messages, data.prompt_template)
+        return PromptRecord(sample_id, asked, isinstance(prompt, str), complete)
 
     return parse
 

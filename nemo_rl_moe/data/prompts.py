@@ -13,7 +13,8 @@ from nemo_rl_moe.data.chat import encode_each
 from nemo_rl_moe.data.chat_template import PromptRenderer, RenderError, prompt_renderer_for
 from nemo_rl_moe.data.dataset import LINES_AT_ONCE
 from nemo_rl_moe.data.loader import epoch_order
-from nemo_rl_moe.data.prompt_records import PromptRecord, prompt_columns, prompt_parser
+from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
+from nemo_rl_moe.data.prompt_repeats import RepeatFilter
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import LineSource, open_lines
 from nemo_rl_moe.environments.reasoning_gym import draw_items
@@ -49,7 +50,8 @@ class PromptReport:
         num_prompts: Prompts that can be used.
         num_tokens: Their tokens.
         num_too_long: Prompts left out because they leave no room for a response.
-        num_repeated: Drawn prompts left out because they had been drawn before.
+        num_repeated: Prompts left out because they had been read or drawn before.
+        num_training_prompts: Held-out prompts left out because they are training prompts.
         num_bad_lines: Lines left out because they could not be used.
         bad_lines: The first of the bad lines, one text each.
     """
@@ -59,6 +61,7 @@ class PromptReport:
     num_tokens: int
     num_too_long: int
     num_repeated: int
+    num_training_prompts: int
     num_bad_lines: int
     bad_lines: tuple[str, ...]
 
@@ -68,7 +71,9 @@ class PromptReport:
         if self.num_too_long:
             parts.append(f"{self.num_too_long:,} left out: longer than a prompt may be")
         if self.num_repeated:
-            parts.append(f"{self.num_repeated:,} left out: drawn before")
+            parts.append(f"{counted(self.num_repeated, 'repeated prompt')} left out")
+        if self.num_training_prompts:
+            parts.append(f"{self.num_training_prompts:,} left out: they are training prompts")
         if self.num_bad_lines:
             parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
         return f"{self.name}: {', '.join(parts)}"
@@ -106,8 +111,9 @@ def load_prompts(
 ) -> PromptDataset:
     """Reads one set of prompts, or draws it from the environment's task, and tokenizes it.
 
-    Drawn prompts differ from each other: a question that was drawn before is drawn again with another seed. Sets with
-    different seeds share no seed of an item, but may share a question by chance, the more so the fewer the task has.
+    Prompts differ from each other: one that is read again, with the same answer, is left out and counted, and for a
+    question that is drawn again another is drawn with another seed. Sets with different seeds share no seed of an item,
+    but may share a question by chance, the more so the fewer the task has: see `without_training_prompts`.
 
     Args:
         source: Which set.
@@ -120,12 +126,15 @@ def load_prompts(
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
         ConfigurationError: Prompts cannot be drawn from the task.
     """
-    lines, num_repeated = _drawn(source, env) if source.path is None else (_read(source.path, source, data, env), 0)
+    lines, num_redrawn = (
+        _drawn(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
+    )
+    repeats = RepeatFilter(env.name)
     tokenize = _tokenizer_of_prompts(tokenizer)
     kept: list[Prompt] = []
     bad = BadLineLog()
     num_too_long = 0
-    remaining = islice(lines.lines, source.num_items)
+    remaining = islice(repeats.first_of_each(lines.lines), source.num_items)
     while chunk := list(islice(remaining, LINES_AT_ONCE)):
         for result in tokenize(chunk):
             if isinstance(result, BadLine):
@@ -141,7 +150,8 @@ def load_prompts(
         num_prompts=len(kept),
         num_tokens=sum(len(prompt.token_ids) for prompt in kept),
         num_too_long=num_too_long,
-        num_repeated=num_repeated,
+        num_repeated=num_redrawn + repeats.num_repeated,
+        num_training_prompts=0,
         num_bad_lines=bad.count,
         bad_lines=tuple(bad.shown),
     )
@@ -196,7 +206,9 @@ def _read(
     return open_lines(path, source.split, prompt_parser(data, env), prompt_columns(data, env))
 
 
-def _drawn(source: PromptSourceConfig, env: EnvironmentConfig) -> tuple[LineSource[PromptRecord], int]:
+def _drawn(
+    source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig
+) -> tuple[LineSource[PromptRecord], int]:
     """Prompts that the task makes, and how many were left out because they had been drawn before."""
     if env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
@@ -207,7 +219,7 @@ def _drawn(source: PromptSourceConfig, env: EnvironmentConfig) -> tuple[LineSour
     records = [
         PromptRecord(
             sample_id=f"{name}:{index}",
-            messages=({"role": "user", "content": item["question"]},),
+            messages=apply_template([{"role": "user", "content": item["question"]}], data.prompt_template),
             is_text=True,
             record={key: item[key] for key in ("question", "answer", "metadata")},
         )

@@ -17,6 +17,7 @@ from nemo_rl_moe.loggers.expert_load import FOLDER_NAME
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.run_folder import create_run_folder, write_run_files
+from nemo_rl_moe.loggers.samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
@@ -138,6 +139,9 @@ def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weigh
     lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
     if (run_folder / FOLDER_NAME).is_dir():
         lines.append(f"  load of every expert          {run_folder / FOLDER_NAME}")
+    samples = run_folder / SAMPLES_FILE_NAME
+    if samples.is_file() and samples.stat().st_size:
+        lines.append(f"  responses, a line each        {samples}")
     if config.logger.tensorboard_enabled:
         lines.append(f"  TensorBoard                   tensorboard --logdir {config.logger.log_dir}")
     if config.logger.wandb_enabled:

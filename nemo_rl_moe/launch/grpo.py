@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts a run of GRPO together: prompts, environment, workers, generation, loggers, loop."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import Observers, num_updates_per_step, train_grpo
+from nemo_rl_moe.algorithms.grpo import Observers, train_grpo
 from nemo_rl_moe.algorithms.loop import num_training_steps
 from nemo_rl_moe.algorithms.rollouts import Roller
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
-from nemo_rl_moe.data.prompts import PromptDataset, PromptLoader, load_prompts
+from nemo_rl_moe.data.held_out_prompts import without_training_prompts
+from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
 from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
 from nemo_rl_moe.launch.common import (
     check_model,
@@ -30,6 +31,8 @@ from nemo_rl_moe.launch.common import (
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.samples import SampleLog
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 _ENGINES = {"megatron": MegatronGeneration}
 """By the name of `policy.generation.backend`."""
@@ -51,10 +54,14 @@ def run_grpo(config: GRPOMasterConfig) -> None:
     validate_environment(config.env)
     check_model(config, console)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
-    sampling = sampling_parameters(config.policy.generation, tokenizer)
+    padding = pad_token_id(tokenizer)
+    vocabulary_size = load_hf_config(config.policy.model_name).vocab_size
+    sampling = sampling_parameters(config.policy.generation, tokenizer, vocabulary_size)
     training = read_prompts(config, config.data.train, tokenizer, console)
     loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
-    held_out = read_prompts(config, config.data.validation, tokenizer, console) if config.data.validation else None
+    held_out = None
+    if config.data.validation is not None:
+        held_out = read_prompts(config, config.data.validation, tokenizer, console, training)
     num_steps = num_training_steps(config.grpo, len(loader))
     console.begin(num_steps)
     with (
@@ -64,11 +71,12 @@ def run_grpo(config: GRPOMasterConfig) -> None:
             cluster,
             console,
             seed=config.grpo.seed,
-            num_steps=num_steps * num_updates_per_step(config),
+            num_steps=num_steps * config.updates_per_step,
             keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
         ) as policy,
         running_scorer(config, console) as scorer,
         open_run(config, policy, console) as (run_folder, loggers),
+        running_generation(config, policy) as generation,
         SampleLog(
             run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
         ) as samples,
@@ -77,11 +85,11 @@ def run_grpo(config: GRPOMasterConfig) -> None:
         summary = train_grpo(
             config,
             policy,
-            Roller(_ENGINES[config.policy.generation.backend](policy), scorer, tokenizer.decode),
+            Roller(generation, scorer, tokenizer.decode),
             loader,
             held_out,
             sampling,
-            pad_token_id(tokenizer),
+            padding,
             loggers,
             Observers(
                 log_expert_load=ExpertLoadWriter(run_folder, console.warn).write,
@@ -96,11 +104,16 @@ def run_grpo(config: GRPOMasterConfig) -> None:
     console.message(summarise(config, summary, run_folder, weights))
 
 
-def sampling_parameters(generation: GenerationConfig, tokenizer: Any) -> SamplingParameters:
+def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
     """How training responses are drawn.
 
+    Args:
+        generation: What the user wants.
+        tokenizer: Has the end token that ends responses where the user names none.
+        vocabulary_size: Token ids that the model can draw are below this.
+
     Raises:
-        ConfigurationError: Nothing would end a response.
+        ConfigurationError: Nothing would end a response, or a token that is to end it can never be drawn.
     """
     stop_token_ids = generation.stop_token_ids
     if stop_token_ids is None:
@@ -109,6 +122,17 @@ def sampling_parameters(generation: GenerationConfig, tokenizer: Any) -> Samplin
                 "policy.generation.stop_token_ids: null means the tokenizer's end token; it has none, so name token ids"
             )
         stop_token_ids = [tokenizer.eos_token_id]
+    elif not stop_token_ids and not generation.stop_strings:
+        raise ConfigurationError(
+            "policy.generation.stop_token_ids: got [], and policy.generation.stop_strings has none either, so that"
+            " nothing would end a response; expected token ids, or null for the tokenizer's end token"
+        )
+    if never_drawn := [token for token in stop_token_ids if token >= vocabulary_size]:
+        whose = "null, the tokenizer's end token " if generation.stop_token_ids is None else ""
+        raise ConfigurationError(
+            f"policy.generation.stop_token_ids: got {whose}{', '.join(map(str, never_drawn))}, expected ids from 0 to"
+            f" {vocabulary_size - 1}: the model has {vocabulary_size} tokens"
+        )
     return SamplingParameters(
         max_new_tokens=generation.max_new_tokens,
         temperature=generation.temperature,
@@ -120,17 +144,22 @@ def sampling_parameters(generation: GenerationConfig, tokenizer: Any) -> Samplin
 
 
 def read_prompts(
-    config: GRPOMasterConfig, source: PromptSourceConfig, tokenizer: Any, console: ConsoleLogger
+    config: GRPOMasterConfig,
+    source: PromptSourceConfig,
+    tokenizer: Any,
+    console: ConsoleLogger,
+    training: Iterable[Prompt] = (),
 ) -> PromptDataset:
-    """Reads, or draws, and tokenises one set of prompts, and tells what was left out.
+    """Reads, or draws, and tokenises one set of prompts, without the training prompts, and tells what was left out.
 
     Raises:
-        DataError: A file is missing or a line cannot be used.
+        DataError: A file is missing, a line cannot be used, or no prompt is left.
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
     with console.phase(what):
         prompts = load_prompts(source, config.data, tokenizer, longest, config.env)
+        prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts
 
@@ -144,3 +173,13 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
         yield scorer
     finally:
         scorer.shutdown()
+
+
+@contextmanager
+def running_generation(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationInterface]:
+    """Starts the generation engine, and lets go of it whatever happens."""
+    engine = _ENGINES[config.policy.generation.backend](policy)
+    try:
+        yield engine
+    finally:
+        engine.shutdown()

@@ -5,7 +5,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import num_updates_per_step
 from nemo_rl_moe.config.checks_paths import model_folder_exists
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
@@ -79,7 +78,7 @@ def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[s
         rows.append((f"layers of stage {stage}", _layers_of_stage(transformer, stage)))
     rows.append(("samples of an update", str(config.policy.train_global_batch_size)))
     if isinstance(config, GRPOMasterConfig):
-        rows.append(("updates of a step", str(num_updates_per_step(config))))
+        rows.append(("updates of a step", str(config.updates_per_step)))
     rows.append(("microbatches of an update", _microbatches(config)))
     return ["Layout:", *_aligned(rows)]
 

@@ -13,17 +13,24 @@ import pytest
 SPEEDS = {"tokens_per_second", "seconds_per_step", "tokens_per_cpu_second"}
 
 
-def run_benchmark(repository_root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_benchmark(repository_root: Path, name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs it as a user does, from the repository's root."""
-    command = [sys.executable, "benchmarks/sft_throughput.py", *arguments]
+    command = [sys.executable, f"benchmarks/{name}.py", *arguments]
     return subprocess.run(command, cwd=repository_root, capture_output=True, text=True, check=False)
 
 
-def test_sft_throughput_prints_one_line_of_measured_speeds(repository_root: Path) -> None:
-    done = run_benchmark(repository_root, "--steps", "3", "--warmup", "1", "--block", "2")
+def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """The one line that a benchmark prints."""
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     result: dict[str, Any] = json.loads(line)
+    return result
+
+
+def test_sft_throughput_prints_one_line_of_measured_speeds(repository_root: Path) -> None:
+    result = result_of(
+        run_benchmark(repository_root, "sft_throughput", "--steps", "3", "--warmup", "1", "--block", "2")
+    )
     for policy in (result["moe_metrics_off"], result["moe_metrics_on"]):
         assert policy.keys() == SPEEDS
         speed, seconds = policy["tokens_per_second"], policy["seconds_per_step"]
@@ -39,7 +46,34 @@ def test_sft_throughput_prints_one_line_of_measured_speeds(repository_root: Path
 
 
 def test_sft_throughput_says_which_sizes_fit(repository_root: Path) -> None:
-    done = run_benchmark(repository_root, "--workers", "4", "--micro-batch-size", "4")
+    done = run_benchmark(repository_root, "sft_throughput", "--workers", "4", "--micro-batch-size", "4")
     assert done.returncode == 2
     assert "nearest: --micro-batch-size 2" in done.stderr
     assert done.stdout == ""
+
+
+def test_grpo_throughput_says_where_a_step_goes(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "grpo_throughput", "--steps", "2", "--warmup", "1"))
+    assert result.keys() >= {"seconds_per_step", "generation_tokens_per_second", "phase_shares", "model", "versions"}
+    assert (result["name"], result["steps"], result["workers"]) == ("grpo_throughput", 2, 1)
+    assert 0 < result["seconds_per_step"]["best"] <= result["seconds_per_step"]["median"]
+    # 32 responses of at most 64 tokens; of random weights few end early.
+    assert 32 * 32 < result["generated_tokens_per_step"] <= 32 * 64
+    assert result["generation_tokens_per_second"] > 0
+    shares = result["phase_shares"]
+    assert shares.keys() == {"generation", "rewards", "train", "other"}
+    assert sum(shares.values()) == pytest.approx(1.0, abs=1e-3)  # of four rounded numbers
+    assert all(share > 0 for share in shares.values()), "no phase counts twice"
+
+
+def test_generation_throughput_compares_the_same_tokens(repository_root: Path) -> None:
+    sizes = ("--rounds", "1", "--prompts", "4", "--prompt-tokens", "8", "--new-tokens", "8")
+    result = result_of(run_benchmark(repository_root, "generation_throughput", *sizes))
+    assert result["name"] == "generation_throughput"
+    contestants = {f"{who}_{how}" for who in ("engine", "plain") for how in ("sampled", "greedy")}
+    assert result["tokens_per_second"].keys() == contestants
+    assert all(0 < speed["median"] <= speed["best"] for speed in result["tokens_per_second"].values())
+    assert result["to_plain"].keys() == {"sampled", "greedy"}
+    assert result["to_transformers"] is None
+    assert result["same_greedy_tokens_as_plain"] == {"engine_greedy": 1.0, "plain_greedy": 1.0}
+    assert [result[key] for key in ("prompts", "prompt_tokens", "new_tokens", "rounds")] == [4, 8, 8, 1]

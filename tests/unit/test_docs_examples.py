@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the documentation shows must work: its code, its commands, its links, and its list of metrics."""
+"""What the documentation shows must work: its code, its commands, its links, and its lists of metrics."""
 
 import re
 import runpy
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
@@ -22,7 +23,9 @@ from tests.support.training_run import RunSettings, train_run
 DOCS = REPOSITORY_ROOT / "docs"
 PAGES = [REPOSITORY_ROOT / "README.md", REPOSITORY_ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
 METRICS_PAGE = DOCS / "moe-metrics.md"
+GRPO_PAGE = DOCS / "grpo.md"
 DEMO_RUN = Path("logs/sft_tiny_moe/exp_001")
+DEMO_WEIGHTS = Path(str(load_config("sft_tiny_moe.yaml", check_paths=False).checkpointing.checkpoint_dir)) / "final"
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -31,12 +34,19 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
+LAUNCHERS = {"examples/run_sft.py": "sft", "examples/run_grpo.py": "grpo"}
+COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:nemo-rl-moe|python (?={'|'.join(LAUNCHERS)})) ?(.+)")
+
+
 def commands(page: Path) -> list[list[str]]:
-    """Words of each `nemo-rl-moe` call: in the text, and in plain blocks, where a backslash continues a line."""
-    in_text = re.findall(r"`(nemo-rl-moe [^`\n]+)`", page.read_text(encoding="utf-8"))
+    """Words of each call of the command, from `sft`, `grpo`, ... on.
+
+    In the text, and in plain blocks, where a backslash continues a line; of `examples/run_*.py` as well.
+    """
+    in_text = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
     in_blocks = "\n".join(blocks(page, "")).replace("\\\n", " ").splitlines()
-    lines = [*in_text, *(line.removeprefix("$ ") for line in in_blocks)]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("nemo-rl-moe ")]
+    calls = [match[1] for line in [*in_text, *in_blocks] if (match := COMMAND.fullmatch(line))]
+    return [[LAUNCHERS.get(name, name), *rest] for name, *rest in (shlex.split(call, comments=True) for call in calls)]
 
 
 def anchor(heading: str) -> str:
@@ -71,54 +81,68 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert broken_links(page) == ["#what", "none.md"]
 
 
-COMMANDS = [(page.name, words) for page in PAGES for words in commands(page) if "--config" in words]
+COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--config" in words]
 # Shown together with the messages that it ends with.
 MEANT_TO_FAIL = "policy.megatron_cfg.track_moe_metric=true"
+LOADERS = {"sft": load_config, "grpo": load_grpo_config, "config": load_any_config, "plan": load_any_config}
 
 
-@pytest.fixture
-def in_folder_of_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every configuration that a page shows, under the name in its first line."""
+def configurations(page: Path) -> dict[str, str]:
+    """Every configuration that a page shows, by the name in its first line."""
+    named = [(re.match(r"# (\S+\.yaml)\n", text), text) for text in blocks(page, "yaml")]
+    return {match[1]: text for match, text in named if match}
+
+
+def page_of_configurations(page: Path, command: str) -> Path:
+    """Where the files stand that a page's commands mean: on it, or on the page of the algorithm."""
+    return page if configurations(page) else DOCS / ("sft.md" if command == "sft" else "grpo.md")
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page.name}-{words[0]}" for page, words in COMMANDS])
+def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for text in (text for page in PAGES for text in blocks(page, "yaml")):
-        if match := re.match(r"# (\S+\.yaml)\n", text):
-            Path(match[1]).write_text(text, encoding="utf-8")
-
-
-@pytest.mark.parametrize("words", [words for _, words in COMMANDS], ids=[name for name, _ in COMMANDS])
-def test_commands_are_valid(words: list[str], in_folder_of_configs: None) -> None:
+    for name, text in configurations(page_of_configurations(page, words[0])).items():
+        Path(name).write_text(text, encoding="utf-8")
+    load = LOADERS[words[0]]
     config, *overrides = words[words.index("--config") + 1 :]
-    name = Path(config).name  # a shipped configuration, or one of the pages'
     overrides = [word for word in overrides if word != "[overrides]"]
     if MEANT_TO_FAIL in overrides:
         with pytest.raises(ConfigurationError) as error:
-            load_config(name, overrides, check_paths=False)
-        shown = "".join(text for page in PAGES for text in blocks(page, ""))
+            load(config, overrides, check_paths=False)
+        shown = "".join(blocks(page, ""))
         assert all(f"error: {problem}\n" in shown for problem in error.value.problems)
     else:
-        load_config(name, overrides, check_paths=False)
+        load(config, overrides, check_paths=False)
 
 
 def test_there_are_commands_and_code_to_test() -> None:
-    assert len(COMMANDS) >= 8
-    assert len(PYTHON_BLOCKS) == 3
+    found = {(page.name, words[0]) for page, words in COMMANDS}
+    assert found == {
+        *(("README.md", command) for command in ("sft", "grpo", "config", "plan")),
+        *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
+        *(("sft.md", command) for command in ("sft", "config")),
+        ("moe-metrics.md", "sft"),
+    }
+    # None is missed for standing in a form that `commands` does not know.
+    assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
+    assert len(PYTHON_BLOCKS) == 4
 
 
-def write_demo_run(folder: Path) -> None:
+def write_demo_run() -> None:
     """What the pages' code reads of a run: the load of every expert, and the final weights."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    folder.mkdir(parents=True)
-    ExpertLoadWriter(folder, pytest.fail).write(1, ExpertLoad((0, 2), torch.tensor([[3, 1], [0, 4]])))
+    DEMO_RUN.mkdir(parents=True)
+    ExpertLoadWriter(DEMO_RUN, pytest.fail).write(1, ExpertLoad((0, 2), torch.tensor([[3, 1], [0, 4]])))
     tiny = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe"
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny)).save_pretrained(folder / "checkpoints" / "final")
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(folder / "checkpoints" / "final")
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny)).save_pretrained(DEMO_WEIGHTS)
+    AutoTokenizer.from_pretrained(tiny).save_pretrained(DEMO_WEIGHTS)
 
 
 @pytest.fixture
 def in_folder_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    write_demo_run(DEMO_RUN)
+    write_demo_run()
     return tmp_path
 
 
@@ -131,7 +155,19 @@ def run_block(text: str, folder: Path) -> dict[str, object]:
 PYTHON_BLOCKS = {f"{page.name}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
 
 
-@pytest.mark.parametrize("name", PYTHON_BLOCKS)
+# Begins with its name, and is not run but imported.
+MODULES = [name for name, text in PYTHON_BLOCKS.items() if re.match(r"# \w+\.py\n", text)]
+
+
+def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
+    (name,) = MODULES
+    score = run_block(PYTHON_BLOCKS[name], tmp_path)["score"]
+    assert callable(score)
+    for response, reward in ((" 606\n", 1.0), ("607", 0.0)):
+        assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
+
+
+@pytest.mark.parametrize("name", sorted(PYTHON_BLOCKS.keys() - set(MODULES)))
 def test_code_runs(name: str, in_folder_of_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_block(PYTHON_BLOCKS[name], in_folder_of_runs)
     assert capsys.readouterr().out.strip()
@@ -145,14 +181,14 @@ def test_standalone_example_counts_every_token(tmp_path: Path, capsys: pytest.Ca
     assert isinstance(metrics, dict)
     # 2 microbatches of 4 x 32 tokens, 8 experts, 2 for each token: sqrt((1 - 1/4) * 8 / 512).
     assert metrics["cv_null_mean"] == pytest.approx((0.75 * 8 / 512) ** 0.5)
-    assert {generic(key) for key in metrics} <= documented_keys()
+    assert {generic(key) for key in metrics} <= documented_keys(METRICS_PAGE)
 
 
-def documented_keys() -> set[str]:
+def documented_keys(page: Path) -> set[str]:
     """The keys in the first column of the tables that are headed `key`."""
     keys: set[str] = set()
     in_table = False
-    for line in METRICS_PAGE.read_text(encoding="utf-8").splitlines():
+    for line in page.read_text(encoding="utf-8").splitlines():
         if line.startswith("| key |"):
             in_table = True
         elif not line.startswith("|"):
@@ -184,4 +220,4 @@ def test_documented_keys_are_those_of_a_real_report() -> None:
     )
     (metrics, other) = (run.moe_metrics[0] for run in run_ranks(train_run, 2, RunSettings(policy, num_steps=1)))
     assert metrics == other
-    assert {generic(key) for key in metrics} == documented_keys()
+    assert {generic(key) for key in metrics} == documented_keys(METRICS_PAGE)

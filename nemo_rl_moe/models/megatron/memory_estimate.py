@@ -227,7 +227,7 @@ def generation_batch_size(config: GRPOMasterConfig) -> int:
     Without a limit it is the rank's share of a step's responses or, where their number is known, of a validation's.
     """
     loop = config.grpo
-    requested = [loop.num_prompts_per_step * loop.num_generations_per_prompt]
+    requested = [config.responses_per_step]
     if config.data.validation is not None and loop.max_val_samples is not None:
         requested.append(loop.max_val_samples * loop.val_num_generations)
     share = -(-max(requested) // config.data_parallel_size)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.grpo import Observers, num_updates_per_step, ratio_is_one, train_grpo
+from nemo_rl_moe.algorithms.grpo import Observers, ratio_is_one, train_grpo
 from nemo_rl_moe.algorithms.loop import RunSummary
 from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
 from nemo_rl_moe.algorithms.rollouts import Rollout
@@ -208,7 +208,7 @@ def test_what_is_trained_on() -> None:
 )
 def test_when_log_probabilities_are_asked_for(overrides: tuple[str, ...], updates: int, is_one: bool) -> None:
     config = small_config("grpo.max_num_steps=1", *overrides)
-    assert (num_updates_per_step(config), ratio_is_one(config)) == (updates, is_one)
+    assert (config.updates_per_step, ratio_is_one(config)) == (updates, is_one)
     loop = Loop(config)
     assert ("logprobs" in loop.diary) is not is_one
     assert "reference_logprobs" not in loop.diary

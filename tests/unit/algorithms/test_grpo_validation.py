@@ -49,7 +49,7 @@ def test_seeds_are_not_those_of_training() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_only_the_temperature_differs_from_training(temperature: float) -> None:
-    run = Validation((f"grpo.val_temperature={temperature}",))
+    run = Validation((f"grpo.val_temperature={temperature}", "grpo.val_num_generations=1"))
     run.validate()
     assert run.engine.requests[0].sampling == replace(SAMPLING, temperature=temperature)
     assert SAMPLING.temperature == 0.8

@@ -62,8 +62,3 @@ def test_both_bounds_do_not() -> None:
     bounds = both_bounds(torch.tensor([[-1.0, 0.0, 1.0]], dtype=torch.float64), config_of())
     assert bounds.lower.tolist() == [[0.8] * 3]
     assert bounds.upper.tolist() == [[1.3] * 3]
-
-
-def test_a_clip_of_1_or_more_leaves_small_ratios_alone() -> None:
-    bounds = surrogate_bounds(torch.tensor([[-1.0]]), config_of(ratio_clip_min=1.0))
-    assert bounds.clip(torch.tensor([[1e-9]])).item() == pytest.approx(1e-9)

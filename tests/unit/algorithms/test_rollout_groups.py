@@ -80,12 +80,6 @@ def test_gives_up_after_the_last_round_and_fills_up() -> None:
     assert not stream.is_used_up
 
 
-def test_one_round_is_no_more_than_without_it() -> None:
-    groups, _ = collect({0}, "grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1")
-    assert trained(groups) == [0, 1]
-    assert (groups.num_rounds, groups.num_filled) == (1, 1)
-
-
 def test_fills_up_when_the_prompts_end() -> None:
     groups, stream = collect({3}, *DYNAMIC, num_prompts=5)
     assert stream.is_used_up

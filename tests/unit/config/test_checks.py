@@ -121,7 +121,8 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
         ),
         (
             ("sft.max_num_steps=20",),
-            f"{M}.scheduler.lr_warmup_iters: got 20, expected less than sft.max_num_steps = 20 (lr_decay_iters is"
+            f"{M}.scheduler.lr_warmup_iters: got 20, expected less than the 20 optimizer steps of"
+            " sft.max_num_steps = 20 (lr_decay_iters is"
             " null)",
         ),
         (

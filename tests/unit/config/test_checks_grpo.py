@@ -7,10 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from nemo_rl_moe.config.checks_grpo import GRPO_RULES
+from nemo_rl_moe.config.checks_loop import LOOP_RULES
 from nemo_rl_moe.config.loading import load_grpo_config
 
 Problems = Callable[..., list[str]]
 NO_TASK = ("env.name=math", "env.reasoning_gym=null")
+EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
+DRAWN = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))
+LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 WARMUP = "policy.megatron_cfg.scheduler.lr_warmup_iters"
 
 BROKEN = [
@@ -75,18 +79,61 @@ BROKEN = [
         "data.validation.num_items: null, expected how many prompts to draw, as data.validation.path is null",
     ),
     (
+        (*DRAWN, "data.train.seed=1"),
+        "drawn_prompts_are_held_out",
+        "data.validation.seed: got 1, which is data.train.seed: validation would draw the training prompts; expected"
+        " another seed",
+    ),
+    (
+        ("grpo.val_temperature=0.0",),
+        "greedy_validation_asks_once",
+        "grpo.val_num_generations: got 4, expected 1 with grpo.val_temperature 0, which gives the same response each"
+        " time",
+    ),
+    (
+        ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=1"),
+        "dynamic_sampling_has_a_second_round",
+        "grpo.dynamic_sampling_max_gen_batches: got 1, which replaces no group; expected 2 or more with"
+        " grpo.use_dynamic_sampling true",
+    ),
+    *(
+        (
+            (f"{LEAVE_ONE_OUT}=true", f"grpo.adv_estimator.name={name}"),
+            "leave_one_out_has_a_baseline",
+            f"{LEAVE_ONE_OUT}: got true, expected false with grpo.adv_estimator.name {name}, which does not read it;"
+            " grpo does",
+        )
+        for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    ),
+    (
+        (f"{EXPERT_PARALLEL}=2", "+policy.megatron_cfg.moe_token_dispatcher_type=allgather"),
+        "ranks_may_have_different_numbers_of_tokens",
+        "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank; while"
+        " generating, experts that are shared between ranks need alltoall",
+    ),
+    (
+        (
+            f"{EXPERT_PARALLEL}=2",
+            "+policy.megatron_cfg.moe_pad_expert_input_to_capacity=true",
+            "+policy.megatron_cfg.moe_expert_capacity_factor=2.0",
+        ),
+        "ranks_may_have_different_numbers_of_tokens",
+        "policy.megatron_cfg.moe_pad_expert_input_to_capacity: got true, which needs as many tokens on every rank;"
+        " while generating, experts that are shared between ranks need false",
+    ),
+    (
         ("data.prompt_template=Think.",),
         "template_has_a_place_for_the_prompt",
         "data.prompt_template: got 'Think.', expected a text with {prompt} in it, or null",
     ),
     (
         ("data.validation=null", "grpo.val_at_start=false", "grpo.val_at_end=false"),
-        "validation_has_prompts",
+        "validation_has_data",
         "grpo.val_period: 10 needs data.validation, which is null; set 0 or name the data",
     ),
     (
         ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false"),
-        "validation_has_prompts",
+        "validation_has_data",
         "grpo.val_at_end: true needs data.validation, which is null; set false or name the data",
     ),
     (
@@ -105,7 +152,7 @@ def test_broken_rule_gives_its_one_line(
 
 
 def test_every_rule_has_a_broken_example() -> None:
-    assert {rule for _, rule, _ in BROKEN} == {rule.__name__ for rule in GRPO_RULES}
+    assert {rule for _, rule, _ in BROKEN} == {rule.__name__ for rule in (*GRPO_RULES, *LOOP_RULES)}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +169,12 @@ def test_every_rule_has_a_broken_example() -> None:
         ("env.name=callable", "+env.callable.function=package.module:function"),
         ("data.train.path=null", "data.train.num_items=100"),
         ("data.validation=null", "grpo.val_period=0", "grpo.val_at_start=false", "grpo.val_at_end=false"),
+        DRAWN,
+        ("data.train.path=null", "data.train.num_items=9", "data.train.seed=1"),
+        ("grpo.val_temperature=0.0", "grpo.val_num_generations=1"),
+        ("grpo.dynamic_sampling_max_gen_batches=1",),
+        ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"),
+        (f"{LEAVE_ONE_OUT}=true",),
         # Two updates a step: ten of them, of which five warm up.
         ("grpo.max_num_steps=3", "grpo.num_prompts_per_step=32"),
         ("grpo.max_num_steps=5", "policy.megatron_cfg.scheduler.lr_decay_iters=100"),
@@ -145,3 +198,14 @@ def test_rules_run_on_the_valid_part(grpo_problems_of: Problems) -> None:
         "loss_fn.ratio_clip_min",
         "policy.train_global_batch_size",
     ]
+
+
+def test_responses_and_updates_of_a_step() -> None:
+    config = load_grpo_config("grpo_tiny_moe.yaml", ["grpo.num_prompts_per_step=48"], check_paths=False)
+    assert (config.responses_per_step, config.updates_per_step) == (384, 3)
+
+
+def test_a_step_of_less_than_one_update_is_told_once(grpo_problems_of: Problems) -> None:
+    decay = f"{WARMUP.replace('lr_warmup_iters', 'lr_decay_style')}=cosine"
+    (problem,) = grpo_problems_of("grpo.num_prompts_per_step=8", "grpo.max_num_steps=9", decay)
+    assert problem.startswith("policy.train_global_batch_size: got 128, expected a divisor of the 64 responses")

@@ -47,11 +47,16 @@ Problems = Callable[..., list[str]]
         ),
         (
             "grpo.adv_estimator.name=rloo",
-            "grpo.adv_estimator.name: got 'rloo' (str), expected grpo or reinforce_plus_plus",
+            "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, reinforce_plus_plus,"
+            " reinforce_plus_plus_baseline",
         ),
         (
             "loss_fn.objective=cipso",
             "loss_fn.objective: got 'cipso' (str), expected clipped or cispo; did you mean cispo?",
+        ),
+        (
+            "loss_fn.ratio_clip_min=1.0",
+            "loss_fn.ratio_clip_min: got 1.0 (float), expected a number from 0 up and below 1",
         ),
         (
             "loss_fn.ratio_clip_c=0.5",

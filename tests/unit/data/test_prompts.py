@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.dataset import load_sft_dataset
+from nemo_rl_moe.data.held_out_prompts import without_training_prompts
 from nemo_rl_moe.data.prompts import Prompt, PromptLoader, load_prompts
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
@@ -91,7 +92,7 @@ def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [{"problem": "1+1=", "reward_model": {"ground_truth": "2"}, "more": None}] * 2
+    rows = [{"problem": problem, "reward_model": {"ground_truth": "2"}, "more": None} for problem in ("1+1=", "2+0=")]
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     path = str(tmp_path / "rows.parquet")
     keys = {"prompt_key": "problem", "answer_key": "reward_model.ground_truth"}
@@ -135,8 +136,8 @@ def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
     ],
 )
 def test_bad_lines(write_jsonl, demo_tokenizer, record, env, reason):
-    good = {"prompt": "1+1=", "answer": "2", "metadata": {}}
-    path = write_jsonl(good, record, good, b"{")
+    good, other = ({"prompt": prompt, "answer": "2", "metadata": {}} for prompt in ("1+1=", "2+0="))
+    path = write_jsonl(good, record, other, b"{")
     found = problems(demo_tokenizer, path, env)
     assert len(found) == 3
     assert found[0].startswith(f"{path}:2: {reason}")
@@ -212,7 +213,7 @@ def test_drawn_prompts(byte_tokenizer):
     assert report.num_repeated > 0
     assert report.summary() == (
         f"basic_arithmetic[seed 3]: 60 prompts, {report.num_tokens} tokens, "
-        f"{report.num_repeated} left out: drawn before"
+        f"{report.num_repeated} repeated prompts left out"
     )
     again = load(byte_tokenizer(), None, "reasoning_gym", num_items=60, seed=3)
     assert list(again) == list(prompts)
@@ -267,3 +268,70 @@ def test_template_goes_around_the_last_turn(demo_tokenizer: Any, write_jsonl: An
     assert (first.text, second.text) == ("3+1+1=", "3+2+2=")
     # The environment sees the question as the data have it.
     assert first.record["question"] == "1+1="
+
+
+def test_template_goes_around_drawn_prompts_too(byte_tokenizer: Any) -> None:
+    plain, around = (
+        load(byte_tokenizer(), None, "reasoning_gym", num_items=5, prompt_template=template)
+        for template in (None, "Think. {prompt} Well?")
+    )
+    assert [prompt.text for prompt in around] == [f"Think. {prompt.text} Well?" for prompt in plain]
+    assert byte_tokenizer().decode(around[0].token_ids) == around[0].text
+    # The verifier sees the task's own item.
+    assert [prompt.record for prompt in around] == [prompt.record for prompt in plain]
+
+
+def test_repeated_prompts_are_taken_once(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    first, second = {"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}
+    path = write_jsonl({**first, "row": 1}, {**first, "row": 2}, second, {**first, "answer": 2}, {**first, "answer": 3})
+    prompts = load(demo_tokenizer, path)
+    # The first of each stays; another answer makes another prompt.
+    assert [(prompt.sample_id, prompt.record["answer"]) for prompt in prompts] == [
+        (f"{path}:1", "2"),
+        (f"{path}:3", "4"),
+        (f"{path}:5", "3"),
+    ]
+    assert prompts.report.summary() == f"{path}: 3 prompts, 12 tokens, 2 repeated prompts left out"
+    # Repeats do not count among those that are asked for, and what is not read is no repeat.
+    limited = load(demo_tokenizer, path, num_items=2)
+    assert [prompt.text for prompt in limited] == ["1+1=", "2+2="]
+    assert limited.report.num_repeated == 1
+
+
+def test_a_text_is_not_the_message_that_says_the_same(byte_tokenizer: Any, write_jsonl: Any) -> None:
+    system, user = {"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}
+    path = write_jsonl(
+        *({"prompt": prompt, "answer": "2"} for prompt in ("1+1=", [user], [system, user], [system, user]))
+    )
+    report = load(byte_tokenizer(CHATML), path, longest=200).report
+    assert (report.num_prompts, report.num_repeated) == (3, 1)
+
+
+@pytest.mark.parametrize(("env", "kept"), [("math", 1), ("reasoning_gym", 2)])
+def test_what_the_verifier_reads_tells_prompts_apart(
+    demo_tokenizer: Any, write_jsonl: Any, env: str, kept: int
+) -> None:
+    path = write_jsonl(
+        *({"prompt": "1=", "answer": "1", "metadata": {"level": level}, "row": level} for level in (1, 2))
+    )
+    assert len(load(demo_tokenizer, path, env)) == kept
+
+
+def test_a_function_may_read_all_of_a_record(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    path = write_jsonl(*({"prompt": "1=", "tests": tests} for tests in ("a", "b", "a")))
+    assert [prompt.record["tests"] for prompt in load(demo_tokenizer, path, "callable")] == ["a", "b"]
+
+
+def test_training_prompts_are_left_out_of_validation(demo_tokenizer: Any, write_jsonl: Any) -> None:
+    training = load(demo_tokenizer, write_jsonl({"prompt": "1+1=", "answer": "2"}, {"prompt": "9=", "answer": "9"}))
+    path = write_jsonl(*({"prompt": f"{n}+1=", "answer": "5"} for n in (1, 20, 3)), name="held_out.jsonl")
+    held_out = load(demo_tokenizer, path)
+    left = without_training_prompts(held_out, training)
+    assert [prompt.text for prompt in left] == ["20+1=", "3+1="]
+    assert left.report.summary() == f"{path}: 2 prompts, 9 tokens, 1 left out: they are training prompts"
+    assert without_training_prompts(left, training) is left
+    with pytest.raises(DataError) as caught:
+        without_training_prompts(held_out, held_out)
+    assert caught.value.problems == [
+        f"data.validation: each of the 3 prompts of {path} is a training prompt too; name held-out data, or null"
+    ]

@@ -136,3 +136,15 @@ def test_long_texts_are_cut_on_the_console_alone(tmp_path: Path) -> None:
     log.log.write(1, "val", [rollout(text="x" * 401, prompt_text="y" * 400)])
     assert log.printed == [f"  wrong   {'y' * 400}  ->  {'x' * 400} [...]"]
     assert log.saved[0]["response"] == "x" * 401
+
+
+def test_a_full_disk_warns_once_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    log = Log(tmp_path)
+    with log.log:
+        for step in range(3):
+            log.log.write(step, "val", of_prompts(1, 1))
+    warnings = [line for line in log.printed if "samples.jsonl" in line]
+    assert len(warnings) == 1
+    assert "cannot be written and is left out from now on" in warnings[0]
+    assert log.printed.count("  wrong   q0  ->  a0.0") == 3

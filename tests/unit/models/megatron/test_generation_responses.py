@@ -31,5 +31,5 @@ def test_one_ends_and_one_is_cut() -> None:
 @pytest.mark.parametrize("broken", [float("nan"), float("-inf")])
 def test_weights_that_are_not_finite_are_not_trained_on(broken: float) -> None:
     responses = grown(([5, 5], [-1.0, broken]))
-    with pytest.raises(RuntimeError, match="1 of 2 responses .* after 3 optimizer steps"):
+    with pytest.raises(RuntimeError, match=r"1 of 2 responses .* after 3 optimizer steps"):
         responses.sequences(weight_version=3)

@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The table of metrics in `docs/grpo.md` against what the code can produce."""
+
+import re
+from itertools import product
+
+import torch
+
+from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
+from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
+from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups
+from nemo_rl_moe.algorithms.rollouts import training_batch
+from nemo_rl_moe.algorithms.step_metrics import training_metrics
+from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.policy.interfaces import TrainResult
+from tests.support.grpo_fakes import PAD_TOKEN, rollout
+from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
+from tests.unit.test_docs_examples import GRPO_PAGE, documented_keys
+
+
+def unfolded(key: str) -> set[str]:
+    """`a/{b,c}` is `a/b` and `a/c`; a placeholder such as `{k}` stays."""
+    match = re.search(r"\{([^{}]*,[^{}]*)\}", key)
+    return {key[: match.start()] + part + key[match.end() :] for part in match[1].split(",")} if match else {key}
+
+
+def training_keys() -> set[str]:
+    """Keys of a step, over all settings that decide which there are."""
+    keys: set[str] = set()
+    for correction, penalty in product(("none", "truncated", "icepop"), (0.0, 0.1)):
+        config = config_of(importance_sampling_correction=correction, reference_policy_kl_penalty=penalty)
+        of_loss = PolicyGradientLoss(config, on_policy=False)(random_inputs(seed=0)).metrics
+        series = {name: MetricSeries((float(value),), reduction) for name, (value, reduction) in of_loss.items()}
+        keys |= training_metrics(TrainResult(0.0, 0.0, 0.0, 1, 1, series, {}), step_metrics()).keys()
+    return keys
+
+
+def step_metrics() -> dict[str, float]:
+    """Of the responses of a step with dynamic sampling."""
+    rollouts = [rollout(reward=1.0), rollout()]
+    groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
+    batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
+    return group_metrics(groups) | advantage_metrics(batch)
+
+
+def test_table_has_every_training_metric_and_no_other() -> None:
+    table = {key for cell in documented_keys(GRPO_PAGE) for key in unfolded(cell)}
+    assert {key for key in table if key.startswith("train/")} - {"train/moe/..."} == training_keys()
