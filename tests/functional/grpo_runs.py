@@ -15,13 +15,13 @@ EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/grpo_tiny_moe.yaml"
 
 
 def make_prompts(folder: Path, num_prompts: int) -> Path:
-    """Additions of numbers of one to three digits: prompts of different lengths."""
+    """Additions of numbers of one to three digits: prompts of different lengths. The held-out ones add 1 to each."""
     folder.mkdir(parents=True, exist_ok=True)
     sums = [
         (7 * index % 10 ** (1 + index % 3), 11 * index % 10 ** (1 + index // 3 % 3)) for index in range(num_prompts)
     ]
-    records = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "metadata": {}} for a, b in sums]
-    for name in ("grpo", "validation_prompts"):
+    for name, term, value in (("grpo", "", 0), ("validation_prompts", "+1", 1)):
+        records = [{"prompt": f"{a}+{b}{term}=", "answer": str(a + b + value), "metadata": {}} for a, b in sums]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     return folder
 
