@@ -7,6 +7,7 @@ import os
 import socket
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 REPOSITORY_ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +26,12 @@ os.environ.update(
 )
 
 _TESTS = REPOSITORY_ROOT / "tests"
+
+# On a busy machine the clock says nothing about a property; and what passes once is to pass again.
+hypothesis.settings.register_profile(
+    "shared machine", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared machine")
 
 
 def pytest_report_header() -> str:
