@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SPEEDS = {"tokens_per_second", "seconds_per_step", "tokens_per_cpu_second"}
 
 

@@ -233,6 +233,7 @@ def test_batching_does_not_change_the_loss(runs: Runs, num_workers: int, changes
     assert_same_weights(run, reference)
 
 
+@pytest.mark.slow
 def test_tracking_changes_nothing(runs: Runs) -> None:
     changes = layout(ep=2) | ZERO_1 | RECOMPUTE_MOE
     tracked = runs(2, **changes)
