@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 1
+EXIT_DIVERGED = 3
 
 
 class UserError(Exception):
@@ -30,7 +31,17 @@ class DataError(UserError):
     """A data file is missing, or one of its lines cannot be used."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint is damaged, is refused, or does not fit the run."""
+
+
 class WorkerDiedError(RuntimeError):
     """A worker process ended or raised; carries the worker's own error text. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
+
+
+class TrainingDivergedError(RuntimeError):
+    """Too many updates in a row had a loss or a gradient that was NaN or infinite. Exit code 3."""
+
+    exit_code = EXIT_DIVERGED

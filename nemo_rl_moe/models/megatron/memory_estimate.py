@@ -5,7 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.models.megatron.model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.moe_layers import layers_of_chunks, moe_layer_indices
 
@@ -209,6 +209,8 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 def keeps_reference(config: MasterConfig) -> bool:
     """Whether the workers keep the first weights too."""
+    if isinstance(config, DPOMasterConfig):
+        return config.dpo.reference_logprobs == "in_step"
     return isinstance(config, GRPOMasterConfig) and config.loss_fn.reference_policy_kl_penalty > 0
 
 
@@ -218,7 +220,7 @@ def microbatch_tokens(config: MasterConfig) -> int:
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:
             return budget.train_mb_tokens
-    return policy.train_micro_batch_size * policy.max_total_sequence_length
+    return policy.train_micro_batch_size * config.sequences_per_sample * policy.max_total_sequence_length
 
 
 def generation_batch_size(config: GRPOMasterConfig) -> int:

@@ -20,6 +20,7 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -87,6 +88,38 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True
+
+
+def step_if_finite(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tuple[float, bool]:
+    """One optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the same decision.
+
+    Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
+
+    Args:
+        optimizer: With the gradients of a step.
+        loss_is_finite: The same on every rank.
+
+    Returns:
+        The gradient's norm before clipping, the same on every rank, and whether the weights were changed.
+    """
+    assert isinstance(optimizer, ChainedOptimizer)  # measures the norm over all ranks, then clips, then updates
+    norm = math.nan
+
+    def measure_and_keep() -> float:
+        nonlocal norm
+        norm = float(measure() or 0.0)
+        return norm
+
+    def update_if_finite() -> bool:
+        return bool(loss_is_finite and math.isfinite(norm) and update())
+
+    measure, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    optimizer.get_grad_norm, optimizer.step_with_ready_grads = measure_and_keep, update_if_finite
+    try:
+        is_updated, _, _ = optimizer.step()
+    finally:
+        del optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    return norm, bool(is_updated)
 
 
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:

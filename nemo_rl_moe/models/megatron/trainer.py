@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,15 +16,17 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.megatron import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
+from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.forced_routing import force_routing
 from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.model import build_model_chunks
 from nemo_rl_moe.models.megatron.moe_report import MoEReport, MoEReportOptions, collect_moe_report
-from nemo_rl_moe.models.megatron.optimizer import build_optimizer, build_scheduler, wrap_data_parallel
+from nemo_rl_moe.models.megatron.optimizer import build_optimizer, build_scheduler, step_if_finite, wrap_data_parallel
 from nemo_rl_moe.models.megatron.random_init import initialize_weights
 from nemo_rl_moe.models.megatron.reference_weights import ReferenceWeights
 from nemo_rl_moe.models.megatron.routing_recorder import attach_recorder
@@ -43,6 +46,9 @@ class RankTrainResult:
         microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
         moe_metrics: The same on every rank.
         expert_load: The load matrix of the call, on rank 0 alone; None when tracking is off.
+        num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
+            rank.
+        skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
     """
 
     global_loss: float
@@ -52,6 +58,8 @@ class RankTrainResult:
     microbatch_metrics: dict[str, MetricSeries]
     moe_metrics: dict[str, float]
     expert_load: ExpertLoad | None
+    num_skipped_updates: int
+    skipped_in_a_row: int
 
 
 class MegatronTrainer:
@@ -66,7 +74,7 @@ class MegatronTrainer:
         keep_reference: Keep the first weights as the reference model.
 
     Attributes:
-        num_updates: Optimizer steps done: the version of the weights.
+        num_updates: Optimizer steps that changed the weights: their version.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class MegatronTrainer:
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
         self.num_updates = 0
         self._calls = 0
+        self._checkpoint_write: CheckpointWrite | None = None
         self._forward_backward = ForwardBackward(
             config=self.config,
             packed=policy.sequence_packing.enabled,
@@ -113,7 +122,9 @@ class MegatronTrainer:
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
-        results, grad_norms, lr = [], [], 0.0
+        losses, grad_norms, lr = [], [], 0.0
+        series: list[dict[str, MetricSeries]] = []
+        num_skipped = skipped_in_a_row = 0
         num_microbatches = sum(len(shard.microbatches) for shard in shards)
         done = 0
         if self._recorder is not None:
@@ -123,27 +134,33 @@ class MegatronTrainer:
         for shard in shards:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
-            results += self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
+            results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
             done += len(shard.microbatches)
-            _, grad_norm, _ = self.optimizer.step()
+            series.append(self._series(results))
+            losses.append(self._sum_over_ranks(series[-1]))
+            grad_norm, is_updated = step_if_finite(self.optimizer, loss_is_finite=math.isfinite(losses[-1]))
             # Its float32 copies of gradients would be held while responses are generated.
             self.optimizer.zero_grad()
-            grad_norms.append(float(grad_norm))
+            grad_norms.append(grad_norm)
             lr = float(self.optimizer.param_groups[0]["lr"])
-            self.scheduler.step(1)
-            self.num_updates += 1
+            if is_updated:
+                self.scheduler.step(1)
+                self.num_updates += 1
+            skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
+            num_skipped += not is_updated
         self._calls += 1
         report = self._moe_report(num_microbatches)
-        series = self._series(results, num_global_batches=len(shards))
         return RankTrainResult(
-            global_loss=self._sum_over_ranks(series),
+            global_loss=sum(losses) / len(losses),
             grad_norm=sum(grad_norms) / len(grad_norms),
             lr=lr,
             num_microbatches=num_microbatches,
-            microbatch_metrics=series,
+            microbatch_metrics=_mean_over_global_batches(series),
             moe_metrics=report.metrics,
             # Once is enough: the driver reads the first rank's.
             expert_load=report.expert_load if dist.get_rank() == 0 else None,
+            num_skipped_updates=num_skipped,
+            skipped_in_a_row=skipped_in_a_row,
         )
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
@@ -184,6 +201,41 @@ class MegatronTrainer:
         """Writes the weights as a Hugging Face folder. Every rank calls it."""
         save_weights(self.chunks, self.config, self.hf_config, self._tokenizer, folder)
 
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""
+        counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
+        contents = sharded_contents(self._training_objects, counters, is_loading=False)
+        self._checkpoint_write = start_write(contents, directory)
+
+    @property
+    def checkpoint_is_written(self) -> bool:
+        """Whether this rank's part of the last checkpoint is over, well or not."""
+        return self._checkpoint_write is None or self._checkpoint_write.is_written
+
+    def finish_checkpoint(self) -> str | None:
+        """Waits for all parts and completes the checkpoint. Every rank calls it.
+
+        Returns:
+            What went wrong on any rank; None when the checkpoint is whole.
+        """
+        assert self._checkpoint_write is not None  # one was started
+        write, self._checkpoint_write = self._checkpoint_write, None
+        return write.finish()
+
+    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Goes back to a checkpoint. Every rank calls it.
+
+        Raises:
+            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
+        """
+        counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
+        if counters is not None:
+            self.num_updates, self._calls = counters.num_updates, counters.num_calls
+
+    @property
+    def _training_objects(self) -> TrainingObjects:
+        return TrainingObjects(self.chunks, self.optimizer, self.scheduler)
+
     def _evaluation_mode(self) -> None:
         for chunk in self.ddp_chunks:
             chunk.eval()
@@ -211,18 +263,27 @@ class MegatronTrainer:
             what_if_expert_parallel_sizes=tuple(chosen.what_if_expert_parallel_sizes),
         )
 
-    def _series(self, results: Sequence[Any], num_global_batches: int = 1) -> dict[str, MetricSeries]:
+    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
         if not self.coordinates.reports_loss:
             return {}
-        series = {}
-        for name, (values, reduction) in metrics_to_host(results).items():
-            # Every global batch has its own mean to share in; all of them count the same.
-            divisor = num_global_batches if reduction is Reduction.SHARE else 1
-            series[name] = MetricSeries(tuple(value / divisor for value in values), reduction)
-        return series
+        return {
+            name: MetricSeries(tuple(values), reduction)
+            for name, (values, reduction) in metrics_to_host(results).items()
+        }
 
     def _sum_over_ranks(self, series: dict[str, MetricSeries]) -> float:
         own = series["loss"].reduce() if "loss" in series else 0.0
         total = torch.tensor([own], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total)
+
+
+def _mean_over_global_batches(series: Sequence[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
+    """One series for each metric; every global batch has its own mean to share in, and all of them count the same."""
+    joined = {name: concatenate(part[name] for part in series) for name in series[0]}
+    return {
+        name: MetricSeries(tuple(value / len(series) for value in whole.values), whole.reduction)
+        if whole.reduction is Reduction.SHARE
+        else whole
+        for name, whole in joined.items()
+    }

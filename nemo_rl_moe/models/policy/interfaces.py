@@ -82,6 +82,9 @@ class TrainResult:
         microbatch_metrics: One series for each metric of the loss function, over all microbatches and ranks.
         moe_metrics: MoE metrics without the `moe/` prefix; empty when tracking is off.
         expert_load: The full load matrix; None when tracking is off.
+        num_updates: Optimizer steps of the call, skipped ones included.
+        num_skipped_updates: Optimizer steps that were left out because the loss or the gradient was NaN or infinite.
+        skipped_in_a_row: How many of the call's last optimizer steps those are.
     """
 
     global_loss: float
@@ -92,6 +95,9 @@ class TrainResult:
     microbatch_metrics: dict[str, MetricSeries]
     moe_metrics: dict[str, float]
     expert_load: ExpertLoad | None = None
+    num_updates: int = 1
+    num_skipped_updates: int = 0
+    skipped_in_a_row: int = 0
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,17 @@ class EvaluationResult:
     """What one `evaluate` call measured: a series for each metric of the loss function."""
 
     microbatch_metrics: dict[str, MetricSeries]
+
+
+@dataclass(frozen=True)
+class WriteOutcome:
+    """How the writing of a checkpoint ended.
+
+    Attributes:
+        problem: What went wrong, on whichever rank; None when every rank has written its part.
+    """
+
+    problem: str | None
 
 
 class PolicyInterface(Protocol):
@@ -126,6 +143,23 @@ class PolicyInterface(Protocol):
 
     def save_weights(self, directory: Path) -> None:
         """Writes the weights as a Hugging Face folder."""
+        ...
+
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Takes a snapshot of the training state and begins to write it; training may go on at once.
+
+        Args:
+            directory: An existing, empty folder that every rank can reach.
+            with_optimizer: Also what only training needs: optimizer, schedule, random states.
+        """
+        ...
+
+    def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
+        """How the writing stands; None while it goes on. With `wait`, comes back when it has ended."""
+        ...
+
+    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Puts back what `start_checkpoint` wrote, in the same layout or another one."""
         ...
 
     def shutdown(self) -> None:

@@ -27,9 +27,10 @@ from nemo_rl_moe.distributed.microbatches import (
 from nemo_rl_moe.distributed.rank_batch import make_shard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
+from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries, concatenate
-from nemo_rl_moe.models.policy.interfaces import EvaluationResult, LossFunction, TrainResult
+from nemo_rl_moe.models.policy.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
 from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
 
 if TYPE_CHECKING:
@@ -96,8 +97,10 @@ class MegatronPolicy:
             global_batch_size=size,
             batching=self._batching,
             microbatch_multiple=self._microbatch_multiple,
+            group_size=batch.group_size,
         )
-        global_batches = [batch.select(range(start, start + size)) for start in range(0, len(batch), size)]
+        rows = size * batch.group_size
+        global_batches = [batch.select(range(start, start + rows)) for start in range(0, len(batch), rows)]
         shards = [
             [
                 make_shard(batch, by_rank[rank], whole)
@@ -116,6 +119,9 @@ class MegatronPolicy:
             microbatch_metrics=_join([result.microbatch_metrics for result in results]),
             moe_metrics=first.moe_metrics,
             expert_load=first.expert_load,
+            num_updates=len(global_batches),
+            num_skipped_updates=first.num_skipped_updates,
+            skipped_in_a_row=first.skipped_in_a_row,
         )
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
@@ -155,6 +161,26 @@ class MegatronPolicy:
         """Writes the weights as a Hugging Face folder."""
         self._workers.call_all("save_weights", directory.absolute())
 
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Takes a snapshot of the training state and begins to write it; training may go on at once."""
+        self._workers.call_all("start_checkpoint", directory.absolute(), with_optimizer)
+
+    def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
+        """How the writing stands; None while it goes on."""
+        if wait or all(self._workers.call_all("checkpoint_is_written")):
+            return WriteOutcome(self._workers.call_all("finish_checkpoint")[0])
+        return None
+
+    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Puts back what `start_checkpoint` wrote.
+
+        Raises:
+            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
+        """
+        problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
+        if any(problems):
+            raise CheckpointError(next(filter(None, problems)))
+
     def shutdown(self) -> None:
         """Stops every worker."""
         self._workers.shutdown()
@@ -166,6 +192,7 @@ class MegatronPolicy:
             num_data_parallel_ranks=self._data_parallel_size,
             batching=batching,
             microbatch_multiple=self._microbatch_multiple,
+            group_size=batch.group_size,
         )
         return plan, append_fillers(batch, plan.fillers)
 

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.policy.interfaces import LossFunction
@@ -95,3 +96,23 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
     def save_weights(self, folder: Path) -> None:
         """Writes this rank's part of a Hugging Face folder."""
         self._trainer.save_weights(folder)
+
+    def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
+        """Takes a snapshot of this rank's state and begins to write it."""
+        self._trainer.start_checkpoint(directory, with_optimizer=with_optimizer)
+
+    def checkpoint_is_written(self) -> bool:
+        """Whether this rank's part of the last checkpoint is over, well or not."""
+        return self._trainer.checkpoint_is_written
+
+    def finish_checkpoint(self) -> str | None:
+        """Completes the checkpoint; what went wrong on any rank, or None."""
+        return self._trainer.finish_checkpoint()
+
+    def load_checkpoint(self, directory: Path, with_optimizer: bool) -> str | None:
+        """Goes back to a checkpoint; what is wrong with it, or None."""
+        try:
+            self._trainer.load_checkpoint(directory, with_optimizer=with_optimizer)
+        except CheckpointError as error:
+            return str(error)
+        return None

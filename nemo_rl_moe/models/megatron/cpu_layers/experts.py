@@ -11,6 +11,8 @@ from torch import Tensor
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
@@ -153,6 +155,27 @@ class GroupedExperts(MegatronModule):
             tokens_per_expert,
         )
         return output, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, ShardedTensor]:
+        """The weights as pieces of all experts' weights, under the names and shapes that `SequentialMLP` gives them.
+
+        So checkpoints can be exchanged with Megatron-Core's own experts, Transformer Engine's included.
+        """
+        offset = (len(sharded_offsets), parallel_state.get_expert_model_parallel_rank())
+        size = parallel_state.get_expert_model_parallel_world_size()
+        return {
+            f"{prefix}{name}": ShardedTensor.from_rank_offsets(
+                f"{prefix}experts.{name.removesuffix('_weights')}.weight",
+                weights,
+                *sharded_offsets,
+                (*offset, size),
+                replica_id=(0, 0, parallel_state.get_expert_data_parallel_rank()),
+                prepend_axis_num=len(sharded_offsets),
+            )
+            for name, weights in self.named_parameters(recurse=False)
+        }
 
     def backward_dw(self) -> None:
         """Does nothing: weight gradients are never delayed here."""

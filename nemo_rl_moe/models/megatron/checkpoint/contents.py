@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint holds: named tensors, each with its place in a full tensor, and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
+    SHARDED_TYPES,
+    Sharded,
+    ensure_state,
+    put_back,
+    set_num_updates,
+    sharded_optimizer_state,
+)
+from nemo_rl_moe.models.megatron.checkpoint.random_states import random_states, restore_random_states
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+COUNTERS_KEY = "trainer.counters"
+
+
+@dataclass(frozen=True)
+class TrainingObjects:
+    """The objects of one rank that training changes.
+
+    Attributes:
+        chunks: The model's chunks, unwrapped.
+        optimizer: The optimizer.
+        scheduler: The learning-rate schedule.
+    """
+
+    chunks: Sequence[GPTModel]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+@dataclass(frozen=True)
+class TrainerCounters:
+    """Whole numbers that the trainer counts.
+
+    Attributes:
+        num_updates: Optimizer steps that changed the weights.
+        num_calls: Calls of `train`.
+        scheduler_ticks: Where the learning-rate schedule stands.
+    """
+
+    num_updates: int
+    num_calls: int
+    scheduler_ticks: int
+
+
+def layout_name() -> str:
+    """Names the layout; random states belong to the ranks of one."""
+    sizes = {
+        "world": dist.get_world_size(),
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+        "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+        "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        "ep": parallel_state.get_expert_model_parallel_world_size(),
+        "etp": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+    return "_".join(f"{name}{size}" for name, size in sizes.items())
+
+
+def random_key(name: str) -> str:
+    """The name of one of this rank's random states in a checkpoint."""
+    return f"random.{layout_name()}.rank{dist.get_rank()}.{name}"
+
+
+def sharded_model(chunks: Sequence[GPTModel]) -> dict[str, Sharded]:
+    """Parameters and buffers that belong to the weights; the tensors are the model's own.
+
+    Layers have their numbers in their names: another pipeline finds them wherever they were.
+    """
+    tensors: dict[str, Sharded] = {}
+    for index, chunk in enumerate(chunks):
+        found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
+        # Transformer Engine's extra state, which only its 8-bit formats fill, is no tensor.
+        tensors |= {f"{index}.{name}": s for name, s in found.items() if isinstance(s, SHARDED_TYPES)}
+    return tensors
+
+
+def sharded_contents(
+    objects: TrainingObjects, counters: TrainerCounters | None, *, is_loading: bool, random: bool = True
+) -> dict[str, Any]:
+    """Everything that a checkpoint holds of this rank. All ranks call it.
+
+    Args:
+        objects: Their tensors are read, or on loading filled.
+        counters: With the optimizer, schedule and random states; None: the model's weights alone.
+        is_loading: The tensors are to be filled.
+        random: Take the random states too; on loading, only in the layout that wrote them.
+    """
+    contents: dict[str, Any] = {"model": sharded_model(objects.chunks)}
+    if counters is None:
+        return contents
+    ensure_state(objects.optimizer)
+    contents["optimizer"] = dict(
+        enumerate(sharded_optimizer_state(objects.optimizer, contents["model"], is_loading=is_loading))
+    )
+    values = torch.tensor([counters.num_updates, counters.num_calls, counters.scheduler_ticks])
+    contents["counters"] = ShardedTensor.from_rank_offsets(COUNTERS_KEY, values, replica_id=dist.get_rank())
+    if random:
+        contents["random"] = {
+            name: ShardedTensor.from_rank_offsets(random_key(name), state) for name, state in random_states().items()
+        }
+    return contents
+
+
+@torch.no_grad()
+def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
+    """Fills the objects with what was read.
+
+    Returns:
+        The counters; None where the weights alone were read.
+    """
+    for name, sharded in sharded_model(objects.chunks).items():
+        live: Tensor = sharded.data
+        live.copy_(loaded["model"][name])
+    if "counters" not in loaded:
+        objects.optimizer.reload_model_params()
+        return None
+    num_updates, num_calls, scheduler_ticks = loaded["counters"].tolist()
+    put_back(objects.optimizer, [state for _, state in sorted(loaded.get("optimizer", {}).items())])
+    set_num_updates(objects.optimizer, num_updates)
+    objects.scheduler.num_steps = scheduler_ticks
+    objects.scheduler.step(0)  # sets the learning rate and the weight decay of every group
+    if "random" in loaded:
+        restore_random_states(loaded["random"])
+    return TrainerCounters(num_updates, num_calls, scheduler_ticks)

@@ -1,0 +1,201 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Code planted in a checkpoint's files is never run, and damage is told: one error that names the file."""
+
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.models.megatron.checkpoint.data_only import DataOnlyReader, read_index
+from tests.support.checkpoint_run import problems_of_loading, save_once
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import tiny_policy
+from tests.support.training_run import RunSettings
+
+Damage = Callable[[Path, Path], None]
+INDEX, COMMON, DATA = ".metadata", "common.pt", "__0_0.distcp"
+
+
+class MakesFolder:
+    """What an attacker would write: unpickling it makes a folder."""
+
+    def __init__(self, mark: Path):
+        self._mark = str(mark)
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self._mark,)
+
+
+@pytest.fixture(scope="module")
+def settings() -> RunSettings:
+    return RunSettings(tiny_policy(1))
+
+
+@pytest.fixture(scope="module")
+def saved(settings: RunSettings, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one rank."""
+    folder = tmp_path_factory.mktemp("saved")
+    assert run_ranks(save_once, 1, settings, str(folder)) == [None]
+    return folder
+
+
+def plant_in_index(folder: Path, mark: Path) -> None:
+    (folder / INDEX).write_bytes(pickle.dumps(MakesFolder(mark)))
+
+
+def plant_inside_the_index(folder: Path, mark: Path) -> None:
+    index = read_index(folder)
+    index.planner_data = MakesFolder(mark)
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+
+
+def plant_in_common(folder: Path, mark: Path) -> None:
+    torch.save({"x": MakesFolder(mark)}, folder / COMMON)
+
+
+def plant_in_every_tensor(folder: Path, mark: Path) -> None:
+    """Data files hold tensors one after another, each as torch saves it; the index says where each one begins."""
+    index = read_index(folder)
+    content = io.BytesIO()
+    torch.save(MakesFolder(mark), content)
+    planted = content.getvalue()
+    (folder / DATA).write_bytes(planted)
+    for place in index.storage_data.values():
+        place.offset, place.length = 0, len(planted)
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+
+
+def plant_as_an_object(folder: Path, mark: Path) -> None:
+    """Objects beside tensors are what Megatron-Core unpickles without any restriction."""
+    plant_in_every_tensor(folder, mark)
+    index = read_index(folder)
+    name = next(iter(index.state_dict_metadata))
+    index.state_dict_metadata[name] = BytesStorageMetadata()
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+
+
+def leave_the_folder(folder: Path, mark: Path) -> None:
+    index = read_index(folder)
+    for place in index.storage_data.values():
+        place.relative_path = "../elsewhere.distcp"
+    (folder / INDEX).write_bytes(pickle.dumps(index))
+
+
+def cut_the_data(folder: Path, mark: Path) -> None:
+    path = folder / DATA
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def cut_the_index(folder: Path, mark: Path) -> None:
+    path = folder / INDEX
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def forget(name: str) -> Damage:
+    return lambda folder, mark: (folder / name).unlink()
+
+
+PLANTED: dict[str, tuple[Damage, str]] = {
+    "index": (plant_in_index, "posix.mkdir"),
+    "inside the index": (plant_inside_the_index, "posix.mkdir"),
+    "common": (plant_in_common, "tensors"),
+    "every tensor": (plant_in_every_tensor, "tensors"),
+    "object": (plant_as_an_object, "pickled object"),
+    "path": (leave_the_folder, "outside"),
+}
+DAMAGED: dict[str, tuple[Damage, str]] = {
+    "cut data": (cut_the_data, "cannot be loaded"),
+    "cut index": (cut_the_index, INDEX),
+    "no index": (forget(INDEX), "No such file"),
+    "no data": (forget(DATA), "cannot be loaded"),
+    "no common": (forget(COMMON), "cannot be loaded"),
+}
+
+
+def broken_copies(saved: Path, tmp_path: Path, damages: dict[str, tuple[Damage, str]]) -> dict[str, Path]:
+    copies = {}
+    for number, (name, (damage, _)) in enumerate(damages.items()):
+        copies[name] = shutil.copytree(saved, tmp_path / f"copy_{number}")
+        damage(copies[name], tmp_path / "mark")
+    return copies
+
+
+@pytest.mark.parametrize("variable", [None, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"])
+def test_planted_code_is_refused_and_never_run(
+    variable: str | None, settings: RunSettings, saved: Path, tmp_path: Path
+) -> None:
+    copies = broken_copies(saved, tmp_path, PLANTED)
+    folders = [*map(str, copies.values()), str(saved)]
+    (problems,) = run_ranks(problems_of_loading, 1, settings, folders, variable)
+    assert not (tmp_path / "mark").exists(), "code has run"
+    for (name, folder), problem in zip(copies.items(), problems, strict=False):
+        assert str(folder) in problem, name
+        assert PLANTED[name][1] in problem, (name, problem)
+        assert "\n" not in problem
+    assert problems[-1] == "loaded", "an honest one is still read"
+
+
+def test_the_plants_would_have_worked(saved: Path, tmp_path: Path) -> None:
+    """Otherwise the test above would say nothing."""
+    mark = tmp_path / "mark"
+    copies = broken_copies(saved, tmp_path, {"index": PLANTED["index"]})
+    pickle.loads((copies["index"] / INDEX).read_bytes())  # noqa: S301  (the attack itself)
+    assert mark.is_dir()
+    mark.rmdir()
+    plant_in_common(tmp_path, mark)
+    torch.load(tmp_path / COMMON, weights_only=False)
+    assert mark.is_dir()
+
+
+def test_damage_is_told(settings: RunSettings, saved: Path, tmp_path: Path) -> None:
+    copies = broken_copies(saved, tmp_path, DAMAGED)
+    (problems,) = run_ranks(problems_of_loading, 1, settings, [str(folder) for folder in copies.values()])
+    for (name, folder), problem in zip(copies.items(), problems, strict=True):
+        assert str(folder) in problem, name
+        assert DAMAGED[name][1] in problem, (name, problem)
+        assert "\n" not in problem
+
+
+def test_another_model_is_told(saved: Path) -> None:
+    other = RunSettings(tiny_policy(1), model={"hidden_size": 64})
+    deeper = RunSettings(tiny_policy(1), model={"num_hidden_layers": 5})
+    for settings, word in ((other, "shape"), (deeper, "layers.4")):
+        ((problem,),) = run_ranks(problems_of_loading, 1, settings, [str(saved)])
+        assert word in problem, problem
+
+
+def test_an_optimizer_that_was_not_saved_is_told(settings: RunSettings, tmp_path: Path) -> None:
+    assert run_ranks(save_once, 1, settings, str(tmp_path), False) == [None]
+    ((problem,),) = run_ranks(problems_of_loading, 1, settings, [str(tmp_path)])
+    assert "checkpointing.save_optimizer" in problem
+
+
+def test_every_rank_s_damage_ends_all_ranks(tmp_path: Path) -> None:
+    """A data file that only one rank reads: the others must not wait for it."""
+    settings = RunSettings(tiny_policy(2, expert_model_parallel_size=2))
+    assert run_ranks(save_once, 2, settings, str(tmp_path)) == [None, None]
+    path = tmp_path / "__1_0.distcp"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)], timeout_s=60)
+    assert all("cannot be loaded" in problem for (problem,) in found)
+
+
+def test_the_reader_reads_the_index_once(saved: Path) -> None:
+    reader = DataOnlyReader(saved)
+    assert reader.read_metadata() is reader.read_metadata()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(torch.float32)])
+def test_what_is_no_index(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata: (damaged|refused)"):
+        read_index(tmp_path)

@@ -1,0 +1,148 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run goes on from a checkpoint: to the last bit in the layout that wrote it, within rounding in others."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.checkpoint_run import Steps, adam_steps_after_loading, load_and_train, train_and_save
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, tiny_policy
+from tests.support.training_run import RunSettings
+
+SAVE_AFTER, NUM_STEPS = 2, 5
+ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
+BFLOAT16 = {"precision": "bfloat16"}
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Ranks, their layout, and further settings of the policy and of the model."""
+
+    num_ranks: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+
+    def run_settings(self) -> RunSettings:
+        policy = tiny_policy(self.num_ranks, **layout(**self.sizes), **self.settings)
+        return RunSettings(policy, model=self.model)
+
+    def __str__(self) -> str:
+        sizes = "".join(f"{name}{size}" for name, size in self.sizes.items())
+        return "-".join(
+            filter(None, [f"{self.num_ranks}", sizes, "zero" if ZERO.items() <= self.settings.items() else ""])
+        )
+
+
+def save(job: Job, folder: Path) -> Steps:
+    """What the run that saved has measured after the checkpoint; the same on every rank."""
+    found: list[Steps] = run_ranks(
+        train_and_save, job.num_ranks, job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS
+    )
+    assert all(steps == found[0] for steps in found)
+    return found[0][SAVE_AFTER:]
+
+
+def resume(job: Job, folder: Path, *, with_optimizer: bool = True) -> Steps:
+    """What a run that goes on from there measures."""
+    found: list[Steps] = run_ranks(
+        load_and_train, job.num_ranks, job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS, with_optimizer
+    )
+    return found[0]
+
+
+def largest_difference(found: Steps, expected: Steps) -> float:
+    """Relative for what is above 1; overload compares ranks, so it depends on the layout."""
+    return max(
+        abs(step[name] - value) / max(1.0, abs(value))
+        for step, wanted in zip(found, expected, strict=True)
+        for name, value in wanted.items()
+        if "overload" not in name
+    )
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        Job(2, {}, ZERO),
+        Job(2, {"ep": 2}, {**ZERO, **EXPERT_BIAS}),
+        Job(2, {"pp": 2, "vpp": 2}),
+        Job(2, {"tp": 2}, ZERO),
+        Job(2, {}, {**BFLOAT16, **ZERO}),
+        Job(2, {}, BFLOAT16),
+        Job(2, {}, {"layer_spec": "local"}),
+        Job(2, {}, {"moe_router_force_load_balancing": True}),  # draws random numbers in every step
+        pytest.param(Job(4, {"tp": 2, "pp": 2}, ZERO), marks=pytest.mark.slow),
+        pytest.param(Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_same_layout_goes_on_to_the_last_bit(job: Job, tmp_path: Path) -> None:
+    expected = save(job, tmp_path)
+    assert resume(job, tmp_path) == expected
+    assert len({step["lr"] for step in expected}) == NUM_STEPS - SAVE_AFTER, "the schedule moves"
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        (Job(), Job(2, {"ep": 2})),
+        (Job(), Job(2, {"pp": 2})),
+        (Job(), Job(2, {"tp": 2})),
+        (Job(1, {}, ZERO), Job(2, {}, ZERO)),
+        (Job(2, {"ep": 2}, ZERO), Job(1, {}, ZERO)),
+        (Job(2, {"pp": 2}, ZERO), Job(2, {"ep": 2}, ZERO)),
+        (Job(2, {}, ZERO), Job(2, {"tp": 2}, ZERO)),
+        (Job(2, {}, ZERO), Job(2)),
+        (Job(2), Job(2, {}, ZERO)),
+        # Vocabulary rows that only fill up, tied embeddings, Megatron-Core's own experts.
+        (Job(2, {"tp": 2}, {}, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
+        (Job(2, {"pp": 2}, {}, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
+        (Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2})),
+        pytest.param(Job(), Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
+        pytest.param(Job(2, {"tp": 2, "etp": 2}), Job(), marks=pytest.mark.slow),
+        pytest.param(Job(1, {}, ZERO), Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
+        pytest.param(Job(4, {"tp": 2, "pp": 2}, ZERO), Job(1, {}, ZERO), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_another_layout_goes_on_within_rounding(writer: Job, reader: Job, tmp_path: Path) -> None:
+    expected = save(writer, tmp_path)
+    assert largest_difference(resume(reader, tmp_path), expected) < 5e-6
+
+
+def test_an_expert_bias_moves_with_its_experts(tmp_path: Path) -> None:
+    writer = Job(2, {}, EXPERT_BIAS)
+    expected = save(writer, tmp_path)
+    assert largest_difference(resume(Job(2, {"ep": 2}, EXPERT_BIAS), tmp_path), expected) < 5e-6
+
+
+@pytest.mark.parametrize("settings", [{}, ZERO, BFLOAT16, {**BFLOAT16, **ZERO}], ids=str)
+def test_every_parameter_has_a_step_count_of_its_own(settings: Mapping[str, Any], tmp_path: Path) -> None:
+    """A shared count would grow by as many as it has owners; a lost one would begin Adam's bias correction anew."""
+    job = Job(2, {}, settings)
+    save(job, tmp_path)
+    for counts, num_tensors, num_updates in run_ranks(adam_steps_after_loading, 2, job.run_settings(), str(tmp_path)):
+        assert set(counts) == {SAVE_AFTER + 1.0}
+        assert num_tensors == len(counts) > 1
+        assert num_updates == SAVE_AFTER + 1
+
+
+def test_weights_alone(tmp_path: Path) -> None:
+    """The loss goes on where it was; the optimizer begins anew, so the step after that differs."""
+    expected = save(Job(), tmp_path)
+    found = resume(Job(2, {"ep": 2}), tmp_path, with_optimizer=False)
+    assert math.isclose(found[0]["loss"], expected[0]["loss"], rel_tol=1e-6)
+    assert not math.isclose(found[-1]["loss"], expected[-1]["loss"], rel_tol=1e-4)

@@ -1,0 +1,114 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An update whose loss or gradient is NaN or infinite is left out, by all ranks, and leaves no trace."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.policy.interfaces import LossInputs, LossOutputs
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, tiny_policy
+from tests.support.training_run import RunSettings, build_trainer, shard_of_step
+
+ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
+
+
+@dataclass(frozen=True)
+class SpoiledLoss:
+    """The loss of fine-tuning with something wrong in the microbatches of one length.
+
+    Attributes:
+        kind: `loss`: its value alone is infinite; `gradient`: its gradient is NaN; `both`.
+        only_width: Number of targets a row of the microbatches that are spoiled; 0: all.
+    """
+
+    kind: str
+    only_width: int = 0
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        outputs = sft_loss(inputs)
+        if self.only_width and inputs.logprobs.shape[1] != self.only_width:
+            return outputs
+        loss = outputs.loss
+        if self.kind == "gradient":
+            spoiled = inputs.logprobs.sum() * 0
+            spoiled.register_hook(lambda gradient: gradient * math.nan)
+            loss = loss + spoiled
+        else:
+            loss = loss + (math.inf if self.kind == "loss" else loss * math.nan)
+        return LossOutputs(loss, outputs.metrics)
+
+
+def run_with(settings: RunSettings, spoiled: list[Any]) -> list[tuple[Any, ...]]:
+    """Trains a step with each loss function; None: the honest one. What each step reports, and the last weights."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        found: list[tuple[Any, ...]] = []
+        for step, loss in enumerate(spoiled):
+            before = _weights(trainer)
+            result = trainer.train([shard_of_step(trainer, settings, step)], loss or sft_loss)
+            changed = not torch.equal(before, _weights(trainer))
+            counts = (result.num_skipped_updates, result.skipped_in_a_row, trainer.num_updates)
+            found.append((result.global_loss, result.grad_norm, result.lr, changed, *counts))
+        return found
+
+
+def _weights(trainer: MegatronTrainer) -> torch.Tensor:
+    return torch.cat([weight.detach().flatten() for chunk in trainer.chunks for weight in chunk.parameters()])
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient", "both"])
+@pytest.mark.parametrize("settings", [{}, ZERO, {"precision": "bfloat16"}], ids=["plain", "zero", "bfloat16"])
+def test_a_spoiled_update_is_left_out(settings: Mapping[str, Any], kind: str) -> None:
+    found = run_ranks(run_with, 2, RunSettings(tiny_policy(2, **settings)), [None, SpoiledLoss(kind), None])
+    assert str(found[0]) == str(found[1]), "all ranks decide alike; as text, since NaN equals nothing"
+    first, second, third = found[0]
+    assert [step[3] for step in found[0]] == [True, False, True]
+    assert [step[4:] for step in found[0]] == [(0, 0, 1), (1, 1, 1), (0, 0, 2)]
+    assert not (math.isfinite(second[0]) and math.isfinite(second[1]))
+    assert second[2] == third[2] != first[2], "the schedule waits"
+    assert math.isfinite(third[0])
+    assert math.isfinite(third[1])
+
+
+def test_a_run_with_a_spoiled_update_goes_on_as_if_that_had_never_been() -> None:
+    settings = RunSettings(tiny_policy(1))
+    (spoiled,) = run_ranks(run_with, 1, settings, [None, SpoiledLoss("both"), None])
+    (honest,) = run_ranks(run_with, 1, settings, [None, None, None])
+    assert spoiled[0] == honest[0]
+    assert spoiled[2][2] == honest[1][2]
+    assert spoiled[2][0] != honest[2][0]
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+def test_one_rank_s_nan_stops_the_update_on_all(sizes: Mapping[str, int]) -> None:
+    settings = RunSettings(tiny_policy(2, **layout(**sizes)))
+    found = run_ranks(run_with, 2, settings, [SpoiledLoss("gradient", only_width=16), None])
+    assert str(found[0]) == str(found[1])
+    assert [step[3:5] for step in found[0]] == [(False, 1), (True, 0)]
+
+
+def test_several_updates_of_one_call() -> None:
+    (found,) = run_ranks(updates_of_one_call, 1, RunSettings(tiny_policy(1)))
+    assert found == (1, 1, 2)
+
+
+def updates_of_one_call(settings: RunSettings) -> tuple[int, int, int]:
+    """Three global batches, the last of which is spoiled."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        shards = [shard_of_step(trainer, settings, step) for step in range(3)]
+        calls = iter([None] * 8 + [SpoiledLoss("both")] * 4)
+
+        def loss(inputs: LossInputs) -> LossOutputs:
+            return (next(calls) or sft_loss)(inputs)
+
+        result = trainer.train(shards, loss)
+        return result.num_skipped_updates, result.skipped_in_a_row, trainer.num_updates
