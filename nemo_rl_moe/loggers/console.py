@@ -14,6 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.step_text import TimeLeft, train_line, validation_line
 
 LiveMode = Literal["auto", "always", "never"]
@@ -62,7 +63,10 @@ class ConsoleLogger:
         return self._total_steps
 
     def begin(self, total_steps: int) -> None:
-        """Sets the step at which training will end, once the data say how many there are."""
+        """Sets the step at which training will end, once the data say how many there are.
+
+        A resumed run needs no more: the time left is estimated from the steps that this console has seen.
+        """
         self._total_steps = total_steps
         self._time_left = TimeLeft(total_steps)
 
@@ -82,7 +86,7 @@ class ConsoleLogger:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Does nothing: a whole configuration would push everything else off the screen."""
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome = "finished") -> None:
         """Ends the live line and leaves the last step standing; messages still work afterwards."""
         if self._is_live and self._step_line:
             last, self._step_line = self._step_line, ""

@@ -41,7 +41,8 @@ class ExpertLoadWriter:
         self._folder = run_folder / FOLDER_NAME
         self._warn = warn
         self._has_failed = False
-        self._single: list[int] = []
+        # A resumed run finds single steps of its earlier attempts, which are joined with its own.
+        self._single = [first for first, last in _files_in_force(self._folder) if first == last]
 
     def write(self, step: int, load: "ExpertLoad") -> None:
         """Adds one step; steps ascend."""
@@ -49,7 +50,7 @@ class ExpertLoadWriter:
             return
         try:
             self._folder.mkdir(exist_ok=True)
-            _write_whole(_as_table(step, load), self._path(step, step))
+            _write_whole(_as_table(step, load), _path(self._folder, step, step))
             self._single.append(step)
             if len(self._single) >= STEPS_OF_A_FILE:
                 self._join()
@@ -57,14 +58,12 @@ class ExpertLoadWriter:
             self._has_failed = True
             self._warn(f"{FOLDER_NAME} cannot be written and is left out from now on: {error}")
 
-    def _path(self, first: int, last: int) -> Path:
-        return self._folder / f"steps-{first:08d}-{last:08d}.parquet"
-
     def _join(self) -> None:
         """Makes one file of the single steps. A crash in between leaves both, which `read_expert_load` sorts out."""
         steps, self._single = self._single, []
-        singles = [self._path(step, step) for step in steps]
-        _write_whole(pa.concat_tables([pq.read_table(path) for path in singles]), self._path(steps[0], steps[-1]))
+        singles = [_path(self._folder, step, step) for step in steps]
+        joined = pa.concat_tables([pq.read_table(path) for path in singles])
+        _write_whole(joined, _path(self._folder, steps[0], steps[-1]))
         for path in singles:
             path.unlink()
 
@@ -75,20 +74,55 @@ def read_expert_load(run_folder: Path) -> pa.Table:
     Raises:
         FileNotFoundError: The run has written none.
     """
-    ranges = {}
-    for path in (run_folder / FOLDER_NAME).iterdir():
-        if match := _FILE_NAME.fullmatch(path.name):
-            ranges[path] = (int(match[1]), int(match[2]))
-    joined = [span for span in ranges.values() if span[0] < span[1]]
-    kept = [
-        path
-        for path, (first, last) in ranges.items()
-        if first < last or not any(start <= first <= end for start, end in joined)
-    ]
-    if not kept:
-        raise FileNotFoundError(f"{run_folder / FOLDER_NAME} holds no step")
-    table = pa.concat_tables([pq.read_table(path, schema=_SCHEMA) for path in sorted(kept)])
+    folder = run_folder / FOLDER_NAME
+    in_force = _files_in_force(folder)
+    if not in_force:
+        raise FileNotFoundError(f"{folder} holds no step")
+    table = pa.concat_tables([pq.read_table(_path(folder, *span), schema=_SCHEMA) for span in in_force])
     return table.take(pc.sort_indices(table, [("step", "ascending"), ("layer", "ascending"), ("expert", "ascending")]))
+
+
+def rewind_expert_load(run_folder: Path, step: int) -> None:
+    """Removes the rows of all later steps; a kill in between leaves what the next call finishes.
+
+    A file that cannot be read is set aside under a name that readers pass over.
+    """
+    folder = run_folder / FOLDER_NAME
+    in_force = _files_in_force(folder)
+    for first, last in in_force:
+        path = _path(folder, first, last)
+        if first <= step < last:
+            try:
+                table = pq.read_table(path, schema=_SCHEMA)
+            except (OSError, pa.ArrowException):
+                path.replace(path.with_name(f".{path.name}.damaged"))
+                continue
+            kept = table.filter(pc.field("step") <= step)
+            _write_whole(kept, _path(folder, first, max(kept["step"].to_pylist())))
+        if last > step:
+            path.unlink()
+    for first, last in set(_spans(folder)) - set(_files_in_force(folder)):
+        _path(folder, first, last).unlink()
+
+
+def _path(folder: Path, first: int, last: int) -> Path:
+    return folder / f"steps-{first:08d}-{last:08d}.parquet"
+
+
+def _spans(folder: Path) -> list[tuple[int, int]]:
+    """The first and last step of every file, ascending."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name)))
+
+
+def _files_in_force(folder: Path) -> list[tuple[int, int]]:
+    """The spans of the files to read: those inside another one are left from a crash while files were joined or cut."""
+    spans = _spans(folder)
+    return [
+        (first, last)
+        for first, last in spans
+        if not any(start <= first and last <= end and (start, end) != (first, last) for start, end in spans)
+    ]
 
 
 def _as_table(step: int, load: "ExpertLoad") -> pa.Table:

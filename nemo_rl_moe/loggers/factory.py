@@ -2,18 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """From the configuration's `logger` section to the loggers of a run."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
+from nemo_rl_moe.loggers.interface import Backend, MetricLogger
+from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, JsonlLogger, StepRecord, read_metrics
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
+from nemo_rl_moe.loggers.notices import Notices
+from nemo_rl_moe.loggers.run_folder import read_logger_run_ids, store_logger_run_ids
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
-from nemo_rl_moe.loggers.wandb import WandbLogger
+from nemo_rl_moe.loggers.wandb import WandbLogger, abandon_service, choose_run_id
 
 
 class WandbSettings(Protocol):
@@ -53,26 +59,88 @@ class LoggerSettings(Protocol):
     def mlflow(self) -> MlflowSettings: ...
 
 
-def build_loggers(logger_config: LoggerSettings, run_folder: Path, console: ConsoleLogger) -> FanOutLogger:
+@dataclass(frozen=True)
+class LoggerResume:
+    """Where the loggers of a resumed run go on.
+
+    Attributes:
+        step: The last step that is kept.
+        run_ids: What `FanOutLogger.run_ids` was then; the run's folder may know more.
+    """
+
+    step: int
+    run_ids: Mapping[str, str]
+
+
+def build_loggers(
+    logger_config: LoggerSettings,
+    run_folder: Path,
+    console: ConsoleLogger,
+    resume: LoggerResume | None = None,
+    patience: Patience | None = None,
+) -> FanOutLogger:
     """Opens the loggers that the configuration asks for; the console and `metrics.jsonl` always take part.
+
+    Steps that a resumed run's services or TensorBoard lack, such as those that waited in a queue when an earlier
+    attempt was killed, are sent to them again from `metrics.jsonl`.
 
     Args:
         logger_config: The `logger` section.
-        run_folder: The run's folder, as `create_run_folder` makes it.
+        run_folder: The run's folder, as `create_run_folder` makes it; of a resumed run, after `rewind_run_folder`.
         console: Shows the steps, and the warnings about loggers that fail; closed with the others.
+        resume: Where a resumed run goes on; None for one that starts anew.
+        patience: How long the loggers other than these two are waited for; None: the usual times.
     """
-    backends: dict[str, Callable[[], MetricLogger]] = {
-        ConsoleLogger.name: lambda: console,
-        JsonlLogger.name: partial(JsonlLogger, run_folder),
-    }
+    notices = Notices(console.message, console.warn)
+    run_ids = {**resume.run_ids, **read_logger_run_ids(run_folder)} if resume else {}
+    patience = patience or Patience()
+    isolated: list[IsolatedLogger] = []
+
+    def isolate(name: str, open_backend: Callable[[], Backend], abandon: Callable[[], None] | None = None) -> None:
+        earlier = partial(_steps_until, run_folder / METRICS_FILE_NAME, resume.step) if resume else tuple
+        isolated.append(
+            IsolatedLogger(
+                name,
+                open_backend,
+                notices,
+                earlier_steps=earlier,
+                abandon=abandon,
+                run_id=run_ids.get(name),
+                patience=patience,
+            )
+        )
+        try:
+            # One after the other: packages that are imported by several threads at once can get in each other's way.
+            isolated[-1].wait_until_open()
+        except BaseException:
+            # Interrupted: nothing may keep the process from ending.
+            for logger in isolated:
+                logger.let_go()
+            raise
+
     if logger_config.tensorboard_enabled:
-        backends[TensorBoardLogger.name] = partial(TensorBoardLogger, run_folder)
+        isolate(
+            TensorBoardLogger.name,
+            partial(TensorBoardLogger, run_folder, resume.step if resume else None),
+        )
     if logger_config.wandb_enabled:
         wandb = logger_config.wandb
-        backends[WandbLogger.name] = partial(WandbLogger, run_folder, wandb.project, wandb.name, console.message)
+        is_resumed = WandbLogger.name in run_ids
+        run_id = run_ids.setdefault(WandbLogger.name, choose_run_id(os.environ))
+        open_wandb = partial(WandbLogger, run_folder, wandb.project, wandb.name, run_id, is_resumed=is_resumed)
+        isolate(WandbLogger.name, open_wandb, abandon_service)
     if logger_config.mlflow_enabled:
-        backends[MlflowLogger.name] = partial(_open_mlflow, logger_config)
-    return FanOutLogger(backends, console.warn)
+        isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
+    direct: dict[str, Callable[[], MetricLogger]] = {
+        JsonlLogger.name: partial(JsonlLogger, run_folder, notices.warn, notices.message),
+        ConsoleLogger.name: lambda: console,
+    }
+    loggers = FanOutLogger(direct, notices, isolated, earlier_run_ids=run_ids, closing_s=patience.closing_s)
+    if loggers.run_ids:
+        # Only a run that is killed before its first checkpoint needs them.
+        with suppress(OSError):
+            store_logger_run_ids(run_folder, loggers.run_ids)
+    return loggers
 
 
 def mlflow_tracking_uri(logger_config: LoggerSettings) -> str:
@@ -83,6 +151,11 @@ def mlflow_tracking_uri(logger_config: LoggerSettings) -> str:
     return logger_config.mlflow.tracking_uri or local_store_uri(Path(logger_config.log_dir).resolve().parent)
 
 
-def _open_mlflow(logger_config: LoggerSettings) -> MlflowLogger:
+def _open_mlflow(logger_config: LoggerSettings, resumed_run_id: str | None) -> MlflowLogger:
     settings = logger_config.mlflow
-    return MlflowLogger(mlflow_tracking_uri(logger_config), settings.experiment_name, settings.run_name)
+    uri = mlflow_tracking_uri(logger_config)
+    return MlflowLogger(uri, settings.experiment_name, settings.run_name, resumed_run_id)
+
+
+def _steps_until(path: Path, step: int) -> list[StepRecord]:
+    return [record for record in read_metrics(path) if record.step <= step] if path.is_file() else []

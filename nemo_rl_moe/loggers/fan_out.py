@@ -3,53 +3,98 @@
 """Sends every step to all loggers, and keeps the training alive when one of them fails."""
 
 import contextlib
-import sys
-from collections.abc import Callable, Mapping
-from types import TracebackType
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from nemo_rl_moe.loggers.interface import MetricLogger
+from nemo_rl_moe.loggers.interface import MetricLogger, RunOutcome
+from nemo_rl_moe.loggers.isolated import IsolatedLogger
+from nemo_rl_moe.loggers.notices import Notices, reason_of
+
+_CLOSING_S = 10.0
 
 
 class FanOutLogger:
-    """A `MetricLogger` in front of many: a backend that raises warns once, then is left out for good.
+    """A `MetricLogger` in front of many: one that fails warns once and is left out, and none holds up the caller.
 
-    Values go to the backends as they are, NaN and infinities included; each backend's own docstring says what becomes
-    of them there.
+    Keys and values that are no text and no number are left out with a warning; all others go to the loggers as they
+    are, NaN and infinities included.
 
     Args:
-        backends: Name to a function that opens the backend; called at once, in order.
-        warn: Shows one line to the user; called at most once for each backend.
+        direct: Name to a function that opens a logger which runs in the caller's thread; called at once, in order.
+        notices: Where lines for the user wait, shown at each call.
+        isolated: Loggers with threads of their own; they are opening already.
+        earlier_run_ids: The run's ids at services of earlier attempts.
+        closing_s: Seconds that `close` waits for all isolated loggers together.
     """
 
     name = "all loggers"
 
-    def __init__(self, backends: Mapping[str, Callable[[], MetricLogger]], warn: Callable[[str], None]):
-        self._warn = warn
-        self._backends: dict[str, MetricLogger] = {}
-        for name, open_backend in backends.items():
+    def __init__(
+        self,
+        direct: Mapping[str, Callable[[], MetricLogger]],
+        notices: Notices,
+        isolated: Sequence[IsolatedLogger] = (),
+        *,
+        earlier_run_ids: Mapping[str, str] = MappingProxyType({}),
+        closing_s: float = _CLOSING_S,
+    ):
+        self._notices = notices
+        self._closing_s = closing_s
+        self._direct: dict[str, MetricLogger] = {}
+        self._isolated = list(isolated)
+        self._earlier_run_ids = dict(earlier_run_ids)
+        self._warned_keys: set[str] = set()
+        for name, open_logger in direct.items():
             try:
-                self._backends[name] = open_backend()
+                self._direct[name] = open_logger()
             except Exception as error:
                 self._report(name, "could not start", error)
+        self._notices.show()
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The names of the backends that still take part."""
-        return tuple(self._backends)
+        """The names of the loggers that still take part."""
+        return (*self._direct, *(logger.name for logger in self._isolated if logger.is_active))
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """Logger to the id by which its service finds the run again, for a checkpoint; those known so far."""
+        return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends one step to every backend that still takes part."""
-        self._for_each(f"failed at step {step}", lambda backend: backend.log_step(step, metrics))
+        """Sends one step to every logger that still takes part; the direct ones have it when this returns."""
+        numbers = self._numbers(step, metrics)
+        self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
+        for isolated in self._isolated:
+            isolated.log_step(step, numbers)
+        self._notices.show()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Sends the configuration to every backend that still takes part."""
-        self._for_each("failed to store the configuration", lambda backend: backend.log_config(config))
+        """Sends the configuration to every logger that still takes part."""
+        self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
+        for isolated in self._isolated:
+            isolated.log_config(config)
+        self._notices.show()
 
-    def close(self) -> None:
-        """Closes every backend; a second call does nothing."""
-        self._for_each("failed to close", lambda backend: backend.close())
-        self._backends.clear()
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Closes every logger, in bounded time; a second call does nothing."""
+        isolated, self._isolated = self._isolated, []
+        self._earlier_run_ids |= {logger.name: logger.run_id for logger in isolated if logger.run_id}
+        for logger in isolated:
+            logger.ask_to_close(outcome)
+        try:
+            deadline = time.monotonic() + self._closing_s
+            for logger in isolated:
+                logger.wait_until_closed(deadline)
+        finally:
+            # After an interrupt too, nothing may keep the process from ending.
+            for logger in isolated:
+                logger.let_go()
+            self._for_each("failed to close", lambda direct: direct.close(outcome))
+            self._direct.clear()
+            self._notices.show()
 
     def __enter__(self) -> Self:
         return self
@@ -57,31 +102,33 @@ class FanOutLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close("finished" if error is None else "failed" if isinstance(error, Exception) else "killed")
+
+    def _numbers(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """A copy in plain floats, which no later change by the caller reaches."""
+        numbers: dict[str, float] = {}
+        for key, value in metrics.items():
+            try:
+                if not isinstance(key, str):
+                    raise TypeError("a key has to be text")
+                key.encode()
+                numbers[key] = float(value)
+            except Exception as error:
+                if repr(key) not in self._warned_keys:
+                    self._warned_keys.add(repr(key))
+                    self._notices.warn(f"metric {key!r} cannot be logged at step {step}: {reason_of(error)}")
+        return numbers
 
     def _for_each(self, failure: str, action: Callable[[MetricLogger], None]) -> None:
-        for name, backend in list(self._backends.items()):
+        for name, logger in list(self._direct.items()):
             try:
-                action(backend)
+                action(logger)
             except Exception as error:
-                del self._backends[name]
+                del self._direct[name]
                 self._report(name, failure, error)
-                # Frees its files and threads; it has had its warning, so a second failure is of no interest.
+                # Frees its files; it has had its warning, so a second failure is of no interest.
                 with contextlib.suppress(Exception):
-                    backend.close()
+                    logger.close()
 
     def _report(self, name: str, failure: str, error: Exception) -> None:
-        line = f"logger {name} {failure} and is left out from here on: {_reason(error)}"
-        try:
-            self._warn(line)
-        except Exception:
-            # The way to the user may itself be what broke, as with a closed pipe behind standard output.
-            with contextlib.suppress(Exception):
-                print(f"warning: {line}", file=sys.stderr)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        return f"the package {error.name} is not installed"
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        self._notices.warn(f"logger {name} {failure} and is left out from here on: {reason_of(error)}")

@@ -3,7 +3,9 @@
 """What every logger can do; the training loop knows nothing else about them."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+
+RunOutcome = Literal["finished", "failed", "killed"]
 
 
 class MetricLogger(Protocol):
@@ -29,6 +31,37 @@ class MetricLogger(Protocol):
         """Takes the resolved, nested configuration; called once, before the first step."""
         ...
 
-    def close(self) -> None:
-        """Writes what is still held back and lets go of files and connections."""
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Writes what is still held back and lets go of files and connections.
+
+        Args:
+            outcome: How the run ended: by itself or stopped and saved, by an error, or by a signal that ended it.
+        """
+        ...
+
+
+class Backend(MetricLogger, Protocol):
+    """A logger that may raise or block, and therefore runs behind an `IsolatedLogger`, in a thread of its own.
+
+    After a step that raised, parts of the same step may be sent again.
+    """
+
+    @property
+    def run_id(self) -> str | None:
+        """By what the service finds this run again; None where there is no service."""
+        ...
+
+    @property
+    def last_step(self) -> int:
+        """The last step that an earlier attempt of the run has left here; -1: none."""
+        ...
+
+    @property
+    def announcement(self) -> str | None:
+        """One line for the user that says where the run can be seen; None: nothing to say."""
+        ...
+
+    @property
+    def seconds_to_close(self) -> float:
+        """How long `close` may take when all is well; 0: not worth telling."""
         ...

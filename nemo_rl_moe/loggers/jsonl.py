@@ -5,12 +5,14 @@
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.loggers.interface import RunOutcome
+from nemo_rl_moe.loggers.line_file import LineFile
 
 METRICS_FILE_NAME = "metrics.jsonl"
 
@@ -33,32 +35,33 @@ class StepRecord:
 class JsonlLogger:
     """Appends `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
 
-    Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step.
-    JSON knows no NaN and no infinity: they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which
-    Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` all turn back.
+    Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step;
+    what a full disk does not take is kept and written later, as `LineFile` says. JSON knows no NaN and no infinity:
+    they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and
+    JavaScript's `Number()` all turn back.
 
     Args:
         run_folder: An existing folder.
+        warn: Shows a warning.
+        message: Shows a line.
     """
 
     name = "jsonl"
 
-    def __init__(self, run_folder: Path):
-        self._file = (run_folder / METRICS_FILE_NAME).open("a", encoding="utf-8")
+    def __init__(self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None]):
+        self._lines = LineFile(run_folder / METRICS_FILE_NAME, warn, message)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one line."""
-        record = {"step": step, "time": time.time(), "metrics": {key: _json_value(v) for key, v in metrics.items()}}
-        # One write of a whole line: a reader never meets half a line unless the machine itself stops.
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        record = {"step": step, "time": time.time(), "metrics": {key: json_number(v) for key, v in metrics.items()}}
+        self._lines.append([json.dumps(record, allow_nan=False)])
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Does nothing: the run folder holds the configuration as `config.yaml`."""
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome = "finished") -> None:
         """Closes the file."""
-        self._file.close()
+        self._lines.close()
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
@@ -83,7 +86,8 @@ def _parse(line: bytes, path: Path, number: int) -> StepRecord:
         raise DataError(f'{path}:{number}: not a step record {{"step", "time", "metrics"}}: {error!r}') from error
 
 
-def _json_value(value: float) -> float | str:
+def json_number(value: float) -> float | str:
+    """A number as JSON has it; NaN and infinities become text that `float()` turns back."""
     number = float(value)
     if math.isfinite(number):
         return number

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_moe.loggers.interface import RunOutcome
+
 # The most that one request may carry, and the lengths that servers in use accept.
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
@@ -23,15 +25,23 @@ class MlflowLogger:
 
     NaN is kept. A local store keeps infinities as plus and minus the largest float64.
 
+    A resumed run goes on in its MLflow run. MLflow cannot take values back: steps that an earlier attempt has logged
+    keep the values of that attempt, and are not logged again. A run that is no longer in the store gets a new one.
+
     Args:
         tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
         experiment_name: Created where it does not exist yet.
         run_name: The run's name; None leaves it to MLflow.
+        resumed_run_id: The MLflow run that is gone on with; None starts one.
     """
 
     name = "mlflow"
+    announcement = None
+    seconds_to_close = 0.0
 
-    def __init__(self, tracking_uri: str, experiment_name: str, run_name: str | None):
+    def __init__(
+        self, tracking_uri: str, experiment_name: str, run_name: str | None, resumed_run_id: str | None = None
+    ):
         _set_environment_defaults()
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -40,24 +50,53 @@ class MlflowLogger:
         with _quiet("mlflow", "alembic"):
             self._client = MlflowClient(tracking_uri)
             experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
-        self._run_id = self._client.create_run(experiment_id, run_name=run_name).info.run_id
+        self._last_steps: dict[str, int] = {}
+        self._stored_params: frozenset[str] = frozenset()
+        run = None if resumed_run_id is None else self._resumed(resumed_run_id)
+        if run is None:
+            run = self._client.create_run(experiment_id, run_name=run_name)
+        self.run_id: str = run.info.run_id
+        # One less: of the last step, a kill may have left a part.
+        self.last_step = max(self._last_steps.values(), default=0) - 1
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records all metrics of the step, in one request up to 1,000 of them."""
+        """Records all metrics of the step, in one request up to 1,000 of them; those it has are passed over."""
         milliseconds = int(time.time() * 1000)
-        entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in metrics.items()]
+        new = {key: value for key, value in metrics.items() if step > self._last_steps.get(key, -1)}
+        entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in new.items()]
         for batch in _batches(entries, _METRICS_PER_BATCH):
-            self._client.log_batch(self._run_id, metrics=batch)
+            self._client.log_batch(self.run_id, metrics=batch)
+            self._last_steps.update((entry.key, step) for entry in batch)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Stores the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`."""
-        entries = [self._param_type(key, value) for key, value in flatten_config(config).items()]
-        for batch in _batches(entries, _PARAMS_PER_BATCH):
-            self._client.log_batch(self._run_id, params=batch)
+        """Stores the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
 
-    def close(self) -> None:
-        """Marks the run as finished."""
-        self._client.set_terminated(self._run_id)
+        MLflow refuses to change a parameter: those that a resumed run has stay as they are.
+        """
+        parameters = flatten_config(config).items()
+        entries = [self._param_type(key, value) for key, value in parameters if key not in self._stored_params]
+        for batch in _batches(entries, _PARAMS_PER_BATCH):
+            self._client.log_batch(self.run_id, params=batch)
+
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Marks the run as finished, failed or killed."""
+        self._client.set_terminated(self.run_id, status=outcome.upper())
+
+    def _resumed(self, run_id: str) -> Any:
+        """The earlier attempts' run, marked as running, and what it holds; None where the store does not know it."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = self._client.get_run(run_id)
+            self._client.update_run(run_id, status="RUNNING")
+        except MlflowException as error:
+            if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_STATE"):
+                return None
+            raise
+        # The latest value of each key, with its step; `run.data.metrics` leaves the steps out.
+        self._last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+        self._stored_params = frozenset(run.data.params)
+        return run
 
     def _experiment_id(self, name: str, artifact_folder: Path | None) -> str:
         from mlflow.exceptions import MlflowException

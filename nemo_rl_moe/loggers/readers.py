@@ -2,26 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads back what the loggers wrote: every function returns metric key -> [(step, value), ...], steps ascending."""
 
-import importlib
-import json
-import struct
 import sys
-import zlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.jsonl import read_metrics
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_rows
 
 MetricHistory = dict[str, list[tuple[int, float]]]
-
-# The layout of a W&B run file: a header, then blocks of 32 KiB with length-prefixed records.
-_WANDB_HEADER = b":W&B\xe1\xbe\x00"
-_WANDB_BLOCK_BYTES = 32768
-_WANDB_RECORD_HEADER = struct.Struct("<IHB")
-# What a record holds: all of an entry, or (with 3 between them) its first or its last part.
-_FULL, _FIRST, _LAST = 1, 2, 4
 
 
 def read_jsonl(path: Path) -> MetricHistory:
@@ -51,25 +39,24 @@ def read_tensorboard(folder: Path) -> MetricHistory:
 def read_wandb_offline(folder: Path) -> MetricHistory:
     """Reads the history of the one W&B run below a folder, such as `<run folder>/wandb`.
 
-    W&B's own columns, which begin with an underscore, and values that are not numbers are left out.
+    A run that was resumed has several files: each replaces what earlier ones hold from its first step on. W&B's own
+    columns, which begin with an underscore, and values that are not numbers are left out.
 
     Raises:
-        DataError: There is not exactly one `.wandb` file, or it is damaged before its end.
+        DataError: There is no `.wandb` file, those of several runs, or one that is damaged before its end.
     """
-    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
-    files = sorted({path.resolve() for path in folder.rglob("run-*.wandb")})
-    if len(files) != 1:
-        raise DataError(f"{folder}: expected one run-*.wandb file, found {len(files)}")
+    files = wandb_files(folder)
+    if len(ids := {path.name for path in files}) != 1:
+        raise DataError(f"{folder}: expected the run-*.wandb files of one run, found {len(ids)} runs")
+    rows: list[tuple[int, dict[str, float]]] = []
+    for path in files:
+        later = list(wandb_rows(path))
+        first = min((step for step, _ in later), default=None)
+        rows = [row for row in rows if first is None or row[0] < first] + later
     history: MetricHistory = {}
-    for data in _wandb_records(files[0]):
-        record = messages.Record()
-        record.ParseFromString(data)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+    for step, row in rows:
         for key, value in row.items():
-            if not key.startswith("_") and isinstance(value, int | float):
-                history.setdefault(key, []).append((int(row["_step"]), float(value)))
+            history.setdefault(key, []).append((step, value))
     return _sorted(history)
 
 
@@ -98,28 +85,3 @@ def _unclamped(value: float) -> float:
 
 def _sorted(history: MetricHistory) -> MetricHistory:
     return {key: sorted(points, key=lambda point: point[0]) for key, points in sorted(history.items())}
-
-
-def _wandb_records(path: Path) -> Iterator[bytes]:
-    """The records of a W&B run file, put together again where a block's end cut them; a cut last one is left out."""
-    content = path.read_bytes()
-    if not content.startswith(_WANDB_HEADER):
-        raise DataError(f"{path}: not a W&B run file of a known version")
-    position = len(_WANDB_HEADER)
-    parts: list[bytes] = []
-    while position + _WANDB_RECORD_HEADER.size <= len(content):
-        left_in_block = _WANDB_BLOCK_BYTES - position % _WANDB_BLOCK_BYTES
-        if left_in_block < _WANDB_RECORD_HEADER.size:
-            position += left_in_block
-            continue
-        checksum, length, kind = _WANDB_RECORD_HEADER.unpack_from(content, position)
-        start = position + _WANDB_RECORD_HEADER.size
-        data = content[start : start + length]
-        if len(data) < length:
-            return
-        if zlib.crc32(bytes([kind]) + data) != checksum:
-            raise DataError(f"{path}: damaged at byte {position}")
-        position = start + length
-        parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
-        if kind in (_FULL, _LAST):
-            yield b"".join(parts)

@@ -7,7 +7,9 @@ import json
 import platform
 import re
 import sys
+import uuid
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,12 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.git_state import read_git_state
 from nemo_rl_moe.loggers.plain import to_plain
 
+RUN_FILE_NAME = "run.json"
+LOGGER_RUN_IDS_FILE_NAME = "logger_run_ids.json"
+
 _FOLDER_PATTERN = re.compile(r"exp_(\d+)")
 _FILE_STEM_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
-_OWN_FILES = frozenset({"config", "versions", "git"})
+_OWN_FILES = frozenset({"config", "versions", "git", "run", "logger_run_ids"})
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -40,13 +45,18 @@ _PACKAGES = (
 )
 
 
-def create_run_folder(log_dir: str | Path) -> Path:
+def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
     """Makes the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
 
     Two processes that call this at the same moment get two folders.
 
+    Args:
+        log_dir: The log folder.
+        run_id: By what `find_run_folder` finds the folder again; None: a random one.
+        algorithm: What the run does, for example `sft`.
+
     Returns:
-        The new, empty folder.
+        The new folder; it holds nothing but `run.json`, which says whose it is.
 
     Raises:
         ConfigurationError: The folder cannot be made there.
@@ -61,9 +71,13 @@ def create_run_folder(log_dir: str | Path) -> Path:
             try:
                 # Of all processes that try, the operating system lets exactly one make the folder.
                 folder.mkdir()
-                return folder
             except FileExistsError:
                 number += 1
+                continue
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            content = {"run_id": run_id or uuid.uuid4().hex, "algorithm": algorithm, "created": created}
+            _write(folder / RUN_FILE_NAME, _json_text(content))
+            return folder
     except OSError as error:
         raise ConfigurationError(
             f"logger.log_dir: {str(log_dir)!r} cannot hold the run's folder: {error.strerror}; "
@@ -71,29 +85,73 @@ def create_run_folder(log_dir: str | Path) -> Path:
         ) from error
 
 
-def write_run_files(folder: Path, resolved_config: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+def newest_run_folders(log_dir: str | Path) -> list[Path]:
+    """The run folders in a log folder, newest first; none where there is no such folder."""
+    parent = Path(log_dir)
+    entries = list(parent.iterdir()) if parent.is_dir() else []
+    numbered = [(int(match[1]), path) for path in entries if (match := _FOLDER_PATTERN.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir()]
+
+
+def find_run_folder(log_dir: str | Path, run_id: str) -> Path | None:
+    """The folder of the run that has an id; None where there is none."""
+    return next((folder for folder in newest_run_folders(log_dir) if read_run_id(folder) == run_id), None)
+
+
+def read_run_id(folder: Path) -> str | None:
+    """The id of the run that a folder belongs to; None where `run.json` is missing or not whole."""
+    run_id = _read_object(folder / RUN_FILE_NAME).get("run_id")
+    return run_id if isinstance(run_id, str) else None
+
+
+def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
+    """Notes by which ids the services know the run, for an attempt that finds no checkpoint.
+
+    Raises:
+        OSError: It cannot be written; what was noted before stays.
+    """
+    _write(folder / LOGGER_RUN_IDS_FILE_NAME, _json_text(dict(run_ids)))
+
+
+def read_logger_run_ids(folder: Path) -> dict[str, str]:
+    """What `store_logger_run_ids` has noted; empty where that is missing or not whole."""
+    content = _read_object(folder / LOGGER_RUN_IDS_FILE_NAME)
+    return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
+
+
+def write_run_files(
+    folder: Path, resolved_config: Mapping[str, Any], extra: Mapping[str, Any], resumed_at: int | None = None
+) -> None:
     """Writes what a reader needs to know what ran and to run it again.
 
     `config.yaml` is the resolved configuration, `versions.json` the versions of Python and of the packages, `git.json`
     the state of the git checkout around the working directory.
 
+    A resumed run leaves these as the first attempt wrote them; what differs goes into files beside them, such as
+    `config_resumed_at_step_40.yaml`.
+
     Args:
         folder: The run's folder.
         resolved_config: The nested configuration, nothing left to resolve.
         extra: More to keep: name to content, each written as `<name>.json`.
+        resumed_at: The step that a resumed run goes on from; None for a run that starts anew.
 
     Raises:
-        ValueError: A name in `extra` is not a plain file name, or is one of the three above.
+        ValueError: A name in `extra` is not a plain file name, or is one of the run's own files.
     """
     for name in extra:
         if not _FILE_STEM_PATTERN.fullmatch(name) or name in _OWN_FILES:
             raise ValueError(f"{name!r} cannot name a file of the run: letters, digits, _, -; not {sorted(_OWN_FILES)}")
-    text = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
-    (folder / "config.yaml").write_text(text, encoding="utf-8")
-    _write_json(folder / "versions.json", collect_versions())
-    _write_json(folder / "git.json", read_git_state(Path.cwd()))
-    for name, content in extra.items():
-        _write_json(folder / f"{name}.json", content)
+    config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
+    contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
+    texts = {"config.yaml": config, **{f"{name}.json": _json_text(content) for name, content in contents.items()}}
+    for name, text in texts.items():
+        path = folder / name
+        if resumed_at is not None and path.is_file():
+            if path.read_text(encoding="utf-8") == text:
+                continue
+            path = folder / f"{path.stem}_resumed_at_step_{resumed_at}{path.suffix}"
+        _write(path, text)
 
 
 def collect_versions() -> dict[str, Any]:
@@ -113,5 +171,20 @@ def _package_version(name: str) -> str | None:
         return None
 
 
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(to_plain(content), indent=2) + "\n", encoding="utf-8")
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _json_text(content: Any) -> str:
+    return json.dumps(to_plain(content), indent=2) + "\n"
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that is there whole or not at all."""
+    staging = path.with_name(f".{path.name}.incomplete")
+    staging.write_text(text, encoding="utf-8")
+    staging.replace(path)

@@ -4,12 +4,12 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.line_file import LineFile
 
 SAMPLES_FILE_NAME = "samples.jsonl"
 _LONGEST_PRINTED = 400
@@ -31,7 +31,7 @@ class ScoredResponse(Protocol):
 class SampleLog:
     """Writes `samples.jsonl` and prints responses of validations.
 
-    What cannot be written warns once and never stops training; responses are printed all the same.
+    What a full disk does not take is kept and written later, as `LineFile` says; responses are printed all the same.
 
     The same prompts come first in every validation, so that a reader sees how the answers to them change.
 
@@ -43,10 +43,9 @@ class SampleLog:
     """
 
     def __init__(self, run_folder: Path, console: ConsoleLogger, num_to_print: int, num_to_save: int | None):
-        self._file = (run_folder / SAMPLES_FILE_NAME).open("a", encoding="utf-8")
+        self._lines = LineFile(run_folder / SAMPLES_FILE_NAME, console.warn, console.message)
         self._console = console
         self._num_to_print, self._num_to_save = num_to_print, num_to_save
-        self._has_failed = False
 
     def __enter__(self) -> "SampleLog":
         return self
@@ -54,8 +53,7 @@ class SampleLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with suppress(OSError):  # what a full disk has refused is still in the buffer
-            self._file.close()
+        self._lines.close()
 
     def write(self, step: int, split: str, rollouts: Sequence[ScoredResponse]) -> None:
         """Takes the responses of a step.
@@ -65,21 +63,10 @@ class SampleLog:
             split: `train` or `val`.
             rollouts: As many for each prompt, one prompt after the other.
         """
-        self._save(step, split, rollouts[: self._num_to_save])
+        self._lines.append(json.dumps(_record(step, split, rollout)) for rollout in rollouts[: self._num_to_save])
         if split == "val":
             for rollout in _one_of_each_prompt(rollouts)[: self._num_to_print]:
                 self._console.message(_shown(rollout))
-
-    def _save(self, step: int, split: str, rollouts: Sequence[ScoredResponse]) -> None:
-        if self._has_failed:
-            return
-        lines = [json.dumps(_record(step, split, rollout)) for rollout in rollouts]
-        try:
-            self._file.write("".join(f"{line}\n" for line in lines))
-            self._file.flush()
-        except OSError as error:
-            self._has_failed = True
-            self._console.warn(f"{SAMPLES_FILE_NAME} cannot be written and is left out from now on: {error}")
 
 
 def _one_of_each_prompt(rollouts: Sequence[ScoredResponse]) -> list[ScoredResponse]:

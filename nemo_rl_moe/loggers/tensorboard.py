@@ -7,11 +7,14 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from nemo_rl_moe.loggers.interface import RunOutcome
+from nemo_rl_moe.loggers.line_file import append_whole
 from nemo_rl_moe.loggers.plain import to_plain
 
 _file_numbers = itertools.count()
@@ -20,17 +23,22 @@ _file_numbers = itertools.count()
 class TensorBoardLogger:
     """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
 
-    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such.
-    The events are written in the caller's thread: an error, such as a full disk, is raised where it can be caught,
-    and nothing waits in a queue when the program dies.
+    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. An event
+    that a full disk does not take raises, and leaves nothing half written.
+
+    A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
 
     Args:
         run_folder: An existing folder.
+        resumed_after: The step that a resumed run goes on from; None for a run that starts anew.
     """
 
     name = "tensorboard"
+    run_id = None
+    announcement = None
+    seconds_to_close = 0.0
 
-    def __init__(self, run_folder: Path):
+    def __init__(self, run_folder: Path, resumed_after: int | None = None):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -38,11 +46,18 @@ class TensorBoardLogger:
         self._summary_type = summary_pb2.Summary
         folder = run_folder / "tensorboard"
         folder.mkdir(parents=True, exist_ok=True)
-        seconds = int(time.time())
+        self.last_step = -1 if resumed_after is None else min(resumed_after, _last_step(folder))
+        self._config_step = resumed_after or 0
+        # Files are read in the order of their names, so the time in them has to ascend even where a clock does not.
+        seconds = max([int(time.time()), *(1 + second for second in _seconds_in_names(folder))])
         file_name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
-        self._file = (folder / file_name).open("xb")
-        self._writer = RecordWriter(self._file)
+        self._record = BytesIO()
+        self._writer = RecordWriter(self._record)
+        self._file = (folder / file_name).open("xb", buffering=0)
         self._write(self._event_type(wall_time=time.time(), file_version="brain.Event:2"))
+        if resumed_after is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(self._event_type(wall_time=time.time(), step=resumed_after + 1, session_log=start))
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Writes one event that holds all metrics of the step."""
@@ -57,12 +72,36 @@ class TensorBoardLogger:
         text = yaml.safe_dump(to_plain(config), sort_keys=False, allow_unicode=True)
         # Markdown shows a block indented by four spaces as it stands.
         block = "".join(f"    {line}\n" for line in text.splitlines())
-        self._write(self._event_type(wall_time=time.time(), step=0, summary=text_pb("config", block)))
+        step = self._config_step
+        self._write(self._event_type(wall_time=time.time(), step=step, summary=text_pb("config", block)))
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome = "finished") -> None:
         """Closes the file."""
         self._file.close()
 
     def _write(self, event: Any) -> None:
+        self._record.seek(0)
+        self._record.truncate()
         self._writer.write(event.SerializeToString())
-        self._file.flush()
+        append_whole(self._file, self._record.getvalue())
+
+
+def _seconds_in_names(folder: Path) -> list[int]:
+    names = (path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*"))
+    return [int(seconds) for seconds in names if seconds.isdecimal()]
+
+
+def _last_step(folder: Path) -> int:
+    """The last step that TensorBoard would show of a folder; -1 for none."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto import event_pb2
+
+    last = -1
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for data in RawEventFileLoader(str(path)).Load():
+            event = event_pb2.Event.FromString(data)
+            if event.HasField("session_log") and event.session_log.status == event_pb2.SessionLog.START:
+                last = min(last, event.step - 1)
+            elif event.HasField("summary") and any(value.HasField("simple_value") for value in event.summary.value):
+                last = max(last, event.step)
+    return last

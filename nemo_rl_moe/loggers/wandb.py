@@ -4,15 +4,21 @@
 
 import netrc
 import os
-from collections.abc import Callable, Mapping
+import threading
+import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.plain import to_plain
+from nemo_rl_moe.loggers.wandb_files import last_wandb_step
 
 _DEFAULT_HOST_URL = "https://api.wandb.ai"
 _MODES_WITHOUT_LOGIN = ("offline", "disabled", "dryrun")
+_SECONDS_TO_UPLOAD = 300.0
+_SECONDS_TO_ABANDON = 1.0
 _CREDENTIAL_VARIABLES = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
@@ -22,16 +28,21 @@ class WandbLogger:
     A user who set `WANDB_MODE` gets that mode. Otherwise the run is online when the user is logged in, and offline
     when not; an offline run contacts nobody and can be uploaded later with `wandb sync`.
 
+    A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from
+    its first step on (`readers.read_wandb_offline`). Online it goes on where the server's history ends: W&B takes no
+    step twice, so steps that an earlier attempt has logged keep the values of that attempt.
+
     Args:
         run_folder: An existing folder.
         project: The project's name at W&B.
         run_name: The run's name; None leaves it to W&B.
-        announce: Is told in one line where the run can be seen.
+        run_id: The run's id at W&B, see `choose_run_id`.
+        is_resumed: Whether a run of that id may exist.
     """
 
     name = "wandb"
 
-    def __init__(self, run_folder: Path, project: str, run_name: str | None, announce: Callable[[str], None]):
+    def __init__(self, run_folder: Path, project: str, run_name: str | None, run_id: str, *, is_resumed: bool = False):
         mode = choose_mode(os.environ)
         if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
             # W&B's error reports and usage statistics go over the network in offline mode too, unless told not to;
@@ -42,30 +53,67 @@ class WandbLogger:
         self._run: Any = wandb.init(
             project=project,
             name=run_name,
+            id=run_id,
+            resume="allow" if is_resumed else None,
             dir=str(run_folder),
             mode=mode,
             reinit="create_new",
             # Capturing the console would record every refresh of the live line.
             settings=wandb.Settings(silent=True, console="off"),
         )
+        self.run_id = run_id
+        self.announcement: str | None = None
         # Asked first, since W&B warns when an offline run is asked for its address.
         if self._run.offline:
-            announce(f"W&B run is offline; to upload it: wandb sync {Path(self._run.dir).parent}")
-        elif self._run.url:
-            announce(f"W&B run: {self._run.url}")
+            self.last_step = last_wandb_step(run_folder / "wandb", run_id) if is_resumed else -1
+            self._first_step = 0
+            self.announcement = f"W&B run is offline; to upload it: wandb sync {Path(self._run.dir).parent}"
+        else:
+            self.last_step = self._run.step - 1
+            self._first_step = self._run.step
+            if self._run.url:
+                self.announcement = f"W&B run: {self._run.url}"
+        self.seconds_to_close = 0.0 if self._run.offline else _SECONDS_TO_UPLOAD
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the step as one row of the run's history."""
+        """Records the step as one row of the run's history; a step that the server has is passed over."""
+        if step < self._first_step:
+            return
         # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Stores the configuration as the run's config."""
-        self._run.config.update(to_plain(config))
+        self._run.config.update(to_plain(config), allow_val_change=True)
 
-    def close(self) -> None:
-        """Ends the run; online, waits until it is uploaded."""
-        self._run.finish()
+    def close(self, outcome: RunOutcome = "finished") -> None:
+        """Ends the run and W&B's service process; online, waits until all is uploaded."""
+        import wandb
+
+        try:
+            self._run.finish(exit_code=0 if outcome == "finished" else 1)
+        finally:
+            # The service may still write the last records after a run has finished.
+            wandb.teardown()
+
+
+def abandon_service() -> None:
+    """Lets the process end while W&B's service does not answer: W&B would wait for it without a limit."""
+    import wandb
+
+    # Teardown first takes W&B's own hook out of the exit of the process, then waits, in a thread that may be left.
+    thread = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
+    thread.start()
+    thread.join(_SECONDS_TO_ABANDON)
+
+
+def choose_run_id(environment: Mapping[str, str]) -> str:
+    """The id of a new run: the user's `WANDB_RUN_ID`, or a random one.
+
+    Args:
+        environment: The process's environment variables.
+    """
+    return environment.get("WANDB_RUN_ID") or uuid.uuid4().hex
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:

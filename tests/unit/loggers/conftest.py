@@ -6,6 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A `mlflow.db` with all of its tables, to be copied: making them takes MLflow seconds."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    MlflowLogger(local_store_uri(folder), "another", None).close()
+    return folder / "mlflow.db"
+
 
 @pytest.fixture(autouse=True)
 def nobody_logged_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:

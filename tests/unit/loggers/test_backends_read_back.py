@@ -52,7 +52,7 @@ def assert_same(actual: MetricHistory, wanted: MetricHistory, relative: float = 
 
 
 def test_jsonl(tmp_path: Path) -> None:
-    logger = JsonlLogger(tmp_path)
+    logger = JsonlLogger(tmp_path, warn=pytest.fail, message=pytest.fail)
     for step in range(4):
         logger.log_step(step, metrics_of(step))
     logger.close()
@@ -90,18 +90,16 @@ def test_tensorboard_keeps_more_points_than_its_viewer_samples(tmp_path: Path) -
 
 
 def test_wandb_offline_says_nothing_and_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    announced: list[str] = []
-    logger = WandbLogger(tmp_path, "project-x", "run-y", announced.append)
+    logger = WandbLogger(tmp_path, "project-x", "run-y", "id-z")
     logger.log_config(CONFIG)
     for step in range(4):
         logger.log_step(step, metrics_of(step))
     logger.close()
-    wait_for_wandb()
     assert_same(read_wandb_offline(tmp_path / "wandb"), expected())
     output = capfd.readouterr()
     assert (output.out, output.err) == ("", "")
-    (line,) = announced
-    folder = Path(line.rpartition("wandb sync ")[2])
+    assert logger.announcement is not None
+    folder = Path(logger.announcement.rpartition("wandb sync ")[2])
     assert folder.parent == tmp_path / "wandb"
     assert len(list(folder.glob("run-*.wandb"))) == 1
     content = next(folder.glob("run-*.wandb")).read_bytes()
@@ -110,20 +108,12 @@ def test_wandb_offline_says_nothing_and_reads_back(tmp_path: Path, capfd: pytest
     assert b"track_moe_metrics" in content
 
 
-def wait_for_wandb() -> None:
-    """Ends W&B's service process, which may still write the last records after a run is finished."""
-    import wandb
-
-    wandb.teardown()
-
-
 def test_wandb_reader_joins_records_over_blocks_and_passes_over_a_cut_end(tmp_path: Path) -> None:
-    logger = WandbLogger(tmp_path, "p", None, lambda _: None)
+    logger = WandbLogger(tmp_path, "p", None, "id-z")
     keys = [f"train/moe/expert_load_layer_{layer}" for layer in range(300)]
     for step in range(1, 11):
         logger.log_step(step, dict.fromkeys(keys, step / 7))
     logger.close()
-    wait_for_wandb()
     (path,) = {path.resolve() for path in (tmp_path / "wandb").rglob("run-*.wandb")}
     content = path.read_bytes()
     assert len(content) > 3 * 32768
@@ -157,7 +147,7 @@ def watch(event, arguments):
         seen.append("service" + " no-observability" * ("--no-observability" in arguments[1]))
 sys.addaudithook(watch)
 from nemo_rl_moe.loggers.wandb import WandbLogger
-logger = WandbLogger(pathlib.Path(sys.argv[1]), "p", "n", lambda _: None)
+logger = WandbLogger(pathlib.Path(sys.argv[1]), "p", "n", "id-z")
 logger.log_step(1, {"train/loss": 1.0})
 logger.close()
 print(json.dumps(seen))

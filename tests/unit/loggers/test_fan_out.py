@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A failing backend warns once and is left out; the others get every step."""
+"""A failing logger warns once and is left out; the others get every step."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.notices import Notices
 
 
 class Recorder:
@@ -15,7 +16,7 @@ class Recorder:
 
     name = "recorder"
 
-    def __init__(self, fail_in: str = "", error: Exception | None = None):
+    def __init__(self, fail_in: str = "", error: BaseException | None = None):
         self.calls: list[tuple[Any, ...]] = []
         self._fail_in = fail_in
         self._error = error or OSError("disk is full")
@@ -27,8 +28,8 @@ class Recorder:
     def log_config(self, config: Mapping[str, Any]) -> None:
         self._note("log_config", dict(config))
 
-    def close(self) -> None:
-        self._note("close")
+    def close(self, outcome: str = "finished") -> None:
+        self._note("close", outcome)
 
     def _note(self, *call: Any) -> None:
         self.calls.append(call)
@@ -45,7 +46,8 @@ def drive(broken_in: str) -> tuple[Recorder, Recorder | None, list[str]]:
         opened.append(Recorder(broken_in))
         return opened[-1]
 
-    logger = FanOutLogger({"broken": open_broken, "healthy": lambda: healthy}, warnings.append)
+    notices = Notices(pytest.fail, warnings.append)
+    logger = FanOutLogger({"broken": open_broken, "healthy": lambda: healthy}, notices)
     logger.log_config({"a": 1})
     for step in (1, 2, 3):
         logger.log_step(step, {"train/loss": float(step)})
@@ -67,7 +69,7 @@ def test_failure_warns_once_and_spares_the_others(broken_in: str, text: str) -> 
     assert len(warnings) == 1
     assert warnings[0].startswith(text)
     steps = [("log_step", step, {"train/loss": float(step)}) for step in (1, 2, 3)]
-    assert healthy.calls == [("open",), ("log_config", {"a": 1}), *steps, ("close",)]
+    assert healthy.calls == [("open",), ("log_config", {"a": 1}), *steps, ("close", "finished")]
     if broken_in == "log_step":
         assert broken is not None
         assert [call[0] for call in broken.calls] == ["open", "log_config", "log_step", "close"]
@@ -88,7 +90,7 @@ def test_missing_package_is_named() -> None:
 
         return Recorder()
 
-    FanOutLogger({"x": open_backend}, warnings.append)
+    FanOutLogger({"x": open_backend}, Notices(pytest.fail, warnings.append))
     assert warnings[0].endswith("the package package_that_is_not_there is not installed")
 
 
@@ -96,23 +98,35 @@ def test_warning_that_cannot_be_shown_goes_to_standard_error(capsys: pytest.Capt
     def closed_pipe(_: str) -> None:
         raise BrokenPipeError
 
-    logger = FanOutLogger({"console": lambda: Recorder("log_step")}, closed_pipe)
+    logger = FanOutLogger({"console": lambda: Recorder("log_step")}, Notices(closed_pipe, closed_pipe))
     logger.log_step(1, {})
     assert "logger console failed at step 1" in capsys.readouterr().err
     assert logger.active == ()
 
 
 def test_an_interrupt_is_not_swallowed() -> None:
-    class Interrupted(Recorder):
-        def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-            raise KeyboardInterrupt
-
+    logger = FanOutLogger({"x": lambda: Recorder("log_step", KeyboardInterrupt())}, Notices(print, print))
     with pytest.raises(KeyboardInterrupt):
-        FanOutLogger({"x": Interrupted}, print).log_step(1, {})
+        logger.log_step(1, {})
 
 
-def test_leaving_the_context_closes_even_after_an_error() -> None:
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(RuntimeError("x"), "failed"), (KeyboardInterrupt(), "killed"), (SystemExit(143), "killed")]
+)
+def test_leaving_the_context_closes_and_tells_how_the_run_ended(error: BaseException, outcome: str) -> None:
     recorder = Recorder()
-    with pytest.raises(RuntimeError, match="training"), FanOutLogger({"x": lambda: recorder}, print):
-        raise RuntimeError("training broke")
-    assert recorder.calls[-1] == ("close",)
+    with pytest.raises(type(error)), FanOutLogger({"x": lambda: recorder}, Notices(print, print)):
+        raise error
+    assert recorder.calls[-1] == ("close", outcome)
+
+
+def test_a_metric_that_is_no_number_is_left_out_for_all_and_told_once() -> None:
+    warnings: list[str] = []
+    recorder = Recorder()
+    logger = FanOutLogger({"x": lambda: recorder}, Notices(pytest.fail, warnings.append))
+    odd: Any = {"train/loss": 1, "train/text": "much", 7: 1.0, "train/\ud800": 1.0}
+    for step in (1, 2):
+        logger.log_step(step, odd)
+    assert [call[2] for call in recorder.calls[1:]] == [{"train/loss": 1.0}] * 2
+    assert len(warnings) == 3
+    assert warnings[0].startswith("metric 'train/text' cannot be logged at step 1: ValueError: ")

@@ -21,7 +21,7 @@ def refuse(constant: str) -> float:
 
 
 def test_lines_are_strict_json_and_read_back(tmp_path: Path) -> None:
-    logger = JsonlLogger(tmp_path)
+    logger = JsonlLogger(tmp_path, pytest.fail, pytest.fail)
     values = {"train/loss": 0.1, "train/nan": math.nan, "train/up": math.inf, "train/down": -math.inf, "train/n": 3}
     before = time.time()
     logger.log_step(7, values)
@@ -48,7 +48,7 @@ def test_lines_are_strict_json_and_read_back(tmp_path: Path) -> None:
 def test_a_step_is_on_disk_when_the_process_dies_right_after_it(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, sys; from nemo_rl_moe.loggers.jsonl import JsonlLogger\n"
-        "logger = JsonlLogger(pathlib.Path(sys.argv[1]))\n"
+        "logger = JsonlLogger(pathlib.Path(sys.argv[1]), print, print)\n"
         "for step in range(1, 4): logger.log_step(step, {'train/loss': 1 / step})\n"
         "os._exit(9)\n"
     )
@@ -63,7 +63,7 @@ def test_a_step_is_on_disk_when_the_process_dies_right_after_it(tmp_path: Path) 
 
 
 def test_every_cut_of_the_last_line_leaves_the_lines_before_it(tmp_path: Path) -> None:
-    logger = JsonlLogger(tmp_path)
+    logger = JsonlLogger(tmp_path, pytest.fail, pytest.fail)
     for step in (1, 2):
         logger.log_step(step, {"train/loss": 0.5})
     logger.close()

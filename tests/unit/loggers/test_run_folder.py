@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import yaml
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.git_state import read_git_state
-from nemo_rl_moe.loggers.run_folder import create_run_folder, write_run_files
+from nemo_rl_moe.loggers.run_folder import create_run_folder, find_run_folder, newest_run_folders, write_run_files
 
 
 def test_folders_are_numbered_and_the_number_goes_on(tmp_path: Path) -> None:
@@ -75,7 +76,34 @@ def test_run_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads((tmp_path / "git.json").read_text())["available"] is False
 
 
-@pytest.mark.parametrize("name", ["../x", "config", "git", "a/b", ""])
+def test_a_run_is_found_by_its_id(tmp_path: Path) -> None:
+    log_dir = tmp_path / "logs"
+    assert newest_run_folders(log_dir) == []
+    assert find_run_folder(log_dir, "a" * 32) is None
+    folders = [create_run_folder(log_dir, letter * 32, "sft") for letter in "abc"]
+    content = json.loads((folders[0] / "run.json").read_text())
+    assert (content["run_id"], content["algorithm"]) == ("a" * 32, "sft")
+    assert datetime.fromisoformat(content["created"]).tzinfo is not None
+    assert newest_run_folders(log_dir) == folders[::-1]
+    assert find_run_folder(str(log_dir), "b" * 32) == folders[1]
+    for broken in ("", "[]", '{"run_id": 1}'):
+        (folders[2] / "run.json").write_text(broken)
+        assert find_run_folder(log_dir, "c" * 32) is None
+
+
+def test_a_resumed_run_keeps_the_files_of_the_first_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run_files(tmp_path, {"lr": 1}, {"moe": {"a": 1}})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write_run_files(tmp_path, {"lr": 1}, {"moe": {"a": 1}}, resumed_at=4)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    write_run_files(tmp_path, {"lr": 2}, {"moe": {"a": 1}}, resumed_at=8)
+    after = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert yaml.safe_load(after.pop("config_resumed_at_step_8.yaml")) == {"lr": 2}
+    assert after == before
+
+
+@pytest.mark.parametrize("name", ["../x", "config", "git", "run", "logger_run_ids", "a/b", ""])
 def test_extra_files_cannot_leave_the_folder_or_replace_others(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a file of the run"):
         write_run_files(tmp_path, {}, {name: {}})

@@ -145,6 +145,6 @@ def test_a_full_disk_warns_once_and_ends_nothing(tmp_path: Path) -> None:
         for step in range(3):
             log.log.write(step, "val", of_prompts(1, 1))
     warnings = [line for line in log.printed if "samples.jsonl" in line]
-    assert len(warnings) == 1
-    assert "cannot be written and is left out from now on" in warnings[0]
+    assert warnings[1:] == ["warning: samples.jsonl lacks 3 lines that could not be written"]
+    assert "cannot be written, its lines are kept until it can be: " in warnings[0]
     assert log.printed.count("  wrong   q0  ->  a0.0") == 3

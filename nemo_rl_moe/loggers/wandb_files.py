@@ -1,0 +1,86 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The files that W&B writes beside a run, read without its service."""
+
+import importlib
+import json
+import struct
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.errors import DataError
+
+# The layout of a W&B run file: a header, then blocks of 32 KiB with length-prefixed records.
+_WANDB_HEADER = b":W&B\xe1\xbe\x00"
+_WANDB_BLOCK_BYTES = 32768
+_WANDB_RECORD_HEADER = struct.Struct("<IHB")
+# What a record holds: all of an entry, or (with 3 between them) its first or its last part.
+_FULL, _FIRST, _LAST = 1, 2, 4
+
+
+def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
+    """The run files below a folder, those of earlier attempts first."""
+    files = {path.resolve() for path in folder.rglob(f"run-{run_id}.wandb")}
+    # W&B names the folder of a file `run-<time>-<id>` or `offline-run-<time>-<id>`.
+    return sorted(files, key=lambda path: (path.parent.name.removeprefix("offline-"), path))
+
+
+def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """The rows of the history in a run file: step, and the numbers whose key does not begin with an underscore.
+
+    Raises:
+        DataError: The file is damaged before its end.
+    """
+    messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    for data in _wandb_records(path):
+        record = messages.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") != "history":
+            continue
+        row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
+        yield int(row["_step"]), {key: value for key, value in numbers.items() if not key.startswith("_")}
+
+
+def last_wandb_step(folder: Path, run_id: str) -> int:
+    """The last step in the newest file of a run that holds any; -1 where none does.
+
+    A damaged file counts up to the damage: what is after it cannot be read by W&B either.
+    """
+    for path in reversed(wandb_files(folder, run_id)):
+        last = -1
+        try:
+            for step, _ in wandb_rows(path):
+                last = max(last, step)
+        except DataError:
+            pass
+        if last >= 0:
+            return last
+    return -1
+
+
+def _wandb_records(path: Path) -> Iterator[bytes]:
+    """The records of a W&B run file, put together again where a block's end cut them; a cut last one is left out."""
+    content = path.read_bytes()
+    if not content.startswith(_WANDB_HEADER):
+        raise DataError(f"{path}: not a W&B run file of a known version")
+    position = len(_WANDB_HEADER)
+    parts: list[bytes] = []
+    while position + _WANDB_RECORD_HEADER.size <= len(content):
+        left_in_block = _WANDB_BLOCK_BYTES - position % _WANDB_BLOCK_BYTES
+        if left_in_block < _WANDB_RECORD_HEADER.size:
+            position += left_in_block
+            continue
+        checksum, length, kind = _WANDB_RECORD_HEADER.unpack_from(content, position)
+        start = position + _WANDB_RECORD_HEADER.size
+        data = content[start : start + length]
+        if len(data) < length:
+            return
+        if zlib.crc32(bytes([kind]) + data) != checksum:
+            raise DataError(f"{path}: damaged at byte {position}")
+        position = start + length
+        parts = [data] if kind in (_FULL, _FIRST) else [*parts, data]
+        if kind in (_FULL, _LAST):
+            yield b"".join(parts)

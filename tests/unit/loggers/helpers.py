@@ -1,0 +1,47 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What several tests of the loggers use."""
+
+import resource
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl_moe.config.schema_run import LoggerConfig
+from nemo_rl_moe.loggers.interface import MetricLogger
+
+
+def settings_for(log_dir: Path, *enabled: str, tracking_uri: str | None = None) -> LoggerConfig:
+    """The `logger` section with some backends enabled."""
+    return LoggerConfig.model_validate(
+        {
+            "log_dir": str(log_dir),
+            "console": {"live": "auto"},
+            **{f"{name}_enabled": name in enabled for name in ("tensorboard", "wandb", "mlflow")},
+            "wandb": {"project": "p", "name": "n"},
+            "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": tracking_uri},
+        }
+    )
+
+
+@contextmanager
+def files_no_longer_than(size: int) -> Iterator[None]:
+    """The operating system refuses what goes beyond, after it has taken what fits: a full disk for one process."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def log_steps(logger: MetricLogger, steps: Iterable[int], pause: float = 0.0) -> float:
+    """Logs a loss for each step, and returns the seconds that the longest call took."""
+    longest = 0.0
+    for step in steps:
+        started = time.perf_counter()
+        logger.log_step(step, {"train/loss": float(step)})
+        longest = max(longest, time.perf_counter() - started)
+        time.sleep(pause)
+    return longest

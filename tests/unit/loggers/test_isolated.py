@@ -1,0 +1,234 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Backends that sleep, hang, raise and mind keys: the caller never waits, and is told once."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.loggers.jsonl import StepRecord
+from nemo_rl_moe.loggers.notices import Notices
+from tests.unit.loggers.helpers import log_steps
+
+QUICK = Patience(opening_s=0.2, silence_s=0.1, closing_s=0.2, most_waiting=3)
+
+
+class Backend:
+    """Keeps its steps; waits at `gate`, fails and rejects keys where it is told to."""
+
+    name = "backend"
+    announcement = None
+
+    def __init__(self, gate: threading.Event | None = None, fails_from: int = 99, bad_keys: str = ""):
+        self.run_id, self.last_step, self.seconds_to_close = "id-1", -1, 0.0
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.config: Mapping[str, Any] = {}
+        self.outcome = ""
+        self.thread = threading.current_thread()
+        self._gate, self._fails_from, self._bad_keys = gate, fails_from, set(bad_keys)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert threading.current_thread() is self.thread
+        if self._gate is not None:
+            self._gate.wait()
+        if step >= self._fails_from:
+            raise OSError("disk is full")
+        if bad := self._bad_keys & metrics.keys():
+            raise ValueError(f"invalid key {sorted(bad)}")
+        self.steps.append((step, dict(metrics)))
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def close(self, outcome: str = "finished") -> None:
+        self.outcome = outcome
+
+
+class Told:
+    """What the user was told."""
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.warnings: list[str] = []
+        self.notices = Notices(self.messages.append, self.warnings.append)
+
+
+@pytest.fixture
+def told() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Closed; opened at the end, so that no thread stays behind."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_healthy_backend_gets_everything_in_order(told: Told) -> None:
+    backend: list[Backend] = []
+    logger = IsolatedLogger("x", lambda: backend.append(Backend()) or backend[0], told.notices)
+    logger.wait_until_open()
+    assert logger.run_id == "id-1"
+    logger.log_config({"c": 1})
+    log_steps(logger, range(1, 50))
+    logger.close("killed")
+    told.notices.show()
+    assert backend[0].steps == [(step, {"train/loss": float(step)}) for step in range(1, 50)]
+    assert (backend[0].config, backend[0].outcome) == ({"c": 1}, "killed")
+    assert backend[0].thread is not threading.current_thread()
+    assert told.warnings == told.messages == []
+
+
+def test_a_backend_that_blocks_is_told_once_and_finds_its_steps(told: Told, gate: threading.Event) -> None:
+    backend = Backend(gate)
+    logger = IsolatedLogger("x", lambda: own(backend), told.notices, patience=QUICK)
+    logger.wait_until_open()
+    assert log_steps(logger, range(1, 5), pause=0.08) < 0.5
+    told.notices.show()
+    assert told.warnings == [
+        "logger x has not answered for 0.1 s (step 1); training goes on, its steps are kept (up to 3)"
+    ]
+    gate.set()
+    logger.close()
+    told.notices.show()
+    assert [step for step, _ in backend.steps] == [1, 2, 3, 4]
+    assert told.messages == ["logger x answers again"]
+    assert len(told.warnings) == 1
+
+
+def test_steps_beyond_the_queue_are_dropped_and_counted(told: Told, gate: threading.Event) -> None:
+    backend = Backend(gate)
+    logger = IsolatedLogger("x", lambda: own(backend), told.notices, patience=Patience(most_waiting=3))
+    logger.log_step(1, {})
+    eventually(lambda: not logger._waiting)  # the thread has taken it, and hangs
+    assert log_steps(logger, range(2, 10)) < 0.5
+    gate.set()
+    logger.close()
+    told.notices.show()
+    assert [step for step, _ in backend.steps] == [1, 2, 3, 4]
+    assert told.warnings == [
+        "logger x does not answer: steps are dropped from step 5 on",
+        "logger x: 5 steps were dropped while it was silent",
+    ]
+
+
+def test_a_backend_that_hangs_at_the_end_is_left_behind(told: Told, gate: threading.Event) -> None:
+    abandoned = threading.Event()
+    patience = Patience(silence_s=9, closing_s=0.2)
+    logger = IsolatedLogger("x", lambda: own(Backend(gate)), told.notices, abandon=abandoned.set, patience=patience)
+    log_steps(logger, range(1, 4))
+    started = time.monotonic()
+    logger.close()
+    assert time.monotonic() - started < 1
+    assert abandoned.is_set()
+    assert not logger.is_active
+    told.notices.show()
+    (warning,) = told.warnings
+    assert warning.startswith("logger x did not end within 0 s and is left behind; ")
+
+
+def test_a_backend_that_uploads_at_the_end_is_waited_for_longer(told: Told, gate: threading.Event) -> None:
+    backend = Backend(gate)
+    backend.seconds_to_close = 30.0
+    logger = IsolatedLogger("x", lambda: own(backend), told.notices, patience=Patience(closing_s=0.1))
+    logger.wait_until_open()
+    logger.log_step(1, {})
+    threading.Timer(0.4, gate.set).start()
+    logger.close()
+    assert told.messages == ["waiting up to 30 s for x to send what is left (an interrupt ends the wait)"]
+    assert backend.outcome == "finished"
+    assert told.warnings == []
+
+
+def test_a_backend_that_opens_late_gets_all_steps(told: Told, gate: threading.Event) -> None:
+    backend = Backend()
+
+    def open_backend() -> Backend:
+        gate.wait()
+        return own(backend)
+
+    logger = IsolatedLogger("x", open_backend, told.notices, patience=QUICK, run_id="earlier")
+    logger.wait_until_open()
+    assert logger.run_id == "earlier"
+    log_steps(logger, range(1, 4))
+    gate.set()
+    logger.close()
+    told.notices.show()
+    assert [step for step, _ in backend.steps] == [1, 2, 3]
+    assert told.warnings == [
+        "logger x did not open within 0.2 s; training starts without it, its steps are kept (up to 3)"
+    ]
+
+
+def test_a_backend_that_fails_in_general_is_left_out(told: Told) -> None:
+    backend = Backend(fails_from=3)
+    logger = IsolatedLogger("x", lambda: own(backend), told.notices)
+    log_steps(logger, range(1, 4))
+    eventually(lambda: not logger.is_active)
+    log_steps(logger, range(4, 9))
+    logger.close()
+    told.notices.show()
+    assert told.warnings == ["logger x failed at step 3 and is left out from here on: OSError: disk is full"]
+    assert [step for step, _ in backend.steps] == [1, 2]
+    assert backend.outcome == "failed"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no server"), SystemExit(3)])
+def test_a_backend_that_cannot_open_is_left_out(told: Told, error: BaseException) -> None:
+    def open_backend() -> Backend:
+        raise error
+
+    logger = IsolatedLogger("x", open_backend, told.notices)
+    logger.wait_until_open()
+    assert not logger.is_active
+    log_steps(logger, range(1, 4))
+    logger.close()
+    told.notices.show()
+    (warning,) = told.warnings
+    assert warning.startswith("logger x could not start and is left out from here on: ")
+
+
+def test_rejected_keys_are_named_once_and_the_others_logged(told: Told) -> None:
+    backend = Backend(bad_keys="bd")
+    logger = IsolatedLogger("x", lambda: own(backend), told.notices)
+    for step in range(1, 7):
+        logger.log_step(step, dict.fromkeys("abcdefg", float(step)))
+    logger.close()
+    told.notices.show()
+    for step in range(1, 7):
+        parts = [metrics for at, metrics in backend.steps if at == step]
+        assert {key: value for part in parts for key, value in part.items()} == dict.fromkeys("acefg", float(step))
+        assert sum(map(len, parts)) == 5
+    assert sum(at == 6 for at, _ in backend.steps) == 1, "keys that are rejected again and again are no longer sent"
+    assert told.warnings == [
+        "logger x rejects at step 1: b, d (ValueError: invalid key ['b']); the other metrics are logged"
+    ]
+
+
+def test_a_resumed_backend_first_gets_the_steps_that_it_lacks(told: Told) -> None:
+    backend = Backend()
+    backend.last_step = 2
+    earlier = [StepRecord(step, 0.0, {"a": -1.0}) for step in range(1, 5)]
+    logger = IsolatedLogger("x", lambda: own(backend), told.notices, earlier_steps=lambda: earlier)
+    log_steps(logger, range(5, 7))
+    logger.close()
+    assert backend.steps == [(3, {"a": -1.0}), (4, {"a": -1.0}), *((step, {"train/loss": step}) for step in (5, 6))]
+
+
+def own(backend: Backend) -> Backend:
+    """A backend made elsewhere, as if it had been made in this thread."""
+    backend.thread = threading.current_thread()
+    return backend

@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whole lines only, none lost while the disk is full, and torn ends repaired."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_rl_moe.loggers import line_file
+from nemo_rl_moe.loggers.jsonl import JsonlLogger, read_metrics
+from nemo_rl_moe.loggers.line_file import LineFile
+from tests.unit.loggers.helpers import files_no_longer_than
+
+
+@pytest.fixture
+def told() -> list[str]:
+    return []
+
+
+def test_lines_wait_for_space_and_no_half_one_is_left(tmp_path: Path, told: list[str]) -> None:
+    lines = LineFile(tmp_path / "x.jsonl", told.append, told.append)
+    lines.append(["a" * 9, "b" * 9])
+    with files_no_longer_than(25):
+        for letter in "cde":
+            lines.append([letter * 9])
+            assert (tmp_path / "x.jsonl").read_text() == "a" * 9 + "\n" + "b" * 9 + "\n"
+    assert len(told) == 1
+    assert told[0].startswith(
+        "x.jsonl cannot be written, its lines are kept until it can be: [Errno 27] File too large"
+    )
+    lines.append(["f" * 9])
+    lines.close()
+    assert (tmp_path / "x.jsonl").read_text().split() == [letter * 9 for letter in "abcdef"]
+    assert told[1:] == ["x.jsonl can be written again"]
+
+
+def test_what_never_gets_space_is_counted(tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_file, "_MOST_BYTES_KEPT", 30)
+    lines = LineFile(tmp_path / "x.jsonl", told.append, told.append)
+    with files_no_longer_than(0):
+        for letter in "abcde":
+            lines.append([letter * 9])
+    lines.append([])
+    assert (tmp_path / "x.jsonl").read_text().split() == [letter * 9 for letter in "cde"], "the newest are kept"
+    with files_no_longer_than(31):
+        lines.append(["f" * 9])
+        lines.close()
+    assert told[-1] == "x.jsonl lacks 3 lines that could not be written"
+
+
+def test_metrics_on_a_file_system_that_fills_up(tmp_path: Path, told: list[str]) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a file system")
+    try:
+        logger = JsonlLogger(disk, told.append, told.append)
+        logger.log_step(1, {"train/loss": 1.0})
+        filler = disk / "filler"
+        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        for step in range(2, 200):
+            logger.log_step(step, {"train/loss": 1.0})
+            assert (disk / "metrics.jsonl").read_bytes().endswith(b"}\n")
+        assert len(told) == 1
+        assert "No space left on device" in told[0]
+        assert len(read_metrics(disk / "metrics.jsonl")) < 199
+        filler.unlink()
+        logger.log_step(200, {"train/loss": 1.0})
+        logger.close()
+        assert [record.step for record in read_metrics(disk / "metrics.jsonl")] == list(range(1, 201))
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.text("ab", max_size=6), max_size=5), st.text("ab", max_size=9), st.integers(1, 8))
+def test_a_torn_last_line_is_cut_before_the_first_new_one(
+    tmp_path_factory: pytest.TempPathFactory, whole: list[str], torn: str, block_bytes: int
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "x"
+    path.write_text("".join(f"{line}\n" for line in whole) + torn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(line_file, "_BLOCK_BYTES", block_bytes)
+        lines = LineFile(path, pytest.fail, pytest.fail)
+        lines.append(["new"])
+        lines.close()
+    assert path.read_text() == "".join(f"{line}\n" for line in [*whole, "new"])
+
+
+def test_lines_are_read_while_the_file_is_open(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "x", pytest.fail, pytest.fail)
+    lines.append([json.dumps({"a": "\u2028"})])
+    assert json.loads((tmp_path / "x").read_text("utf-8")) == {"a": "\u2028"}
