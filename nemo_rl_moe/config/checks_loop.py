@@ -4,15 +4,18 @@
 
 from collections.abc import Iterator
 
-from nemo_rl_moe.config.schema import GRPOMasterConfig, SFTConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_grpo import GRPOConfig
+from nemo_rl_moe.config.schema_loop import SupervisedLoopConfig
 
-LoopMasterConfig = SFTMasterConfig | GRPOMasterConfig
+LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
 
 
-def loop_section(config: LoopMasterConfig) -> tuple[str, SFTConfig | GRPOConfig]:
+def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | GRPOConfig]:
     """The name of the section that holds the loop, and the section."""
-    return ("grpo", config.grpo) if isinstance(config, GRPOMasterConfig) else ("sft", config.sft)
+    if isinstance(config, GRPOMasterConfig):
+        return "grpo", config.grpo
+    return ("dpo", config.dpo) if isinstance(config, DPOMasterConfig) else ("sft", config.sft)
 
 
 def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_rl_moe.config.checks import Rule, apply_rules
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -45,12 +45,12 @@ def chat_template_exists(config: MasterConfig) -> Iterator[str]:
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
 
 
-def training_data_exists(config: SFTMasterConfig | GRPOMasterConfig) -> Iterator[str]:
+def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """A `.jsonl` file is there."""
     yield from _data_problem("data.train.path", config.data.train)
 
 
-def validation_data_exists(config: SFTMasterConfig | GRPOMasterConfig) -> Iterator[str]:
+def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
     """A `.jsonl` file is there."""
     if config.data.validation is not None:
         yield from _data_problem("data.validation.path", config.data.validation)
@@ -72,7 +72,9 @@ def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> It
 
 
 def _not_found(path: Path) -> str:
-    """Says that a path is not there, and which neighbour may be meant."""
+    """Says that a path is not there, and which neighbour may be meant; or that it is there and no file."""
+    if path.exists():
+        return f"{path} is no plain file"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     neighbour = nearest(path.name, neighbours)
     start = "" if path.is_absolute() else f" in the working folder {Path.cwd()}"

@@ -11,6 +11,8 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from nemo_rl_moe.config.schema_base import ExpectedWords
+
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts"}
 _LONGEST_VALUE = 60
@@ -114,6 +116,9 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         required = [name for name, field in annotation.model_fields.items() if field.is_required()]
         return f"a section with the keys {', '.join(required)}"
+    special = next((item.words for item in metadata if isinstance(item, ExpectedWords)), None)
+    if special is not None:
+        return special
     if annotation is str and metadata:
         return "text that is not empty"
     bounds = [words for item in metadata for words in [_bound(item)] if words]

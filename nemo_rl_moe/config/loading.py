@@ -13,12 +13,12 @@ from nemo_rl_moe.config.describe import known_keys
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.interpolation import resolve
 from nemo_rl_moe.config.overrides import apply_overrides
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.validation import validate
 from nemo_rl_moe.errors import ConfigurationError
 
 ConfigT = TypeVar("ConfigT", bound=MasterConfig)
-ALGORITHMS: dict[str, type[MasterConfig]] = {"sft": SFTMasterConfig, "grpo": GRPOMasterConfig}
+ALGORITHMS: dict[str, type[MasterConfig]] = {"sft": SFTMasterConfig, "dpo": DPOMasterConfig, "grpo": GRPOMasterConfig}
 """The section that makes a configuration an algorithm's, and its schema."""
 
 
@@ -30,6 +30,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths:
 def load_grpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> GRPOMasterConfig:
     """Loads the configuration of a GRPO run; see `load_config_as`."""
     return load_config_as(GRPOMasterConfig, path, overrides, check_paths=check_paths)
+
+
+def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> DPOMasterConfig:
+    """Loads the configuration of a DPO run; see `load_config_as`."""
+    return load_config_as(DPOMasterConfig, path, overrides, check_paths=check_paths)
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:

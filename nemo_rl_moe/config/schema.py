@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole configuration of each algorithm."""
 
-from nemo_rl_moe.config.schema_base import NonNegativeInt, PositiveInt, StrictModel
+from nemo_rl_moe.config.schema_base import StrictModel
+from nemo_rl_moe.config.schema_dpo import DPOConfig
 from nemo_rl_moe.config.schema_grpo import (
     EnvironmentConfig,
     GRPOConfig,
@@ -11,27 +12,13 @@ from nemo_rl_moe.config.schema_grpo import (
     PolicyGradientLossConfig,
     PromptDataConfig,
 )
+from nemo_rl_moe.config.schema_loop import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
 
 
-class SFTConfig(StrictModel):
+class SFTConfig(SupervisedLoopConfig):
     """Supervised fine-tuning: how long, and when to validate."""
-
-    max_num_epochs: PositiveInt
-    """Passes over the training samples after which the run ends."""
-    max_num_steps: PositiveInt | None
-    """Optimizer steps after which the run ends, if that comes first; null: epochs alone decide."""
-    val_period: NonNegativeInt
-    """Validate each time this many steps are done; 0: never."""
-    val_batches: PositiveInt | None
-    """Global batches of one validation; null: all held-out samples."""
-    val_at_start: bool
-    """Validate before the first step."""
-    val_at_end: bool
-    """Validate after the last step."""
-    seed: NonNegativeInt
-    """Seed of the order of the samples and of dropout."""
 
 
 class MasterConfig(StrictModel):
@@ -51,6 +38,11 @@ class MasterConfig(StrictModel):
         """Copies of the model, each of which works on its own part of a global batch."""
         return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
 
+    @property
+    def sequences_per_sample(self) -> int:
+        """Sequences of what the batch sizes count."""
+        return 1
+
 
 class SFTMasterConfig(MasterConfig):
     """Everything that a run of supervised fine-tuning needs."""
@@ -59,6 +51,25 @@ class SFTMasterConfig(MasterConfig):
     """The loop."""
     data: DataConfig
     """The samples."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of one step."""
+        return 1
+
+
+class DPOMasterConfig(MasterConfig):
+    """Everything that a run of direct preference optimization needs. Its batch sizes count pairs."""
+
+    dpo: DPOConfig
+    """The loop and its loss."""
+    data: DataConfig
+    """The pairs."""
+
+    @property
+    def sequences_per_sample(self) -> int:
+        """A pair's."""
+        return 2
 
     @property
     def updates_per_step(self) -> int:

@@ -217,6 +217,8 @@ class PromptDataConfig(StrictModel):
     """What a line that cannot be used does: end the run, or be left out and counted."""
     shuffle: bool
     """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
+    load_timeout_s: PositiveFloat
+    """Seconds that reading or drawing one set of prompts may take before the run gives up."""
 
 
 class GRPOLoggerConfig(LoggerConfig):

@@ -164,6 +164,9 @@ class PolicyConfig(StrictModel):
     """Number format of weights and activations; the optimizer keeps float32 masters."""
     max_grad_norm: PositiveFloat | None
     """Clip the gradient to this norm; null: no clipping."""
+    max_consecutive_skipped_updates: PositiveInt
+    """Updates in a row that are skipped because the loss or the gradient is NaN or infinite, after which the run
+    stops."""
     sequence_packing: TokenBudgetConfig
     """Put several samples into one row, without padding between them."""
     dynamic_batching: TokenBudgetConfig

@@ -4,16 +4,32 @@
 
 from typing import Literal
 
-from nemo_rl_moe.config.schema_base import NonNegativeInt, PositiveFloat, PositiveInt, StrictModel, Text
+from nemo_rl_moe.config.schema_base import DurationText, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel, Text
 
 
 class CheckpointingConfig(StrictModel):
-    """What is kept of the trained model."""
+    """What is kept of a run: checkpoints to go on from, and the final weights."""
 
     enabled: bool
-    """Write the final weights as a Hugging Face folder."""
+    """Save checkpoints, and the final weights as a Hugging Face folder."""
     checkpoint_dir: Text | None
     """Folder to write to; null: `checkpoints` inside the run's folder."""
+    resume: Literal["auto", "never"]
+    """auto: go on from the newest checkpoint of `checkpoint_dir`, or if that is null of the newest run in
+    `logger.log_dir` that has one; never: start anew, and remove the older checkpoints once there is a new one."""
+    metric_name: Text | None
+    """What the best checkpoints are chosen by: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
+    the checkpoint's step; null: keep the newest."""
+    higher_is_better: bool
+    """Whether more of `metric_name` is better."""
+    keep_top_k: PositiveInt | None
+    """How many of the best checkpoints to keep, besides the newest; null: all checkpoints."""
+    save_period: NonNegativeInt
+    """Save each time this many steps are done; 0: only at the end and when the run is stopped."""
+    checkpoint_must_save_by: DurationText | None
+    """Time from the start of the run, DD:HH:MM:SS, after which it saves and ends with exit code 0; null: none."""
+    save_optimizer: bool
+    """Save the optimizer's state too; without it a resumed run starts the optimizer anew."""
 
 
 class DataSourceConfig(StrictModel):
@@ -35,7 +51,9 @@ class DataConfig(StrictModel):
     on_bad_line: Literal["stop", "skip"]
     """What a line that cannot be used does: end the run, or be left out and counted."""
     shuffle: bool
-    """Draw a new order of the training samples for each epoch, from `sft.seed`."""
+    """Draw a new order of the training samples for each epoch, from the loop's seed."""
+    load_timeout_s: PositiveFloat
+    """Seconds that reading one set of samples may take before the run gives up."""
 
 
 class ConsoleConfig(StrictModel):
@@ -95,6 +113,8 @@ class ClusterConfig(StrictModel):
     """Worker processes on each machine when `gpus_per_node` is 0."""
     worker_start_timeout_s: PositiveFloat
     """Seconds that the workers may take to start before the run gives up."""
+    max_restarts: NonNegativeInt
+    """How often a run that fails restarts itself from its last checkpoint."""
 
     @property
     def workers_per_node(self) -> int:

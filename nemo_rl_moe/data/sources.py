@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from nemo_rl_moe.data.hub import load_table, read_table
 from nemo_rl_moe.data.jsonl import count_lines, read_jsonl
+from nemo_rl_moe.data.load_limit import noting_samples
 from nemo_rl_moe.data.records import BadLine, Example, parse_record
 from nemo_rl_moe.errors import DataError
 
@@ -59,6 +60,7 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
     Raises:
         DataError: There is nothing that can be read.
     """
+    parse = noting_samples(parse)
     if path.endswith(".jsonl"):
         return LineSource(path, count_lines(Path(path)), read_jsonl(Path(path), parse))
     table = load_table(path, split)

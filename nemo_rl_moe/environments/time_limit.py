@@ -4,7 +4,8 @@
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem
@@ -40,6 +41,17 @@ def call_within(limit_s: float, function: Callable[[], Result]) -> Result:
     Raises:
         TimeIsUp: It took longer, even if it caught the interruption and returned.
     """
+    with interrupted_after(limit_s):
+        return function()
+
+
+@contextmanager
+def interrupted_after(limit_s: float) -> Iterator[None]:
+    """Interrupts what runs inside by an alarm signal. Only on the main thread of a process, which gets the alarm.
+
+    Raises:
+        TimeIsUp: It took longer, even if it caught the interruption and went on.
+    """
     rang = False
 
     def on_alarm(signal_number: int, frame: Any) -> None:
@@ -50,13 +62,12 @@ def call_within(limit_s: float, function: Callable[[], Result]) -> Result:
     previous = signal.signal(signal.SIGALRM, on_alarm)
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        result = function()
+        yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     if rang:
         raise TimeIsUp
-    return result
 
 
 def _score_or_error(environment: Environment, item: ScoringItem) -> Score:

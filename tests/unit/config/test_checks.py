@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings: each is broken once and told in exactly one line; layouts that work are let through."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,11 +127,16 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
             " null)",
         ),
         (
-            ("data.validation=null", "sft.val_at_start=false", "sft.val_at_end=false"),
+            (
+                "data.validation=null",
+                "checkpointing.metric_name=null",
+                "sft.val_at_start=false",
+                "sft.val_at_end=false",
+            ),
             "sft.val_period: 50 needs data.validation, which is null; set 0 or name the data",
         ),
         (
-            ("data.validation=null", "sft.val_period=0", "sft.val_at_end=false"),
+            ("data.validation=null", "checkpointing.metric_name=null", "sft.val_period=0", "sft.val_at_end=false"),
             "sft.val_at_start: true needs data.validation, which is null; set false or name the data",
         ),
     ],
@@ -167,7 +173,16 @@ def _follows_from_context_parallel(problem: str, line: str) -> bool:
                 f"{M}.moe_aux_loss_coeff=[0.01, 0.001]",
             ),
         ),
-        (2, ("data.validation=null", "sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false")),
+        (
+            2,
+            (
+                "data.validation=null",
+                "checkpointing.metric_name=null",
+                "sft.val_period=0",
+                "sft.val_at_start=false",
+                "sft.val_at_end=false",
+            ),
+        ),
     ],
 )
 def test_working_layout_is_let_through(workers: int, overrides: tuple[str, ...]) -> None:
@@ -209,6 +224,13 @@ def test_files_that_are_not_there(demo_folder: Path, problems_of: Problems) -> N
         f"policy.tokenizer.chat_template: a.jinja not found in the working folder {demo_folder}",
         f"data.train.path: data/addition/trian.jsonl not found in the working folder {demo_folder};"
         " did you mean data/addition/train.jsonl?",
+    ]
+
+
+def test_a_pipe_is_no_data_file(demo_folder: Path, problems_of: Problems) -> None:
+    os.mkfifo(demo_folder / "pipe.jsonl")  # it can be read once, or hangs
+    assert problems_of("data.train.path=pipe.jsonl", check_paths=True) == [
+        "data.train.path: pipe.jsonl is no plain file"
     ]
 
 

@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 
 from nemo_rl_moe.config.describe import field_at, known_keys
 from nemo_rl_moe.config.files import exemplar_names, exemplars_folder, read_with_defaults
-from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
 from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
-BASE_EXEMPLARS = {"sft": "sft.yaml", "grpo": "grpo_math_1B.yaml"}
+BASE_EXEMPLARS = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
 
 both_algorithms = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
@@ -80,6 +80,26 @@ def test_tiny_grpo_exemplar_goes_on_where_the_tiny_sft_one_ends() -> None:
     assert grpo.policy.max_total_sequence_length <= sft.policy.max_total_sequence_length
     assert grpo.grpo.num_prompts_per_step * grpo.grpo.num_generations_per_prompt == grpo.policy.train_global_batch_size
     assert grpo.cluster == sft.cluster
+
+
+def test_tiny_dpo_exemplar_goes_on_there_too() -> None:
+    sft = load_config("sft_tiny_moe.yaml", check_paths=False)
+    dpo = load_dpo_config("dpo_tiny_moe.yaml", check_paths=False)
+    assert dpo.policy.model_name == f"{sft.checkpointing.checkpoint_dir}/final"
+    assert (dpo.policy.init, dpo.policy.precision) == ("pretrained", sft.policy.precision)
+    assert dpo.policy.max_total_sequence_length == sft.policy.max_total_sequence_length
+    assert dpo.cluster == sft.cluster
+
+
+def test_large_dpo_exemplar_trains_the_model_of_the_large_sft_one() -> None:
+    sft, dpo = load_config("sft.yaml", check_paths=False), load_dpo_config("dpo.yaml", check_paths=False)
+    assert dpo.policy.model_name == sft.policy.model_name
+    assert dpo.cluster == sft.cluster
+    assert dpo.policy.megatron_cfg.moe_transformer_fields == sft.policy.megatron_cfg.moe_transformer_fields
+    assert dpo.policy.megatron_cfg.track_moe_metrics
+    # What the file says of memory: nothing is kept beside the policy, and a microbatch has as many tokens.
+    assert dpo.dpo.reference_logprobs == "beforehand"
+    assert dpo.policy.sequence_packing == sft.policy.sequence_packing
 
 
 def test_dapo_exemplar_has_what_the_paper_adds() -> None:

@@ -63,7 +63,11 @@ M = "policy.megatron_cfg"
         ),
         ("+wibble.zzz=1", "wibble: unknown key; allowed here: checkpointing, policy, logger, cluster, sft, data"),
         ("+sft.zzz=1", None),
-        ("data=3", "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle"),
+        (
+            "data=3",
+            "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle,"
+            " load_timeout_s",
+        ),
         ("cluster={num_nodes: 1}", None),
         ("~policy.init", "policy.init: missing; expected random or pretrained"),
         ("~policy.inti", "~policy.inti: no such key; did you mean policy.init?"),
@@ -76,9 +80,10 @@ def test_one_wrong_input_gives_its_line(problems_of: Problems, override: str, li
     problems = problems_of(override)
     if override == "cluster={num_nodes: 1}":
         missing = [
-            f"cluster.{key}: missing" for key in ("gpus_per_node", "cpu_workers_per_node", "worker_start_timeout_s")
+            f"cluster.{key}: missing"
+            for key in ("gpus_per_node", "cpu_workers_per_node", "worker_start_timeout_s", "max_restarts")
         ]
-        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 3
+        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 4
     elif line is None:
         assert problems[0].startswith("sft.zzz: unknown key; allowed here: max_num_epochs, max_num_steps,")
     elif line.endswith("did you mean"):

@@ -1,0 +1,227 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The folder that holds checkpoints, each whole or not there at all, whenever the machine or the program stops.
+
+<checkpoint_dir>/step_50/{state.json, policy/...}   a checkpoint
+<checkpoint_dir>/.step_50.incomplete/               being written
+<checkpoint_dir>/.step_50.replaced/                 the one before, while another of the same step takes its place
+<checkpoint_dir>/.step_50.removed/                  being deleted
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
+from nemo_rl_moe.errors import CheckpointError
+
+POLICY_FOLDER_NAME = "policy"
+LOCK_FILE_NAME = ".lock"
+_WHOLE = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+_LEFTOVER = re.compile(rf"\.({_WHOLE.pattern})\.(incomplete|replaced|removed)")
+_KEY = "checkpointing.checkpoint_dir"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+        folder: Where it is.
+        state: Its `state.json`.
+    """
+
+    folder: Path
+    state: CheckpointState
+
+    @property
+    def step(self) -> int:
+        """Steps done when it was taken."""
+        return self.state.loop.step
+
+
+def _ignore(text: str) -> None:
+    del text
+
+
+class CheckpointStore:
+    """Writes, finds and removes the checkpoints of one folder.
+
+    Only one run may write there at a time, see `locked`; reading is always safe. Nothing but the names above is ever
+    touched, so that other things may stand in the folder.
+
+    Args:
+        checkpoint_dir: Made when the first checkpoint is staged. On several machines, one that all of them share.
+        warn: Gets a line for each checkpoint that cannot be used, once.
+    """
+
+    def __init__(self, checkpoint_dir: Path, warn: Callable[[str], None] = _ignore):
+        self.folder = checkpoint_dir
+        self._warn = warn
+        self._warned: set[str] = set()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps other runs out of the folder while this process lives, and makes it where it is not there.
+
+        Raises:
+            CheckpointError: Another run uses the folder, or it cannot be written to.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / LOCK_FILE_NAME).open("w")
+        except OSError as error:
+            raise CheckpointError(
+                f"{_KEY}: {str(self.folder)!r} cannot hold checkpoints: {error.strerror}; it needs to be a folder that"
+                " you may write to"
+            ) from None
+        with file:
+            try:
+                # The operating system takes the lock back when the process ends, however it ends.
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or take another"
+                    " folder (where it is null: checkpointing.resume=never starts a new one)"
+                ) from None
+            except OSError:
+                pass  # a file system without locks
+            yield
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self.folder / f"step_{step}"
+
+    def is_used(self) -> bool:
+        """Whether a run has ever written to the folder, or is about to."""
+        return (self.folder / LOCK_FILE_NAME).is_file() or bool(self.checkpoints())
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """The whole checkpoints, ascending by step; one that is damaged is warned about and left out."""
+        if not self.folder.is_dir():
+            return []
+        found = []
+        for entry in self.folder.iterdir():
+            match = _WHOLE.fullmatch(entry.name)
+            if match is not None and entry.is_dir():
+                try:
+                    found.append(self._read(entry, int(match[1])))
+                except CheckpointError as error:
+                    if entry.is_dir():  # or its run has removed it meanwhile
+                        self._warn_once(f"{entry} is damaged and is not used: {error.problems[0]}")
+        return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+    def newest(self) -> Checkpoint | None:
+        """The whole checkpoint of the highest step."""
+        return next(reversed(self.checkpoints()), None)
+
+    def stage(self, step: int) -> Path:
+        """Makes the empty folder in which the checkpoint of a step is put together.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        staging = self._leftover(step, "incomplete")
+        _delete(staging)
+        staging.mkdir(parents=True)
+        return staging
+
+    def publish(self, step: int) -> Path:
+        """Makes the staged checkpoint of a step exist: all of it is on the disk before it gets its name.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            OSError: The disk did not take it.
+        """
+        staging, target, replaced = self._leftover(step, "incomplete"), self.path_of(step), None
+        _sync_tree(staging)
+        if target.exists():
+            replaced = self._leftover(step, "replaced")
+            _delete(replaced)
+            target.rename(replaced)
+        staging.rename(target)
+        _sync(self.folder)
+        if replaced is not None:
+            _delete(replaced)
+        return target
+
+    def discard(self, step: int) -> None:
+        """Deletes what was staged of a step.
+
+        Raises:
+            OSError: It cannot be deleted.
+        """
+        _delete(self._leftover(step, "incomplete"))
+
+    def remove(self, step: int) -> None:
+        """Deletes a checkpoint; half a deletion never looks like a checkpoint.
+
+        Raises:
+            OSError: It cannot be deleted.
+        """
+        removed = self._leftover(step, "removed")
+        _delete(removed)
+        self.path_of(step).rename(removed)
+        _sync(self.folder)
+        _delete(removed)
+
+    def sweep(self) -> None:
+        """Clears up after a run that was stopped while it wrote or deleted. Only for who holds the lock."""
+        if not self.folder.is_dir():
+            return
+        for entry in sorted(self.folder.iterdir()):
+            match = _LEFTOVER.fullmatch(entry.name)
+            if match is None:
+                continue
+            try:
+                if match[3] == "replaced" and not (self.folder / match[1]).exists():
+                    entry.rename(self.folder / match[1])
+                else:
+                    _delete(entry)
+            except OSError as error:  # a worker of the run before may still be writing there
+                self._warn_once(f"{entry}, left by a run that was stopped, cannot be cleared away: {error.strerror}")
+
+    def _read(self, folder: Path, step: int) -> Checkpoint:
+        state = read_state(folder)
+        if state.loop.step != step:
+            raise CheckpointError(f"{folder}: state.json: loop.step: got {state.loop.step}, expected {step}")
+        if not (folder / POLICY_FOLDER_NAME).is_dir():
+            raise CheckpointError(f"{folder}: holds no folder {POLICY_FOLDER_NAME}")
+        return Checkpoint(folder, state)
+
+    def _leftover(self, step: int, kind: str) -> Path:
+        return self.folder / f".step_{step}.{kind}"
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            self._warn(text)
+
+
+def _delete(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

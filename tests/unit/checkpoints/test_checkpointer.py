@@ -1,0 +1,173 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Saving beside the training, keeping the best, and saves that fail."""
+
+import resource
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
+from tests.support.checkpoint_writer import is_whole
+from tests.support.saving_run import Run
+
+MakeRun = Callable[..., Run]
+C = "checkpointing"
+
+
+@pytest.mark.parametrize(("period", "due"), [(0, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_when_a_checkpoint_is_due(make_run: MakeRun, period: int, due: list[int]) -> None:
+    checkpointer = make_run(f"{C}.save_period={period}").checkpointer
+    assert [step for step in range(1, 7) if checkpointer.is_due(step)] == due
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make_run: MakeRun) -> None:
+    may_write = threading.Event()
+    run = make_run(may_write=may_write)
+    run.checkpointer.start(LoopState(step=1), {})
+    for _ in range(3):
+        run.checkpointer.poll()
+    assert (run.steps(), run.checkpointer.last_published) == ([], None)
+    may_write.set()
+    run.checkpointer.finish()
+    assert (run.steps(), run.checkpointer.last_published) == ([1], run.store.path_of(1))
+    assert run.messages == [f"checkpoint of step 1: {run.store.path_of(1)}"]
+    assert is_whole(run.newest())
+
+
+def test_a_checkpoint_that_is_due_waits_for_the_last_one(make_run: MakeRun) -> None:
+    may_write = threading.Event()
+    run = make_run(may_write=may_write)
+    run.checkpointer.start(LoopState(step=1), {})
+    threading.Timer(0.2, may_write.set).start()
+    run.checkpointer.start(LoopState(step=2), {})
+    run.checkpointer.start(LoopState(step=2), {})  # the end of the run, where the last step was saved already
+    run.checkpointer.finish()
+    assert run.steps() == [1, 2]
+    assert run.policy.with_optimizer == [True, True]
+
+
+def test_the_best_and_the_newest_are_kept(make_run: MakeRun) -> None:
+    run = make_run(f"{C}.keep_top_k=2", f"{C}.save_optimizer=false")
+    for step, accuracy in [(1, 0.5), (2, 0.9), (3, 0.4), (4, 0.8), (5, float("nan")), (6, 0.1)]:
+        run.save(step, {"val/accuracy": accuracy, "train/loss": -accuracy})
+    run.save(7, {"train/loss": -9.0})  # not validated
+    assert run.steps() == [2, 4, 7]
+    assert run.policy.with_optimizer == [False] * 7
+    assert run.newest().state.with_optimizer is False
+    assert run.warnings == []
+    lowest = make_run(f"{C}.keep_top_k=1", f"{C}.metric_name=train:loss", f"{C}.higher_is_better=false")
+    lowest.save(8, {"train/loss": 3.0})
+    # Those of another metric rank below.
+    assert lowest.steps() == [8]
+
+
+def test_a_metric_that_is_not_there_is_told_once(make_run: MakeRun) -> None:
+    run = make_run(f"{C}.metric_name=val:acuracy")
+    run.save(1, {"train/loss": 1.0})
+    assert run.warnings == []
+    for step in (2, 3):
+        run.save(step, {"val/accuracy": 0.5, "val/loss": 1.0})
+    assert run.warnings == [
+        "checkpointing.metric_name: val:acuracy is not among the metrics of step 2, so that its checkpoint ranks below"
+        " those that have it; did you mean val:accuracy?"
+    ]
+
+
+def test_a_new_run_removes_the_checkpoints_of_an_earlier_one(make_run: MakeRun) -> None:
+    earlier = make_run(f"{C}.keep_top_k=null")
+    for step in (10, 20, 30):
+        earlier.save(step, {"val/accuracy": 1.0})
+    new = make_run(run_id="run-b", first_run_id="run-b")
+    new.save(10, {"val/accuracy": 0.1})
+    assert [checkpoint.state.run_id for checkpoint in new.store.checkpoints()] == ["run-b"]
+    resumed = make_run(run_id="run-c", first_run_id="run-b")
+    assert resumed.checkpointer.last_published == new.store.path_of(10)
+    assert make_run(run_id="run-d", first_run_id="run-d").checkpointer.last_published is None
+    resumed.save(20)
+    assert resumed.steps() == [10, 20]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system takes rights that this user has not")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """No file of this process may grow beyond so many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_and_gives_the_space_back(
+    make_run: MakeRun, small_disk: Path
+) -> None:
+    run = make_run(f"{C}.checkpoint_dir={small_disk}", shard_bytes=200_000)
+    run.save(1)
+    run.policy.shard_bytes = 400_000
+    run.save(2)
+    good = run.store.path_of(1)
+    reason = f"the checkpoint of step 2 could not be saved: No space left on device; the last good one is {good}"
+    assert run.warnings == [f"{reason}; training goes on"]
+    assert run.steps() == [1]
+    assert is_whole(run.newest())
+    assert sorted(entry.name for entry in small_disk.iterdir()) == ["step_1"]
+    with pytest.raises(CheckpointSaveError, match="step 2 could not be saved: No space left") as caught:
+        run.checkpointer.finish()
+    assert caught.value.exit_code == 1
+
+
+def test_after_a_failed_save_the_next_one_works(make_run: MakeRun, small_disk: Path) -> None:
+    run = make_run(f"{C}.checkpoint_dir={small_disk}", f"{C}.keep_top_k=1", shard_bytes=600_000)
+    run.save(1)
+    run.policy.shard_bytes = 200_000
+    run.save(2)
+    run.checkpointer.finish()
+    assert run.steps() == [2]
+    assert len(run.warnings) == 1
+    assert "there is none yet" in run.warnings[0]
+
+
+def test_no_room_for_the_state_file(make_run: MakeRun) -> None:
+    run = make_run()
+    run.save(1)
+    with files_of_at_most(100):
+        run.save(2)
+    assert run.steps() == [1]
+    (warning,) = run.warnings
+    assert warning.startswith("the checkpoint of step 2 could not be saved: File too large; the last good one is")
+    assert run.policy.with_optimizer == [True], "nothing was asked of the policy"
+
+
+def test_a_folder_that_has_gone(make_run: MakeRun) -> None:
+    run = make_run()
+    run.save(1)
+    run.checkpointer.start(LoopState(step=2), {})
+    run.store.folder.rename(run.store.folder.with_name("elsewhere"))
+    run.store.folder.write_text("a file in its place")
+    run.checkpointer.poll(wait=True)
+    assert len(run.warnings) >= 1
+    assert run.warnings[0].startswith("the checkpoint of step 2 could not be saved: ")
+    with pytest.raises(CheckpointSaveError):
+        run.checkpointer.finish()

@@ -1,0 +1,58 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints change when an input does, and not otherwise."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.checkpoints.fingerprints import changed_inputs, model_fingerprint, samples_fingerprint
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [[1, 2], [4]],
+        [[1, 2, 3], [4]],
+        [[1], [2, 4]],
+        [[4], [1, 2]],
+        [[1, 2], [4], []],
+        [],
+    ],
+)
+def test_samples(others: list[list[int]]) -> None:
+    samples = [np.array([1, 2], dtype=np.int32), np.array([4], dtype=np.int32)]
+    fingerprint = samples_fingerprint("data.jsonl", samples)
+    assert fingerprint.startswith("data.jsonl: 2 samples, ")
+    assert (samples_fingerprint("data.jsonl", others) == fingerprint) == (others == [[1, 2], [4]])
+
+
+def test_a_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"12")
+    os.utime(weights, ns=(10, 10))
+    first = model_fingerprint(str(tmp_path))
+    (tmp_path / "README.md").write_text("")
+    assert model_fingerprint(str(tmp_path)) == first
+    seen = {first}
+    for change in (
+        lambda: os.utime(weights, ns=(10, 11)),
+        lambda: weights.write_bytes(b"123"),
+        lambda: (tmp_path / "config.json").write_text("{ }"),
+        lambda: (tmp_path / "model-2.safetensors").write_bytes(b""),
+    ):
+        change()
+        seen.add(model_fingerprint(str(tmp_path)))
+    assert len(seen) == 5
+    assert model_fingerprint("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
+
+
+def test_a_change_is_told_with_what_it_means() -> None:
+    before = {"training data": "a.jsonl: 3 samples, 00", "model": "m", "gone": "x"}
+    assert changed_inputs(before, before) == []
+    (line,) = changed_inputs(before, {"training data": "a.jsonl: 4 samples, 11", "model": "m", "new": "y"})
+    assert line.startswith("the training data has changed since the checkpoint (a.jsonl: 3 samples, 00 -> a.jsonl: 4")
+    assert "twice or never" in line

@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of the `checkpointing` section: each is broken and told in one line, with the nearest right value."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_rl_moe.config.duration import format_duration, parse_duration
+from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+
+Problems = Callable[..., list[str]]
+C = "checkpointing"
+DURATION = 'expected DD:HH:MM:SS such as "00:03:30:00" (3 hours 30 minutes), or null'
+NO_VALIDATION = ("sft.val_period=0", "sft.val_at_end=false")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            (f"{C}.metric_name=val/accuracy",),
+            f"{C}.metric_name: got 'val/accuracy', expected val:NAME or train:NAME, or null;"
+            " did you mean val:accuracy?",
+        ),
+        ((f"{C}.metric_name=accuracy",), f"{C}.metric_name: got 'accuracy', expected val:NAME or train:NAME, or null"),
+        (
+            (f"{C}.metric_name=training.loss",),
+            f"{C}.metric_name: got 'training.loss', expected val:NAME or train:NAME, or null; did you mean train:loss?",
+        ),
+        (
+            NO_VALIDATION,
+            f"{C}.metric_name: val:accuracy needs a validation, but sft.val_period is 0 and sft.val_at_end false;"
+            " switch one on, or set null (keep the newest) or train:NAME",
+        ),
+        (
+            ("data.validation=null", "sft.val_at_start=false", *NO_VALIDATION),
+            f"{C}.metric_name: val:accuracy needs data.validation, which is null; name the data, or set null (keep the"
+            " newest) or train:NAME",
+        ),
+        (
+            (f"{C}.checkpoint_must_save_by='3:30:00'",),
+            f"{C}.checkpoint_must_save_by: got '3:30:00', {DURATION}; did you mean \"00:03:30:00\"?",
+        ),
+        (
+            (f"{C}.checkpoint_must_save_by='00:27:00:00'",),
+            f"{C}.checkpoint_must_save_by: got '00:27:00:00', {DURATION}; did you mean \"01:03:00:00\"?",
+        ),
+        ((f"{C}.checkpoint_must_save_by=4h",), f"{C}.checkpoint_must_save_by: got '4h', {DURATION}"),
+        (
+            (f"{C}.checkpoint_must_save_by='00:00:00:00'",),
+            f"{C}.checkpoint_must_save_by: got '00:00:00:00', expected a time above 0 such as \"00:03:30:00\", or null",
+        ),
+        (
+            (f"{C}.enabled=false", f"{C}.checkpoint_must_save_by='00:01:00:00'"),
+            f"{C}.checkpoint_must_save_by: needs {C}.enabled true; set null for no time limit",
+        ),
+        (
+            (f"{C}.enabled=false", "cluster.max_restarts=3"),
+            f"cluster.max_restarts: 3 needs {C}.enabled true: a restart goes on from a checkpoint; set 0 for no"
+            " restarts",
+        ),
+        (
+            (f"{C}.checkpoint_must_save_by=1:00:00:00",),  # YAML reads it as a number to the base of 60
+            f'{C}.checkpoint_must_save_by: got 216000 (int), expected "DD:HH:MM:SS" in quotes or null',
+        ),
+        ((f"{C}.keep_top_k=0",), f"{C}.keep_top_k: got 0 (int), expected a whole number above 0 or null"),
+        ((f"{C}.save_period=-1",), f"{C}.save_period: got -1 (int), expected a whole number from 0 up"),
+        ((f"{C}.resume=newest",), f"{C}.resume: got 'newest' (str), expected auto or never"),
+        ((f"{C}.resume=nevre",), f"{C}.resume: got 'nevre' (str), expected auto or never; did you mean never?"),
+    ],
+)
+def test_broken_rule_gives_its_one_line(problems_of: Problems, overrides: tuple[str, ...], line: str) -> None:
+    assert problems_of(*overrides) == [line]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*NO_VALIDATION, f"{C}.metric_name=train:loss", f"{C}.higher_is_better=false"),
+        (*NO_VALIDATION, f"{C}.metric_name=null"),
+        (*NO_VALIDATION, f"{C}.keep_top_k=null"),
+        (*NO_VALIDATION, f"{C}.enabled=false"),
+        ("sft.val_period=0",),
+        (f"{C}.metric_name='train:moe/layer_2/z_loss'",),
+        (f"{C}.checkpoint_must_save_by='00:03:30:00'",),
+        (f"{C}.save_period=0", f"{C}.save_optimizer=false", "cluster.max_restarts=2"),
+    ],
+)
+def test_what_works_is_let_through(overrides: tuple[str, ...]) -> None:
+    load_config("sft_tiny_moe.yaml", overrides, check_paths=False)
+
+
+def test_the_rule_names_the_section_of_the_algorithm(grpo_problems_of: Problems) -> None:
+    (problem,) = grpo_problems_of("grpo.val_period=0", "grpo.val_at_end=false")
+    assert "grpo.val_period is 0 and grpo.val_at_end false" in problem
+    load_grpo_config("grpo_tiny_moe.yaml", ["grpo.val_period=0"], check_paths=False)
+
+
+@pytest.mark.parametrize("name", ["sft.yaml", "sft_tiny_moe.yaml", "grpo_math_1B.yaml", "grpo_tiny_moe.yaml"])
+def test_exemplars_keep_the_best_of_what_they_measure(name: str) -> None:
+    config = load_any_config(name, check_paths=False)
+    loop = getattr(config, name.split("_")[0].removesuffix(".yaml"))
+    # Each checkpoint but a stopped run's last one is saved at a step that is validated.
+    assert config.checkpointing.save_period % loop.val_period == 0
+    assert config.checkpointing.metric_name == "val:accuracy"
+
+
+@given(st.integers(0, 1000 * 86400 - 1))
+def test_durations_round_trip(seconds: int) -> None:
+    assert parse_duration(format_duration(seconds)) == seconds
+
+
+def test_a_duration_by_hand() -> None:
+    assert parse_duration("01:02:03:04") == 86400 + 2 * 3600 + 3 * 60 + 4
+    assert [parse_duration(text) for text in ("00:24:00:00", "00:00:60:00", "00:00:00:60", "1:2:3", "", "a:b:c:d")] == [
+        None
+    ] * 6

@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What DPO's settings are refused with."""
+
+from collections.abc import Callable
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_dpo_config
+
+Problems = Callable[..., list[str]]
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "dpo.preference_loss_type=hinge",
+            "dpo.preference_loss_type: got 'hinge' (str), expected sigmoid or ipo",
+        ),
+        (
+            "dpo.reference_logprobs=before",
+            "dpo.reference_logprobs: got 'before' (str), expected in_step or beforehand; did you mean beforehand?",
+        ),
+        (
+            "dpo.reference_policy_kl_penalty=0.0",
+            "dpo.reference_policy_kl_penalty: got 0.0 (float), expected a number above 0",
+        ),
+        (
+            "dpo.label_smoothing=0.5",
+            "dpo.label_smoothing: got 0.5 (float), expected a number from 0 up and below 0.5",
+        ),
+        (
+            "dpo.preference_loss_weight=0.0",
+            "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained",
+        ),
+        ("dpo.beta=0.1", "dpo.beta: unknown key"),
+        ("data.validation=null", "dpo.val_period: 25 needs data.validation, which is null; set 0 or name the data"),
+        (
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=200",
+            "policy.megatron_cfg.scheduler.lr_warmup_iters: got 200, expected less than the 125 optimizer steps of"
+            " dpo.max_num_steps = 125 (lr_decay_iters is null)",
+        ),
+    ],
+)
+def test_wrong_settings(dpo_problems_of: Problems, override: str, problem: str) -> None:
+    assert dpo_problems_of(override)[0].startswith(problem)
+
+
+def test_smoothing_needs_labels(dpo_problems_of: Problems) -> None:
+    assert dpo_problems_of("dpo.preference_loss_type=ipo", "dpo.label_smoothing=0.1") == [
+        "dpo.label_smoothing: got 0.1, expected 0 with dpo.preference_loss_type ipo, which does not read it;"
+        " sigmoid does"
+    ]
+    load_dpo_config("dpo_tiny_moe.yaml", ["dpo.preference_loss_type=ipo"], check_paths=False)
+
+
+@pytest.mark.parametrize("kind", ["sequence_packing", "dynamic_batching"])
+def test_a_token_budget_holds_both_sequences_of_a_pair(dpo_problems_of: Problems, kind: str) -> None:
+    assert dpo_problems_of(f"policy.{kind}.enabled=true", f"policy.{kind}.train_mb_tokens=127") == [
+        f"policy.{kind}.train_mb_tokens: got 127, expected at least 2 x policy.max_total_sequence_length = 128,"
+        " as the sequences of a pair run together"
+    ]
+    enough = [f"policy.{kind}.enabled=true", f"policy.{kind}.train_mb_tokens=128"]
+    load_dpo_config("dpo_tiny_moe.yaml", enough, check_paths=False)
+
+
+def test_missing_files_are_told(dpo_problems_of: Problems) -> None:
+    problems = dpo_problems_of("data.train.path=no/such.jsonl", "data.validation.path=nor/this.jsonl", check_paths=True)
+    assert [problem.split(":")[0] for problem in problems if problem.startswith("data.")] == [
+        "data.train.path",
+        "data.validation.path",
+    ]
