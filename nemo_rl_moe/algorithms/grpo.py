@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from nemo_rl_moe.algorithms.advantages import compute_advantages
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
@@ -14,29 +14,14 @@ from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
 from nemo_rl_moe.algorithms.prompt_stream import PromptRounds, PromptStream
 from nemo_rl_moe.algorithms.reward_shaping import shape_rewards
 from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups, collect_groups
-from nemo_rl_moe.algorithms.rollouts import Roller, Rollout, response_lengths, rewards_of, training_batch
+from nemo_rl_moe.algorithms.rollouts import Roller, response_lengths, rewards_of, training_batch
+from nemo_rl_moe.algorithms.run_keeper import RunKeeper, StepOutcome
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad, PolicyInterface
-
-
-@dataclass(frozen=True)
-class Observers:
-    """Who else hears of a run.
-
-    Attributes:
-        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked.
-        log_samples: Gets the step, `train` or `val`, and the responses, the same number for each prompt.
-        save: Called once, after the last step.
-    """
-
-    log_expert_load: Callable[[int, ExpertLoad], None]
-    log_samples: Callable[[int, str, Sequence[Rollout]], None]
-    save: Callable[[], None]
+from nemo_rl_moe.models.policy.interfaces import PolicyInterface
 
 
 def train_grpo(
@@ -47,10 +32,9 @@ def train_grpo(
     validation_prompts: Sequence[Prompt] | None,
     sampling: SamplingParameters,
     pad_token_id: int,
-    logger: MetricLogger,
-    observers: Observers,
+    keeper: RunKeeper,
 ) -> RunSummary:
-    """Trains for the configured steps, validates when due, and logs each step once.
+    """Trains from where the run stands to its last step, validates when due, and ends each step with the keeper.
 
     Args:
         config: The whole configuration.
@@ -60,21 +44,19 @@ def train_grpo(
         validation_prompts: The held-out ones; None without validation data.
         sampling: How training responses are drawn.
         pad_token_id: What stands after a sequence's end.
-        logger: Gets one record for each step; a validation before the first step is step 0.
-        observers: Who else hears of it.
+        keeper: Records each step, saves, and says when to stop.
     """
     last_step = num_training_steps(config.grpo, len(loader))
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
     validate = Validator(config.grpo, roller, validation_prompts or (), sampling)
-    prompts = PromptStream(loader, config.grpo.max_num_epochs)
-    training: dict[str, float] = {}
-    step = 0
+    prompts = PromptStream(loader, config.grpo.max_num_epochs, keeper.state.batches_taken)
+    step = keeper.state.step
+    goes_on = step < last_step and not prompts.is_used_up
 
-    refresh_generation(roller, policy, 0, PhaseClock())
-    if config.grpo.val_at_start:
-        logger.log_step(0, validate())
-        observers.log_samples(0, "val", validate.rollouts)
-    while step < last_step:
+    refresh_generation(roller, policy, step * config.updates_per_step, PhaseClock())
+    if keeper.is_fresh and config.grpo.val_at_start:
+        keeper.record_start(validate(), {"val": validate.rollouts})
+    while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
             groups = collect_groups(config.grpo, roller, prompts, sampling, step, clock)
@@ -87,20 +69,18 @@ def train_grpo(
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
             refresh_generation(roller, policy, step * config.updates_per_step, clock)
-        training = training_metrics(result, group_metrics(groups) | advantage_metrics(batch))
-        validation = validate() if validation_is_due(config.grpo, step, last_step) else {}
-        try:
-            if step == last_step:
-                with clock.phase("checkpoint"):
-                    observers.save()
-        finally:  # a save that fails takes no step's record with it
-            logger.log_step(step, training | validation | clock.metrics())
-            observers.log_samples(step, "train", groups.trained)
-            if validation:
-                observers.log_samples(step, "val", validate.rollouts)
-            if result.expert_load is not None:
-                observers.log_expert_load(step, result.expert_load)
-    return RunSummary.of(step, validate.history, training)
+        is_due = validation_is_due(config.grpo, step, last_step)
+        outcome = StepOutcome(
+            batches_taken=prompts.rounds_taken,
+            result=result,
+            training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch)),
+            validation=validate() if is_due else {},
+            sample_ids=batch.sample_ids,
+            samples={"train": groups.trained} | ({"val": validate.rollouts} if is_due else {}),
+        )
+        goes_on = keeper.end_step(outcome, clock, is_last=step == last_step)
+    keeper.finish()
+    return RunSummary.of(keeper.state, keeper.stopped_for)
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:

@@ -26,7 +26,6 @@ class Validator:
         sampling: How training responses are drawn; validation has a temperature of its own.
 
     Attributes:
-        history: The metrics of every validation so far.
         rollouts: The responses of the last one.
     """
 
@@ -42,7 +41,6 @@ class Validator:
         self._roller = roller
         self._prompts = [prompts[index] for index in range(min(len(prompts), config.max_val_samples or len(prompts)))]
         self._sampling = replace(sampling, temperature=config.val_temperature)
-        self.history: list[dict[str, float]] = []
         self.rollouts: list[Rollout] = []
 
     def __call__(self) -> dict[str, float]:
@@ -60,5 +58,4 @@ class Validator:
         clock.count_tokens("validation", sum(len(rollout.response.token_ids) for rollout in rollouts))
         metrics = rollout_metrics(rollouts) | fault_metrics([rollout.score for rollout in rollouts])
         metrics |= pass_at_k_metrics(correctness_of(rollouts, self._num_generations))
-        self.history.append(with_prefix("val", metrics))
-        return self.history[-1] | clock.metrics()
+        return with_prefix("val", metrics) | clock.metrics()

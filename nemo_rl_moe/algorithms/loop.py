@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the training loops share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from nemo_rl_moe.algorithms.loop_state import LoopState
 
 
 class ScheduleConfig(Protocol):
@@ -16,6 +18,8 @@ class ScheduleConfig(Protocol):
     def max_num_steps(self) -> int | None: ...
     @property
     def val_period(self) -> int: ...
+    @property
+    def val_at_start(self) -> bool: ...
     @property
     def val_at_end(self) -> bool: ...
 
@@ -29,20 +33,19 @@ class RunSummary:
         first_validation: The first validation's metrics; empty when there was none.
         last_validation: The last one's.
         last_training: The last step's training metrics.
+        stopped_for: Why the run ended before its last step; None when it is complete.
     """
 
     num_steps: int
     first_validation: Mapping[str, float]
     last_validation: Mapping[str, float]
     last_training: Mapping[str, float]
+    stopped_for: str | None
 
     @classmethod
-    def of(
-        cls, num_steps: int, validations: Sequence[Mapping[str, float]], last_training: Mapping[str, float]
-    ) -> "RunSummary":
-        """Sums up a run from all of its validations."""
-        first, last = (validations[0], validations[-1]) if validations else ({}, {})
-        return cls(num_steps, first, last, last_training)
+    def of(cls, state: LoopState, stopped_for: str | None) -> "RunSummary":
+        """Sums up a run from where it stands."""
+        return cls(state.step, state.first_validation, state.last_validation, state.last_training, stopped_for)
 
 
 def num_training_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:

@@ -23,6 +23,7 @@ def training_metrics(result: TrainResult, further: Mapping[str, float] = Mapping
         "lr": result.lr,
         "num_microbatches": float(result.num_microbatches),
         "num_tokens": float(result.num_tokens),
+        "skipped_updates": float(result.num_skipped_updates),
     }
     # The loss is in the result already, as the mean over the global batches of the call.
     series = {name: values for name, values in result.microbatch_metrics.items() if name != "loss"}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from nemo_rl_moe.distributed.bin_packing import deal_by_work, first_fit_decreasing, split_evenly
+from nemo_rl_moe.distributed.sequence_groups import packed_group_lengths, padded_group_lengths, sequences_of
 from nemo_rl_moe.errors import ConfigurationError
 
 Microbatch = tuple[int, ...]
@@ -18,7 +19,7 @@ RankMicrobatches = tuple[tuple[Microbatch, ...], ...]
 
 @dataclass(frozen=True)
 class PlainBatching:
-    """A fixed number of sequences a microbatch, in the order in which they came."""
+    """A fixed number of sequences (or groups of them) a microbatch, in the order in which they came."""
 
     micro_batch_size: int
 
@@ -79,31 +80,33 @@ def plan_microbatches(
     global_batch_size: int,
     batching: Batching,
     microbatch_multiple: int = 1,
+    group_size: int = 1,
 ) -> MicrobatchPlan:
     """Cuts a batch into global batches, and each of these into microbatches for every rank.
 
     Args:
         lengths: Tokens of each sequence, at least 1.
         num_data_parallel_ranks: Ranks that share each global batch.
-        global_batch_size: Sequences in one optimizer step, neighbours in the batch.
+        global_batch_size: Groups in one optimizer step, neighbours in the batch.
         batching: How microbatches are filled. With `PlainBatching` the microbatches are the same for every number of
             ranks, and rank `r` runs the `r`-th block of them.
         microbatch_multiple: Each rank's number of microbatches is a multiple of this (an interleaved pipeline needs
             its number of stages).
+        group_size: So many neighbours always run in the same microbatch; every size above counts such groups.
 
     Raises:
         ConfigurationError: The sizes do not divide, a global batch has too few sequences for the ranks, or a sequence
-            is longer than a microbatch may be.
+            (or group) is longer than a microbatch may be.
     """
-    _check_lengths(lengths, batching)
-    if not lengths or len(lengths) % global_batch_size:
+    sizes = _group_lengths(lengths, group_size, batching)
+    if not sizes or len(sizes) % global_batch_size:
         raise ConfigurationError(
-            f"policy.train_global_batch_size: got {global_batch_size}, expected a divisor of the {len(lengths)}"
-            " sequences in the batch"
+            f"policy.train_global_batch_size: got {global_batch_size}, expected a divisor of the {len(sizes)}"
+            f" {_noun(group_size)} in the batch"
         )
     unit = num_data_parallel_ranks * microbatch_multiple
     global_batches = []
-    for start in range(0, len(lengths), global_batch_size):
+    for start in range(0, len(sizes), global_batch_size):
         indices = range(start, start + global_batch_size)
         if isinstance(batching, PlainBatching):
             multiple = unit * batching.micro_batch_size
@@ -118,43 +121,50 @@ def plan_microbatches(
                 f"policy.train_global_batch_size: got {global_batch_size}, expected at least {unit}"
                 f" ({_unit_text(num_data_parallel_ranks, microbatch_multiple)}): every rank runs as many microbatches"
             )
-        global_batches.append(_plan_one(lengths, indices, num_data_parallel_ranks, unit, batching))
+        by_rank = _plan_one(sizes, indices, num_data_parallel_ranks, unit, batching)
+        global_batches.append(_with_sequences(by_rank, group_size))
     return MicrobatchPlan(tuple(global_batches))
 
 
 def plan_evaluation(
-    lengths: Sequence[int], *, num_data_parallel_ranks: int, batching: Batching, microbatch_multiple: int = 1
+    lengths: Sequence[int],
+    *,
+    num_data_parallel_ranks: int,
+    batching: Batching,
+    microbatch_multiple: int = 1,
+    group_size: int = 1,
 ) -> EvaluationPlan:
-    """Shares a batch of any size over the ranks; where it does not divide, the shortest sequence is run again.
+    """Shares a batch of any size over the ranks; where it does not divide, the shortest group is run again.
 
     Args:
         lengths: Tokens of each sequence, at least 1.
         num_data_parallel_ranks: Ranks that share the batch.
         batching: How microbatches are filled.
         microbatch_multiple: Each rank's number of microbatches is a multiple of this.
+        group_size: So many neighbours always run in the same microbatch.
 
     Raises:
-        ConfigurationError: A sequence is longer than a microbatch may be.
+        ConfigurationError: A sequence (or group) is longer than a microbatch may be.
         ValueError: There is no sequence at all.
     """
     if not lengths:
         raise ValueError("nothing to evaluate: the batch holds no sequence")
-    _check_lengths(lengths, batching)
+    sizes = _group_lengths(lengths, group_size, batching)
     unit = num_data_parallel_ranks * microbatch_multiple
-    # With a multiple of the unit there is always a sequence left to split off for a rank that lacks a microbatch.
-    num_fillers = -len(lengths) % (unit * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1))
-    shortest = min(range(len(lengths)), key=lambda index: lengths[index])
-    filled = [*lengths, *[lengths[shortest]] * num_fillers]
+    # With a multiple of the unit there is always a group left to split off for a rank that lacks a microbatch.
+    num_fillers = -len(sizes) % (unit * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1))
+    shortest = min(range(len(sizes)), key=lambda index: sizes[index])
+    filled = [*sizes, *[sizes[shortest]] * num_fillers]
+    by_rank = _plan_one(filled, range(len(filled)), num_data_parallel_ranks, unit, batching)
     return EvaluationPlan(
-        by_rank=_plan_one(filled, range(len(filled)), num_data_parallel_ranks, unit, batching),
-        fillers=(shortest,) * num_fillers,
+        by_rank=_with_sequences(by_rank, group_size), fillers=sequences_of((shortest,) * num_fillers, group_size)
     )
 
 
 def _plan_one(
     lengths: Sequence[int], indices: range, num_ranks: int, unit: int, batching: Batching
 ) -> RankMicrobatches:
-    """The microbatches of the sequences at `indices`, in a number that is a multiple of `unit`."""
+    """The microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
         size = batching.micro_batch_size
         microbatches = [tuple(indices[start : start + size]) for start in range(0, len(indices), size)]
@@ -167,7 +177,7 @@ def _plan_one(
         bins = _split_until(bins, unit, lambda items: sizes[items[0]] * len(items), _cut_in_the_middle)
         work = [sizes[items[0]] * len(items) for items in bins]
     else:
-        sizes = [_round_up(lengths[index], batching.sequence_multiple) for index in indices]
+        sizes = [lengths[index] for index in indices]
         bins = first_fit_decreasing(sizes, batching.max_tokens)
         bins = _split_until(
             bins,
@@ -235,8 +245,9 @@ def _cut_in_the_middle(items: list[int]) -> tuple[range, range]:
     return range(middle), range(middle, len(items))
 
 
-def _round_up(length: int, multiple: int) -> int:
-    return -(-length // multiple) * multiple
+def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:
+    """The sequences instead of their groups."""
+    return tuple(tuple(sequences_of(groups, group_size) for groups in microbatches) for microbatches in by_rank)
 
 
 def _unit_text(num_ranks: int, microbatch_multiple: int) -> str:
@@ -244,20 +255,31 @@ def _unit_text(num_ranks: int, microbatch_multiple: int) -> str:
     return f"{num_ranks} data-parallel ranks{pipeline}"
 
 
-def _check_lengths(lengths: Sequence[int], batching: Batching) -> None:
+def _noun(group_size: int) -> str:
+    return "sequences" if group_size == 1 else f"groups of {group_size} sequences"
+
+
+def _group_lengths(lengths: Sequence[int], group_size: int, batching: Batching) -> list[int]:
+    """What each group takes of a microbatch, padding included; every group fits one."""
     if lengths and min(lengths) < 1:
         raise ValueError(f"sequence {list(lengths).index(min(lengths))} holds no token")
-    if isinstance(batching, PlainBatching):
-        return
-    multiple = batching.sequence_multiple if isinstance(batching, PackedBatching) else 1
-    name = "sequence_packing" if isinstance(batching, PackedBatching) else "dynamic_batching"
-    longest = max(range(len(lengths)), key=lambda index: lengths[index], default=None)
-    if longest is None:
-        return
-    size = _round_up(lengths[longest], multiple)
-    if size > batching.max_tokens:
-        padded = f" ({size} when padded to a multiple of {multiple})" if size != lengths[longest] else ""
-        raise ConfigurationError(
-            f"policy.{name}.train_mb_tokens: got {batching.max_tokens}, expected at least {size}: sequence {longest} of"
-            f" the batch has {lengths[longest]} tokens{padded}"
-        )
+    if isinstance(batching, PackedBatching):
+        sizes = packed_group_lengths(lengths, group_size, batching.sequence_multiple)
+        name, how = "sequence_packing", f"when padded to a multiple of {batching.sequence_multiple}"
+    else:
+        sizes = padded_group_lengths(lengths, group_size)
+        name, how = "dynamic_batching", "with padding"
+    if isinstance(batching, PlainBatching) or not sizes or max(sizes) <= batching.max_tokens:
+        return sizes
+    longest = sizes.index(max(sizes))
+    members = [lengths[index] for index in sequences_of((longest,), group_size)]
+    what = (
+        f"sequence {longest} of the batch has {members[0]} tokens"
+        if group_size == 1
+        else f"sequences {longest * group_size} to {(longest + 1) * group_size - 1} of the batch, which run together,"
+        f" have {' and '.join(map(str, members))} tokens"
+    )
+    padded = f" ({sizes[longest]} {how})" if sizes[longest] != sum(members) else ""
+    raise ConfigurationError(
+        f"policy.{name}.train_mb_tokens: got {batching.max_tokens}, expected at least {sizes[longest]}: {what}{padded}"
+    )

@@ -21,6 +21,8 @@ class TokenBatch:
             from position `t - 1`); False on prompts and padding.
         sample_ids: Where each sequence came from, for error messages.
         extras: Further tensors: `[batch]`, or `[batch, sequence]` with one value for each token.
+        group_size: So many neighbours always run in the same microbatch; `policy.train_global_batch_size` and
+            `policy.train_micro_batch_size` count such groups.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -28,12 +30,13 @@ class TokenBatch:
     token_mask: Bool[Tensor, "batch sequence"]
     sample_ids: tuple[str, ...]
     extras: dict[str, Tensor] = field(default_factory=dict)
+    group_size: int = 1
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     def select(self, indices: Sequence[int]) -> "TokenBatch":
-        """The sequences at `indices`, in that order, cut to the longest of them."""
+        """The sequences at `indices` (whole groups), in that order, cut to the longest of them."""
         index = torch.as_tensor(indices, dtype=torch.long)
         longest = int(self.lengths[index].max()) if len(index) else 0
         return TokenBatch(
@@ -45,6 +48,7 @@ class TokenBatch:
                 name: value[index, :longest] if value.shape[1:2] == self.input_ids.shape[1:2] else value[index]
                 for name, value in self.extras.items()
             },
+            group_size=self.group_size,
         )
 
     def num_valid_tokens(self) -> int:

@@ -35,6 +35,7 @@ SMALL_RUN = (
     "grpo.val_period=0",
     "grpo.val_at_start=false",
     "grpo.val_at_end=false",
+    "checkpointing.metric_name=null",
     "grpo.val_num_generations=2",
     "grpo.val_temperature=0.5",
     "grpo.seed=11",

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.grpo import Observers, ratio_is_one, train_grpo
+from nemo_rl_moe.algorithms.grpo import ratio_is_one, train_grpo
 from nemo_rl_moe.algorithms.loop import RunSummary
+from nemo_rl_moe.algorithms.loop_state import LoopState
 from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
 from nemo_rl_moe.algorithms.rollouts import Rollout
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -28,6 +29,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
+from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
 TWO_UPDATES = ("policy.train_global_batch_size=3", "cluster.cpu_workers_per_node=1")
@@ -47,9 +49,12 @@ class Loop:
     diary: list[str] = field(default_factory=list)
     loads: list[tuple[int, ExpertLoad]] = field(default_factory=list)
     samples: list[tuple[int, str, list[Rollout]]] = field(default_factory=list)
+    stop_after: int = 0
+    start: LoopState = field(default_factory=LoopState)
     summary: RunSummary = field(init=False)
 
     def __post_init__(self) -> None:
+        self.checkpoints = DiaryOfCheckpoints(self.diary)
         self.engine = FakeEngine(self.diary, self.shares_weights, truncates=self.truncates)
         self.policy = FakePolicy(self.diary, tracks_experts=self.tracks_experts)
         self.logger = ListLogger(diary=self.diary)
@@ -63,13 +68,11 @@ class Loop:
             prompts(2, "val") if self.has_validation else None,
             SAMPLING,
             PAD_TOKEN,
-            self.logger,
-            Observers(
-                log_expert_load=lambda step, load: self.loads.append((step, load)),
-                log_samples=self._log_samples,
-                save=lambda: self.diary.append("save"),
-            ),
+            make_keeper(self.logger, self.loads, self._log_samples, self.checkpoints, self._stop_reason, self.start),
         )
+
+    def _stop_reason(self) -> str | None:
+        return "SIGTERM" if len(self.policy.batches) == self.stop_after else None
 
     def _log_samples(self, step: int, split: str, rollouts: Sequence[Rollout]) -> None:
         self.samples.append((step, split, list(rollouts)))
@@ -83,7 +86,7 @@ def test_order_of_the_phases() -> None:
     assert Loop(small_config("grpo.max_num_steps=2", *VALIDATES)).diary == [
         *("generate", "score", "log 0"),
         *("generate", "score", "train", "log 1"),
-        *("generate", "score", "train", "generate", "score", "save", "log 2"),
+        *("generate", "score", "train", "generate", "score", "save 2", "log 2", "finish"),
     ]
 
 
@@ -93,7 +96,7 @@ def test_order_of_the_phases_with_everything() -> None:
         *("refit 0", "weights", "generate", "score", "log 0"),
         *("generate", "score", "logprobs", "reference_logprobs", "train", "refit 2", "weights", "log 1"),
         *("generate", "score", "logprobs", "reference_logprobs", "train", "refit 4", "weights"),
-        *("generate", "score", "save", "log 2"),
+        *("generate", "score", "save 2", "log 2", "finish"),
     ]
 
 
@@ -154,8 +157,8 @@ def test_one_record_a_step_and_one_save(
     last = loop.summary.num_steps
     assert loop.steps == list(range(0 if at_start else 1, last + 1))
     assert last == min(3 * epochs, max_steps or 99) or dynamic
-    assert loop.diary.count("save") == 1
-    assert loop.diary[-2:] == ["save", f"log {last}"]
+    assert [state.step for state in loop.checkpoints.states] == [last]
+    assert loop.diary[-3:] == [f"save {last}", f"log {last}", "finish"]
     assert loop.logger.steps_with("val/accuracy")[-1] == last, "the last step is validated, however it comes about"
     assert [step for step, split, _ in loop.samples if split == "train"] == list(range(1, last + 1))
 
@@ -243,6 +246,7 @@ def test_what_a_step_logs() -> None:
     training = {name.removeprefix("train/") for name in metrics if name.startswith("train/")}
     assert training == {
         *("loss", "grad_norm", "lr", "num_microbatches", "num_tokens", "probs_ratio", "moe/load_balancing_loss"),
+        "skipped_updates",
         *("reward", "reward_std", "accuracy", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample"),
         *("truncation_rate", "frac_zero_std_groups", "env/num_errors", "env/num_timeouts", "env/num_died"),
         *("advantages/mean", "advantages/min", "advantages/max"),
@@ -269,7 +273,7 @@ def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -
     assert loop.summary.num_steps == len(loop.policy.batches) == 2
     assert loop.steps == [1, 2]
     assert loop.logger.steps_with("val/accuracy") == [2]
-    assert loop.diary.count("save") == 1
+    assert [state.step for state in loop.checkpoints.states] == [2]
     assert loop.logger.records[0][1]["train/dynamic_sampling/num_gen_batches"] == 2
     assert loop.logger.records[1][1]["train/dynamic_sampling/num_filled_groups"] == 2
     assert not loop.policy.batches[0].extras["advantages"].any()
@@ -311,3 +315,22 @@ def test_without_validation_data() -> None:
     loop = Loop(small_config(), has_validation=False)
     assert loop.diary.count("generate") == 3
     assert (loop.summary.first_validation, loop.summary.last_validation) == ({}, {})
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("stop_after", [1, 2, 4])
+def test_a_run_that_is_stopped_and_resumed_does_what_one_that_never_stopped_does(
+    stop_after: int, dynamic: bool
+) -> None:
+    config = small_config(
+        "grpo.max_num_epochs=4", "grpo.max_num_steps=5", *VALIDATES, f"grpo.use_dynamic_sampling={str(dynamic).lower()}"
+    )
+    whole = Loop(config)
+    first = Loop(config, stop_after=stop_after)
+    assert (first.summary.num_steps, first.summary.stopped_for) == (stop_after, "SIGTERM")
+    assert first.diary[-3:] == [f"save {stop_after}", f"log {stop_after}", "finish"]
+    second = Loop(config, start=first.checkpoints.states[-1])
+    assert second.steps == list(range(stop_after + 1, 6)), "the start is not validated again"
+    batches = [*first.policy.batches, *second.policy.batches]
+    assert [batch.input_ids.tolist() for batch in batches] == [b.input_ids.tolist() for b in whole.policy.batches]
+    assert second.summary.first_validation == whole.summary.first_validation

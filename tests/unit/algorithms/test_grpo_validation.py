@@ -83,7 +83,6 @@ def test_what_is_reported() -> None:
         "val/env/num_died": 0.0,
         "val/pass_at_2": pytest.approx(2 / 3),
     }
-    assert run.validate.history == [metrics], "without the timings"
 
 
 @pytest.mark.parametrize(("generations", "values_of_k"), [(1, []), (4, [2, 4]), (3, [2, 3])])

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps, validation_is_due
+from nemo_rl_moe.algorithms.loop_state import LoopState
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Schedule:
     max_num_epochs: int = 1
     max_num_steps: int | None = None
     val_period: int = 0
+    val_at_start: bool = False
     val_at_end: bool = False
 
 
@@ -35,9 +37,13 @@ def test_when_a_validation_is_due(period: int, at_end: bool, num_steps: int) -> 
     assert found == expected | ({num_steps} if at_end else set())
 
 
-def test_summary_of_validations() -> None:
-    first, middle, last = {"val/accuracy": 0.1}, {"val/accuracy": 0.5}, {"val/accuracy": 0.3}
-    training = {"train/loss": 2.0}
-    assert RunSummary.of(4, [first, middle, last], training) == RunSummary(4, first, last, training)
-    assert RunSummary.of(4, [first], training) == RunSummary(4, first, first, training)
-    assert RunSummary.of(0, [], {}) == RunSummary(0, {}, {}, {})
+def test_summary_of_where_a_run_stands() -> None:
+    state = LoopState(
+        step=4,
+        first_validation={"val/accuracy": 0.1},
+        last_validation={"val/accuracy": 0.3},
+        last_training={"train/loss": 2.0},
+    )
+    expected = RunSummary(4, state.first_validation, state.last_validation, state.last_training, "SIGINT")
+    assert RunSummary.of(state, "SIGINT") == expected
+    assert RunSummary.of(LoopState(), None) == RunSummary(0, {}, {}, {}, None)

@@ -14,14 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps
+from nemo_rl_moe.algorithms.loop_state import LoopState
 from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.algorithms.sft import run_validation, train_sft
+from nemo_rl_moe.algorithms.sft import train_sft
+from nemo_rl_moe.algorithms.supervised import SupervisedTraining, run_validation
 from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.policy.interfaces import EvaluationResult, ExpertLoad, LossFunction, TrainResult
+from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
 
 BATCH_SIZE = 2
 NUM_EXAMPLES = 7  # three batches an epoch, one example left over
@@ -128,7 +131,7 @@ class Loop:
     summary: RunSummary
 
 
-def run_loop(config: SFTConfig, *, tracks_experts: bool = False, with_validation: bool = True) -> Loop:
+def run_loop(config: SFTConfig, *, tracks_experts: bool = False, with_validation: bool = True, **keeping: Any) -> Loop:
     policy, logger = CountingPolicy(tracks_experts), ListLogger()
     loads: list[tuple[int, ExpertLoad]] = []
     loader = GlobalBatchLoader(examples([4] * NUM_EXAMPLES, "train "), BATCH_SIZE, pad_token_id=0, seed=config.seed)
@@ -142,8 +145,7 @@ def run_loop(config: SFTConfig, *, tracks_experts: bool = False, with_validation
         policy,
         loader,
         validation_batches if with_validation else None,
-        logger,
-        lambda step, load: loads.append((step, load)),
+        make_keeper(logger, loads, **keeping),
     )
     return Loop(policy, logger, loads, summary)
 
@@ -231,6 +233,7 @@ def test_what_a_step_logs() -> None:
         "train/lr": 1e-3,
         "train/num_microbatches": 1.0,
         "train/num_tokens": 8.0,
+        "train/skipped_updates": 0.0,
         "train/num_valid_tokens": 6.0,
         "train/moe/load_balancing_loss": 4.0,
         "val/loss": pytest.approx((4.0 * 6 + 9.0 * 8) / 14),
@@ -248,7 +251,6 @@ def test_summary() -> None:
     summary = run_loop(sft_config(val_at_start=True, val_period=3), tracks_experts=True).summary
     assert summary.num_steps == 3
     assert summary.first_validation["val/loss"] == summary.last_validation["val/loss"] == pytest.approx(96 / 14)
-    assert summary.first_validation is not summary.last_validation
     assert summary.last_training["train/loss"] == 1 / 3
     assert summary.last_training["train/moe/load_balancing_loss"] == 4.0
     assert all(key.startswith("train/") for key in summary.last_training)
@@ -270,7 +272,34 @@ def test_validation_takes_the_first_batches_in_order(max_batches: int | None, ex
 def test_validation_batches_of_uneven_size_are_weighed_by_their_tokens() -> None:
     # Batches of 2 + 4 and of 8 trained tokens, with losses 4 and 9 and one match each.
     batches = sequential_batches(examples([3, 5, 9], "held out "), BATCH_SIZE, pad_token_id=0)
-    means = run_validation(CountingPolicy(), batches)
+    loader = GlobalBatchLoader(examples([4] * 2, "train "), BATCH_SIZE, pad_token_id=0, seed=0)
+    means = run_validation(SupervisedTraining(sft_config(), CountingPolicy(), loader, sft_loss, lambda: batches))
     assert means["val/loss"] == pytest.approx((4.0 * 6 + 9.0 * 8) / 14, rel=1e-15)
     assert means["val/accuracy"] == pytest.approx((1 + 1) / 14, rel=1e-15)
     assert means.keys() == {"val/loss", "val/accuracy", "timing/validation/seconds"}
+
+
+@given(stop_after=st.integers(1, 8), period=st.integers(0, 3))
+def test_a_run_that_is_stopped_and_resumed_does_what_one_that_never_stopped_does(stop_after: int, period: int) -> None:
+    config = sft_config(max_num_epochs=3, val_period=2, val_at_start=True)
+    whole = run_loop(config)
+    checkpoints = DiaryOfCheckpoints(period=period)
+    asked = iter(["SIGTERM" if step == stop_after else None for step in range(1, 10)])
+    first = run_loop(config, checkpoints=checkpoints, stop_reason=lambda: next(asked))
+    assert (first.summary.num_steps, first.summary.stopped_for) == (stop_after, "SIGTERM")
+    periodic = [step for step in range(1, stop_after) if period and step % period == 0]
+    assert [state.step for state in checkpoints.states] == [*periodic, stop_after]
+    second = run_loop(config, start=checkpoints.states[-1])
+    assert first.policy.trained + second.policy.trained == whole.policy.trained
+    steps = [step for step, _ in [*first.logger.records, *second.logger.records]]
+    assert steps == [step for step, _ in whole.logger.records]
+    assert second.summary.num_steps == 9
+    assert second.summary.stopped_for is None
+    assert second.summary.first_validation == whole.summary.first_validation
+
+
+def test_a_finished_run_does_nothing_more() -> None:
+    done = LoopState(step=3, batches_taken=3, last_training={"train/loss": 0.5})
+    loop = run_loop(sft_config(val_at_start=True), start=done, checkpoints=DiaryOfCheckpoints())
+    assert (loop.policy.trained, loop.logger.records) == ([], [])
+    assert loop.summary.last_training == {"train/loss": 0.5}

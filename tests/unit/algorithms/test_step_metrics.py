@@ -39,6 +39,7 @@ def test_training_metrics() -> None:
         "train/lr": 3e-4,
         "train/num_microbatches": 4.0,
         "train/num_tokens": 96.0,
+        "train/skipped_updates": 0.0,
         "train/num_valid_tokens": 18.0,
         "train/entropy": 3.0,
         "train/ratio_min": 0.7,

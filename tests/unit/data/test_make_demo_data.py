@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.dataset import load_sft_dataset
+from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.environments.registry import make_environment
@@ -36,7 +37,7 @@ def maker(script):
 
 @pytest.fixture(scope="module")
 def small(maker):
-    return maker.Parameters(seed=0, num_train=2000, num_validation=100, num_grpo_prompts=50)
+    return maker.Parameters(seed=0, num_train=2000, num_validation=100, num_grpo_prompts=50, num_preferences=300)
 
 
 def read(path):
@@ -91,14 +92,47 @@ def test_prompts_of_grpo(maker, small, tmp_path):
     assert [line["prompt"] for line in held_out] == imitated[-100:]
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert sorted(manifest["sha256"]) == sorted(maker.FILES)
-    assert manifest["parameters"]["recipe_version"] == 2
+    assert manifest["parameters"]["recipe_version"] == 3
+
+
+def test_a_slip_by_hand(maker):
+    assert maker.work_out("228", "378", (1, -1)) == ("8+8=16;2+7+1=9;2+3+0=5", 596)
+    assert maker.work_out("721", "978", (2, 1)) == ("1+8=9;2+7+0=9;7+9+0=17", 1799)
+
+
+def test_preferences(maker, small, tmp_path, demo_tokenizer):
+    maker.write_data(tmp_path, small)
+    report = load_preferences(str(tmp_path / "preferences.jsonl"), "train", demo_tokenizer, 64).report
+    assert (report.num_pairs, report.num_truncated, report.num_dropped, report.num_bad_lines) == (300, 0, 0, 0)
+    lines = read(tmp_path / "preferences.jsonl")
+    held_out = read(tmp_path / "validation_preferences.jsonl")
+    assert (len(lines), len(held_out)) == (300, 100)
+    for line in [*lines, *held_out]:
+        a, b = line["prompt"].removesuffix("=").split("+")
+        assert line["chosen"] == f"<think>{maker.working(a, b)}</think>{int(a) + int(b)}"
+        steps, _, answer = line["rejected"].removeprefix("<think>").partition("</think>")
+        columns = [step.split("=")[1] for step in steps.split(";")]
+        assert answer != str(int(a) + int(b))
+        assert str(int(columns[2] + columns[1][-1] + columns[0][-1])) == answer, "the answer follows from the slip"
+        wrong = [eval_column(step) for step in steps.split(";")]
+        assert sorted(map(abs, wrong)) == [0, 0, 1]
+        assert "-" not in line["rejected"]
+    asked = [line["prompt"] for name in ("train", "validation", "grpo") for line in read(tmp_path / f"{name}.jsonl")]
+    assert not unordered(line["prompt"] for line in lines) & unordered(asked)
+    assert [line["prompt"] for line in held_out] == [line["prompt"] for line in read(tmp_path / "validation.jsonl")]
+
+
+def eval_column(step):
+    """By how much a column like `2+7+1=9` is wrong."""
+    terms, _, total = step.partition("=")
+    return int(total) - sum(map(int, terms.split("+")))
 
 
 def test_no_sum_twice_in_any_set(maker, small):
     problems = maker.draw_problems(small)
-    everything = [*problems.validation, *problems.grpo, *problems.train]
-    assert (len(problems.validation), len(problems.grpo), len(problems.train)) == (100, 50, 2000)
-    assert len(unordered(f"{a}+{b}=" for a, b in everything)) == 2150
+    sets = (problems.validation, problems.grpo, problems.train, problems.preferences)
+    assert [len(each) for each in sets] == [100, 50, 2000, 300]
+    assert len(unordered(f"{a}+{b}=" for each in sets for a, b in each)) == 2450
 
 
 def test_seeds_share_no_run_of_problems(maker, small):
@@ -114,6 +148,7 @@ def test_validation_depends_on_neither_the_size_of_training_nor_its_own_tail(mak
 
 def test_made_twice_is_the_same_and_made_once_is_skipped(maker, small, tmp_path, capsys):
     arguments = ["--output", str(tmp_path), "--num-train", "50", "--num-validation", "10", "--num-grpo-prompts", "5"]
+    arguments += ["--num-preferences", "7"]
     files = [tmp_path / name for name in maker.FILES]
 
     def contents():
@@ -121,7 +156,8 @@ def test_made_twice_is_the_same_and_made_once_is_skipped(maker, small, tmp_path,
 
     assert maker.main(arguments) == 0
     made = contents()
-    assert capsys.readouterr().out == f"{tmp_path}: wrote 50 sums for SFT, 5 for GRPO and 10 to validate with\n"
+    counts = "50 sums for SFT, 7 for DPO, 5 for GRPO and 10 to validate with"
+    assert capsys.readouterr().out == f"{tmp_path}: wrote {counts}\n"
     assert maker.main(arguments) == 0
     assert "already made" in capsys.readouterr().out
     assert contents() == made
@@ -192,6 +228,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
         answer_key="answer",
         on_bad_line="stop",
         shuffle=True,
+        load_timeout_s=60.0,
     )
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
     assert (len(prompts), prompts.report.num_too_long) == (100, 0)

@@ -41,6 +41,7 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         "answer_key": "answer",
         "on_bad_line": "stop",
         "shuffle": True,
+        "load_timeout_s": 60.0,
         "parameters": SUMS,
     } | changes
     source = PromptSourceConfig(path=path, **{key: settings.pop(key) for key in ("split", "num_items", "seed")})

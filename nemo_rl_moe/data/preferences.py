@@ -1,0 +1,222 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads and tokenizes preference data before training, and says what was left out."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Literal, overload
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from nemo_rl_moe.data.bad_lines import BadLineLog, counted
+from nemo_rl_moe.data.chat import BatchTokenizer, TokenizedExample, batch_tokenizer
+from nemo_rl_moe.data.collate import collate
+from nemo_rl_moe.data.dataset import LINES_AT_ONCE
+from nemo_rl_moe.data.preference_records import PreferenceRecord, parse_preference, preference_columns
+from nemo_rl_moe.data.records import BadLine
+from nemo_rl_moe.data.sources import open_lines
+from nemo_rl_moe.data.token_store import TokenStore
+from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+REFERENCE_SUMS = "reference_sums"
+"""The batch's extra that holds, for each sequence, the reference's log-probability of its response."""
+
+
+@dataclass(frozen=True)
+class PreferencePair:
+    """Two responses to one prompt as the model sees them.
+
+    Attributes:
+        chosen: The prompt with the better response.
+        rejected: The prompt with the worse one.
+        reference_sums: Log-probability of each response under the reference model, in nats; None: not known.
+    """
+
+    chosen: TokenizedExample
+    rejected: TokenizedExample
+    reference_sums: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceReport:
+    """What became of a data set's lines.
+
+    Attributes:
+        name: The data set.
+        num_pairs: Pairs to train on or to validate with.
+        num_truncated: Those of them with a sequence that was cut at the maximum length.
+        num_dropped: Pairs left out because before the cut a response has no token, or both are the same.
+        num_bad_lines: Lines left out because they could not be used.
+        num_tokens: Tokens of all sequences.
+        num_trained_tokens: Those of them that belong to a response.
+        bad_lines: The first of the bad lines, one text each.
+    """
+
+    name: str
+    num_pairs: int
+    num_truncated: int
+    num_dropped: int
+    num_bad_lines: int
+    num_tokens: int
+    num_trained_tokens: int
+    bad_lines: tuple[str, ...]
+
+    def summary(self) -> str:
+        """One line; what did not happen is not mentioned."""
+        parts = [
+            counted(self.num_pairs, "pair"),
+            f"{counted(self.num_tokens, 'token')} ({self.num_trained_tokens:,} of responses)",
+        ]
+        if self.num_truncated:
+            parts.append(f"{self.num_truncated:,} cut at the maximum length")
+        if self.num_dropped:
+            parts.append(f"{self.num_dropped:,} left out: no two different responses before the cut")
+        if self.num_bad_lines:
+            parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+class PreferenceDataset(Sequence[PreferencePair]):
+    """A list of pairs that is kept in few flat arrays.
+
+    Args:
+        examples: The sequences in the order of the pairs, the chosen before the rejected one.
+        report: What was read and what was left out.
+        reference_sums: Log-probability of each response under the reference model, in nats; None: not known. NaN where
+            a pair has none.
+    """
+
+    def __init__(
+        self,
+        examples: TokenStore,
+        report: PreferenceReport,
+        reference_sums: Float[np.ndarray, "pairs 2"] | None = None,
+    ):
+        self.report = report
+        self._examples = examples
+        self._reference_sums = reference_sums
+
+    def __len__(self) -> int:
+        return len(self._examples) // 2
+
+    @overload
+    def __getitem__(self, index: int) -> PreferencePair: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PreferencePair]: ...
+    def __getitem__(self, index: int | slice) -> PreferencePair | list[PreferencePair]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]  # knows negative indices, and raises IndexError past the end
+        pair = PreferencePair(self._examples[2 * position], self._examples[2 * position + 1])
+        if self._reference_sums is None:
+            return pair
+        chosen, rejected = self._reference_sums[position].tolist()
+        return replace(pair, reference_sums=(chosen, rejected))
+
+    def with_reference_sums(self, sums: Float[np.ndarray, "pairs 2"]) -> "PreferenceDataset":
+        """The same pairs, each with what the reference model gives its responses."""
+        return PreferenceDataset(self._examples, self.report, sums)
+
+
+def load_preferences(
+    path: str,
+    split: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    on_bad_line: Literal["stop", "skip"] = "stop",
+) -> PreferenceDataset:
+    """Reads and tokenizes pairs of responses.
+
+    Args:
+        path: A `.jsonl` file, or what `datasets` can load.
+        split: The split to take; a `.jsonl` file has none and ignores it.
+        tokenizer: A Hugging Face tokenizer.
+        max_length: Tokens to keep of each sequence, prompt and response together.
+        on_bad_line: `stop` raises when all lines have been looked at; `skip` leaves bad lines out and counts them.
+
+    Raises:
+        DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
+    """
+    source = open_lines(path, split, parse_preference, preference_columns)
+    tokenize = batch_tokenizer(tokenizer, max_length)
+    kept: list[TokenizedExample] = []
+    bad = BadLineLog()
+    num_dropped = 0
+    while lines := list(islice(source.lines, LINES_AT_ONCE)):
+        for result in _tokenize_lines(lines, tokenize):
+            if isinstance(result, BadLine):
+                bad.add(result)
+            elif _teaches(*result):
+                kept += result
+            else:
+                num_dropped += 1
+    if on_bad_line == "stop":
+        bad.raise_if_any(source.name)
+    report = PreferenceReport(
+        name=source.name,
+        num_pairs=len(kept) // 2,
+        num_truncated=sum(a.truncated or b.truncated for a, b in zip(kept[::2], kept[1::2], strict=True)),
+        num_dropped=num_dropped,
+        num_bad_lines=bad.count,
+        num_tokens=sum(len(example) for example in kept),
+        num_trained_tokens=sum(example.num_trained_tokens() for example in kept),
+        bad_lines=tuple(bad.shown),
+    )
+    if not kept:
+        raise DataError([f"{source.name}: no pair is left to use", *_why_none_is_left(report, max_length)])
+    return PreferenceDataset(TokenStore(kept), report)
+
+
+def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
+    """Pads pairs on the right to the longest sequence of all; a pair's sequences are neighbours, the chosen one first.
+
+    Args:
+        pairs: At least one.
+        pad_token_id: What stands after a sequence's end.
+    """
+    batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
+    sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
+    extras = {REFERENCE_SUMS: torch.tensor(sums, dtype=torch.float64).flatten()} if sums else {}
+    return replace(batch, extras=extras, group_size=2)
+
+
+def _tokenize_lines(
+    lines: Sequence[PreferenceRecord | BadLine], tokenize: BatchTokenizer
+) -> Iterator[tuple[TokenizedExample, TokenizedExample] | BadLine]:
+    """The lines in their order, all sequences tokenized in one go."""
+    records = [line for line in lines if isinstance(line, PreferenceRecord)]
+    tokenized = iter(tokenize([example for record in records for example in (record.chosen, record.rejected)]))
+    for line in lines:
+        if isinstance(line, BadLine):
+            yield line
+            continue
+        chosen, rejected = next(tokenized), next(tokenized)
+        if isinstance(chosen, BadLine):
+            yield chosen
+        elif isinstance(rejected, BadLine):
+            yield rejected
+        else:
+            yield chosen, rejected
+
+
+def _teaches(chosen: TokenizedExample, rejected: TokenizedExample) -> bool:
+    """Whether two different responses are left of a pair."""
+    both_answer = bool(chosen.num_trained_tokens() and rejected.num_trained_tokens())
+    return both_answer and not np.array_equal(chosen.input_ids, rejected.input_ids)
+
+
+def _why_none_is_left(report: PreferenceReport, max_length: int) -> list[str]:
+    reasons = list(report.bad_lines)
+    if report.num_dropped:
+        reasons.append(
+            f"{report.name}: of {counted(report.num_dropped, 'pair')} no two different responses stand within "
+            f"policy.max_total_sequence_length={max_length} tokens"
+        )
+    return reasons or [f"{report.name}: it has no lines"]

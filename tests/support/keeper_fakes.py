@@ -1,0 +1,64 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run keeper over lists, and checkpoints that only keep a diary."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.run_keeper import Checkpoints, Observers, RunKeeper
+from nemo_rl_moe.loggers.interface import MetricLogger
+
+
+@dataclass
+class DiaryOfCheckpoints:
+    """Saves nothing.
+
+    Attributes:
+        diary: Gets `save N`, `poll` and `finish`.
+        period: Steps between two that are due; 0: none is.
+        states: What was saved.
+    """
+
+    diary: list[str] = field(default_factory=list)
+    period: int = 0
+    states: list[LoopState] = field(default_factory=list)
+
+    @property
+    def last_published(self) -> Path | None:
+        return Path(f"step_{self.states[-1].step}") if self.states else None
+
+    def is_due(self, step: int) -> bool:
+        return self.period > 0 and step % self.period == 0
+
+    def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
+        assert not any(name.startswith("timing/checkpoint") for name in metrics)
+        self.diary.append(f"save {state.step}")
+        self.states.append(state)
+
+    def poll(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        self.diary.append("finish")
+
+
+def make_keeper(
+    logger: MetricLogger,
+    loads: list[tuple[int, Any]] | None = None,
+    samples: Callable[[int, str, Any], None] = lambda step, split, responses: None,
+    checkpoints: Checkpoints | None = None,
+    stop_reason: Callable[[], str | None] = lambda: None,
+    start: LoopState | None = None,
+    max_skipped_in_a_row: int = 3,
+) -> RunKeeper:
+    """A keeper that writes to lists."""
+
+    def log_load(step: int, load: Any) -> None:
+        if loads is not None:
+            loads.append((step, load))
+
+    observers = Observers(logger, log_load, samples)
+    return RunKeeper(observers, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())

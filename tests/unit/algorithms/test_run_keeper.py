@@ -1,0 +1,121 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""How a step ends: what is recorded when, when a checkpoint is begun, and what ends a run."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.phase_clock import PhaseClock
+from nemo_rl_moe.algorithms.run_keeper import RunKeeper, StepOutcome
+from nemo_rl_moe.errors import TrainingDivergedError
+from nemo_rl_moe.models.policy.interfaces import TrainResult
+from tests.support.grpo_fakes import ListLogger
+from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
+
+
+def outcome(
+    num_skipped: int = 0,
+    in_a_row: int = 0,
+    num_updates: int = 1,
+    samples: Sequence[str] = ("a:1",),
+    **validation: float,
+) -> StepOutcome:
+    result = TrainResult(
+        global_loss=math.nan if num_skipped else 0.5,
+        grad_norm=1.0,
+        lr=1e-3,
+        num_microbatches=1,
+        num_tokens=4,
+        microbatch_metrics={},
+        moe_metrics={},
+        num_updates=num_updates,
+        num_skipped_updates=num_skipped,
+        skipped_in_a_row=in_a_row,
+    )
+    measured = {f"val/{name}": value for name, value in validation.items()}
+    return StepOutcome(7, result, {"train/loss": 0.5}, measured, samples)
+
+
+def keeper_of(diary: list[str], **arguments: Any) -> RunKeeper:
+    return make_keeper(ListLogger(diary=diary), checkpoints=DiaryOfCheckpoints(diary, period=2), **arguments)
+
+
+def test_a_step_is_recorded_before_its_checkpoint_can_be_published() -> None:
+    diary: list[str] = []
+    keeper = keeper_of(diary)
+    assert all(keeper.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(3))
+    assert not keeper.end_step(outcome(), PhaseClock(), is_last=True)
+    assert diary == ["log 1", "save 2", "log 2", "log 3", "save 4", "log 4"]
+
+
+def test_saving_is_timed_as_a_phase_of_its_step() -> None:
+    logger = ListLogger()
+    keeper = make_keeper(logger, checkpoints=DiaryOfCheckpoints(period=2))
+    for _ in range(2):
+        keeper.end_step(outcome(), PhaseClock(), is_last=False)
+    assert logger.steps_with("timing/checkpoint/seconds") == [2]
+
+
+def test_a_stop_is_saved_and_told() -> None:
+    diary: list[str] = []
+    keeper = keeper_of(diary, stop_reason=lambda: "SIGTERM")
+    assert not keeper.end_step(outcome(), PhaseClock(), is_last=False)
+    assert keeper.stopped_for == "SIGTERM"
+    assert diary == ["save 1", "log 1"]
+    keeper = keeper_of([], stop_reason=lambda: "SIGTERM")
+    assert not keeper.end_step(outcome(), PhaseClock(), is_last=True)
+    assert keeper.stopped_for is None, "it came with the last step: the run is complete"
+
+
+def test_what_the_state_remembers() -> None:
+    keeper = make_keeper(ListLogger())
+    keeper.record_start({"val/loss": 3.0, "timing/validation/seconds": 1.0})
+    assert (keeper.state.step, dict(keeper.state.first_validation)) == (0, {"val/loss": 3.0})
+    keeper.end_step(outcome(), PhaseClock(), is_last=False)
+    keeper.end_step(outcome(loss=2.0), PhaseClock(), is_last=False)
+    assert keeper.state == LoopState(2, 7, {"val/loss": 3.0}, {"val/loss": 2.0}, {"train/loss": 0.5}, 0)
+
+
+@pytest.mark.parametrize(
+    ("calls", "expected"),
+    [
+        ([(1, 1, 1)], 1),
+        ([(1, 1, 1), (1, 1, 1)], 2),
+        ([(1, 1, 1), (0, 0, 1)], 0),
+        ([(2, 2, 2)], 2),
+        ([(1, 1, 2), (1, 0, 2)], 0),
+        ([(1, 1, 1), (1, 1, 2)], 1),
+    ],
+)
+def test_skipped_updates_are_counted_over_steps(calls: list[tuple[int, int, int]], expected: int) -> None:
+    keeper = make_keeper(ListLogger(), max_skipped_in_a_row=99)
+    for skipped, in_a_row, updates in calls:
+        keeper.end_step(outcome(skipped, in_a_row, updates), PhaseClock(), is_last=False)
+    assert keeper.state.skipped_in_a_row == expected
+
+
+def test_too_many_of_them_end_the_run() -> None:
+    diary: list[str] = []
+    keeper = keeper_of(diary)
+    skipped = outcome(1, 1, samples=[f"data.jsonl:{line}" for line in range(10, 20)] * 2)
+    assert all(keeper.end_step(skipped, PhaseClock(), is_last=False) for _ in range(2))
+    with pytest.raises(TrainingDivergedError) as raised:
+        keeper.end_step(skipped, PhaseClock(), is_last=False)
+    assert diary == ["log 1", "save 2", "log 2", "log 3", "finish"], "the step that ends the run is recorded too"
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith("step 3: 3 updates in a row were skipped")
+    assert "policy.max_consecutive_skipped_updates: 3" in lines[0]
+    assert lines[1].startswith("The step's samples: data.jsonl:10, data.jsonl:11, ")
+    assert lines[1].endswith("data.jsonl:17 and 2 more.")
+    assert lines[2] == "The last checkpoint: step_2."
+
+
+def test_without_checkpoints() -> None:
+    keeper = make_keeper(ListLogger(), max_skipped_in_a_row=1)
+    with pytest.raises(TrainingDivergedError, match="The last checkpoint: none was saved"):
+        keeper.end_step(outcome(1, 1), PhaseClock(), is_last=True)
+    keeper.finish()
