@@ -43,10 +43,10 @@ install: $(STAMP) ## make or update .venv, with all that the demo and the tests 
 demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say where the results are
 	@echo "[demo] making the data: 3-digit additions, for training and for validation"
 	@$(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0
-	@echo "[demo] 1 of 2, supervised fine-tuning: nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml"
-	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml
-	@echo "[demo] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe.yaml"
-	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe.yaml
+	@echo "[demo] 1 of 2, supervised fine-tuning: nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never"
+	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never
+	@echo "[demo] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never"
+	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never
 
 test: lint types test-unit test-functional ## what to run before a change; continuous integration runs all targets
 	@echo "[test] all passed"

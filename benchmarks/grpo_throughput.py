@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from small_model import MODEL, REPOSITORY, confine, nowhere, positive, running_ray, write_model
+from small_model import (
+    MODEL,
+    REPOSITORY,
+    confine,
+    keeper_without_checkpoints,
+    open_loggers,
+    positive,
+    running_ray,
+    write_model,
+)
 
-from nemo_rl_moe.algorithms.grpo import Observers, train_grpo
+from nemo_rl_moe.algorithms.grpo import train_grpo
 from nemo_rl_moe.algorithms.rollouts import Roller
+from nemo_rl_moe.algorithms.run_keeper import Observers
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
@@ -35,10 +44,8 @@ from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
 from nemo_rl_moe.launch.grpo import sampling_parameters
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
+from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.loggers.samples import SampleLog
 from nemo_rl_moe.models.hf_files import load_hf_config
@@ -78,7 +85,7 @@ class StepClock:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome = "finished") -> None:
         """Does nothing."""
 
 
@@ -194,13 +201,7 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
     stack.callback(policy.shutdown)
     scorer = EnvironmentScorer(config.env)
     stack.callback(scorer.shutdown)
-    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
-    loggers = stack.enter_context(
-        FanOutLogger(
-            {"console": lambda: console, "jsonl": lambda: JsonlLogger(folder), "clock": lambda: clock},
-            lambda warning: print(warning, file=sys.stderr),
-        )
-    )
+    loggers, console = open_loggers(folder, clock, stack)
     samples = stack.enter_context(SampleLog(folder, console, num_to_print=0, num_to_save=None))
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     train_grpo(
@@ -211,8 +212,9 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
         None,
         sampling_parameters(config.policy.generation, tokenizer, load_hf_config(config.policy.model_name).vocab_size),
         pad_token_id(tokenizer),
-        loggers,
-        Observers(ExpertLoadWriter(folder, console.warn).write, samples.write, save=lambda: None),
+        keeper_without_checkpoints(
+            config.policy, Observers(loggers, ExpertLoadWriter(folder, console.warn).write, samples.write)
+        ),
     )
 
 

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,14 +27,16 @@ from small_model import (
     VOCABULARY,
     confine,
     family_cpu_seconds,
+    keeper_without_checkpoints,
     not_negative,
-    nowhere,
+    open_loggers,
     positive,
     release,
     running_ray,
     write_model,
 )
 
+from nemo_rl_moe.algorithms.run_keeper import Observers
 from nemo_rl_moe.algorithms.sft import train_sft
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
@@ -43,10 +44,9 @@ from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
-from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
+from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
@@ -94,7 +94,7 @@ class StepClock:
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Does nothing."""
 
-    def close(self) -> None:
+    def close(self, outcome: RunOutcome = "finished") -> None:
         """Does nothing."""
 
 
@@ -130,14 +130,9 @@ class Contestant:
         done = self.num_steps
         self.num_steps += len(loader)
         self.clock.start()
-        train_sft(
-            self.config.sft,
-            self.policy,
-            loader,
-            None,
-            self.loggers,
-            lambda step, load: self.expert_load.write(done + step, load),
-        )
+        observers = Observers(self.loggers, lambda step, load: self.expert_load.write(done + step, load))
+        keeper = keeper_without_checkpoints(self.config.policy, observers)
+        train_sft(self.config.sft, self.policy, loader, None, keeper)
         if measured:
             self.cpu_seconds += family_cpu_seconds() - before
             self.blocks.append(self.clock.seconds)
@@ -222,13 +217,9 @@ def start_contestant(
     stack.callback(policy.shutdown)
     run_folder = folder / f"moe_metrics_{track_moe_metrics}"
     run_folder.mkdir()
-    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
     clock = StepClock()
-    loggers = FanOutLogger(
-        {"console": lambda: console, "jsonl": lambda: JsonlLogger(run_folder), "clock": lambda: clock},
-        lambda warning: print(warning, file=sys.stderr),
-    )
-    return Contestant(config, policy, stack.enter_context(loggers), ExpertLoadWriter(run_folder, console.warn), clock)
+    loggers, console = open_loggers(run_folder, clock, stack)
+    return Contestant(config, policy, loggers, ExpertLoadWriter(run_folder, console.warn), clock)
 
 
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:

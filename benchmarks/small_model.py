@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmarks share: the small model, a local Ray, cores, the command line's numbers."""
+"""What the benchmarks share: the small model, a local Ray, cores, loggers, the command line's numbers."""
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -14,7 +15,15 @@ import psutil
 import ray
 import torch
 
-from nemo_rl_moe.distributed.cluster import object_store_bytes
+from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.run_keeper import Observers, RunKeeper
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.local_ray import object_store_bytes
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.interface import MetricLogger
+from nemo_rl_moe.loggers.jsonl import JsonlLogger
+from nemo_rl_moe.loggers.notices import Notices
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 VOCABULARY = 512
@@ -68,11 +77,11 @@ def release(cores: set[int]) -> None:
                     os.sched_setaffinity(thread.id, cores)
 
 
-def write_model(folder: Path) -> int:
-    """Writes the model's `config.json` and returns its number of parameters."""
+def write_model(folder: Path, **changes: int) -> int:
+    """Writes the model's `config.json`, with other values if asked for, and returns its number of parameters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(**MODEL)
+    config = Qwen3MoeConfig(**{**MODEL, **changes})
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)
@@ -119,3 +128,20 @@ def family_cpu_seconds() -> float:
             times = process.cpu_times()
             total += times.user + times.system
     return total
+
+
+def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[FanOutLogger, ConsoleLogger]:
+    """A console that nobody sees, `metrics.jsonl`, and last of all the clock; the stack closes them."""
+    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
+    notices = Notices(console.message, lambda warning: print(warning, file=sys.stderr))
+    direct: dict[str, Callable[[], MetricLogger]] = {
+        "console": lambda: console,
+        "jsonl": lambda: JsonlLogger(folder, notices.warn, notices.message),
+        "clock": lambda: clock,
+    }
+    return stack.enter_context(FanOutLogger(direct, notices)), console
+
+
+def keeper_without_checkpoints(policy: PolicyConfig, observers: Observers) -> RunKeeper:
+    """Ends each step as a run does that saves nothing."""
+    return RunKeeper(observers, None, lambda: None, policy.max_consecutive_skipped_updates, LoopState())

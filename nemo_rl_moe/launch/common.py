@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.algorithms.loop import RunSummary
-from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME
-from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.run_folder import create_run_folder, write_run_files
+from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
 from nemo_rl_moe.loggers.samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
@@ -75,20 +72,6 @@ def running_policy(
         policy.shutdown()
 
 
-@contextmanager
-def open_run(
-    config: MasterConfig, policy: MegatronPolicy, console: ConsoleLogger
-) -> Iterator[tuple[Path, FanOutLogger]]:
-    """Makes the run's folder and opens its loggers; tells what is in force and where it is written."""
-    run_folder = create_run_folder(config.logger.log_dir)
-    resolved = dump_resolved(config)
-    write_run_files(run_folder, resolved, {EFFECTIVE_MOE_FILE: policy.moe_configuration})
-    announce(console, policy.moe_configuration, run_folder)
-    with build_loggers(config.logger, run_folder, console) as loggers:
-        loggers.log_config(resolved)
-        yield run_folder, loggers
-
-
 def announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], run_folder: Path) -> None:
     """Shows the router settings that are really in force, and where the run is written."""
     announce_moe(console, moe_configuration)
@@ -109,20 +92,6 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any]) -
             f"FORCED ROUTING: policy.megatron_cfg.{name} is {in_force[name]}. The router's own choices are overruled: "
             "this run is a benchmark or a drill, and what it trains is worthless."
         )
-
-
-def final_weights_folder(config: MasterConfig, run_folder: Path) -> Path | None:
-    """Where the trained weights go; None where they are not wanted."""
-    if not config.checkpointing.enabled:
-        return None
-    return Path(config.checkpointing.checkpoint_dir or run_folder / "checkpoints") / "final"
-
-
-def save_final_weights(policy: MegatronPolicy, folder: Path | None, console: ConsoleLogger) -> None:
-    """Writes the trained weights as a Hugging Face folder, where the user wants them."""
-    if folder is not None:
-        with console.phase("saving the final weights"):
-            policy.save_weights(folder)
 
 
 def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import Observers, train_grpo
+from nemo_rl_moe.algorithms.grpo import train_grpo
 from nemo_rl_moe.algorithms.loop import num_training_steps
 from nemo_rl_moe.algorithms.rollouts import Roller
+from nemo_rl_moe.checkpoints.fingerprints import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
 from nemo_rl_moe.data.held_out_prompts import without_training_prompts
+from nemo_rl_moe.data.load_limit import load_limit
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
@@ -19,17 +21,11 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
 from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
-from nemo_rl_moe.launch.common import (
-    check_model,
-    final_weights_folder,
-    open_run,
-    running_cluster,
-    running_policy,
-    save_final_weights,
-    summarise,
-)
+from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
+from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepare_run, restore
+from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.samples import SampleLog
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
@@ -38,13 +34,15 @@ _ENGINES = {"megatron": MegatronGeneration}
 """By the name of `policy.generation.backend`."""
 
 
-def run_grpo(config: GRPOMasterConfig) -> None:
+def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
     """Runs GRPO from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
 
     Args:
         config: A checked configuration.
+        attempt: Which run this is, and which of its attempts.
+        stop_signals: Tell when the run is asked to stop.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
@@ -63,7 +61,15 @@ def run_grpo(config: GRPOMasterConfig) -> None:
     if config.data.validation is not None:
         held_out = read_prompts(config, config.data.validation, tokenizer, console, training)
     num_steps = num_training_steps(config.grpo, len(loader))
-    console.begin(num_steps)
+    fingerprints = {
+        TRAINING_DATA: samples_fingerprint(config.data.train.path or "drawn", (p.token_ids for p in training)),
+    }
+    keeps_reference = config.loss_fn.reference_policy_kl_penalty > 0
+    if keeps_reference:
+        fingerprints[MODEL] = model_fingerprint(config.policy.model_name)
+    run = prepare_run(config, attempt, stop_signals, console, num_steps, fingerprints)
+    if run.is_complete:
+        return
     with (
         running_cluster(config, console) as cluster,
         running_policy(
@@ -72,36 +78,35 @@ def run_grpo(config: GRPOMasterConfig) -> None:
             console,
             seed=config.grpo.seed,
             num_steps=num_steps * config.updates_per_step,
-            keep_reference=config.loss_fn.reference_policy_kl_penalty > 0,
+            keep_reference=keeps_reference,
         ) as policy,
         running_scorer(config, console) as scorer,
-        open_run(config, policy, console) as (run_folder, loggers),
-        running_generation(config, policy) as generation,
-        SampleLog(
-            run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
-        ) as samples,
     ):
-        weights = final_weights_folder(config, run_folder)
-        summary = train_grpo(
-            config,
-            policy,
-            Roller(generation, scorer, tokenizer.decode),
-            loader,
-            held_out,
-            sampling,
-            padding,
-            loggers,
-            Observers(
-                log_expert_load=ExpertLoadWriter(run_folder, console.warn).write,
-                log_samples=samples.write,
-                save=lambda: save_final_weights(policy, weights, console),
-            ),
-        )
-    if summary.num_steps < num_steps:
+        restore(run, policy)
+        with (
+            open_run(run, policy) as (run_folder, loggers),
+            running_generation(config, policy) as generation,
+            SampleLog(
+                run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
+            ) as samples,
+            keeping(run, policy, run_folder, loggers, samples.write) as keeper,
+        ):
+            summary = train_grpo(
+                config,
+                policy,
+                Roller(generation, scorer, tokenizer.decode),
+                loader,
+                held_out,
+                sampling,
+                padding,
+                keeper,
+            )
+            ending = end_run(run, policy, summary, run_folder)
+    if summary.stopped_for is None and summary.num_steps < num_steps:
         console.warn(
             f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {num_steps} steps"
         )
-    console.message(summarise(config, summary, run_folder, weights))
+    console.message(ending)
 
 
 def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
@@ -157,7 +162,7 @@ def read_prompts(
     """
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
-    with console.phase(what):
+    with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "drawn prompts"):
         prompts = load_prompts(source, config.data, tokenizer, longest, config.env)
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())

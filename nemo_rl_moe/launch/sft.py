@@ -7,32 +7,30 @@ from typing import Any
 
 from nemo_rl_moe.algorithms.loop import num_training_steps
 from nemo_rl_moe.algorithms.sft import train_sft
+from nemo_rl_moe.checkpoints.fingerprints import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.data.dataset import load_sft_dataset
+from nemo_rl_moe.data.load_limit import load_limit
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.launch.common import (
-    check_model,
-    final_weights_folder,
-    open_run,
-    running_cluster,
-    running_policy,
-    save_final_weights,
-    summarise,
-)
+from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
+from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepare_run, restore
+from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 
 
-def run_sft(config: SFTMasterConfig) -> None:
+def run_sft(config: SFTMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
     """Runs supervised fine-tuning from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
 
     Args:
         config: A checked configuration.
+        attempt: Which run this is, and which of its attempts.
+        stop_signals: Tell when the run is asked to stop.
 
     Raises:
         UserError: The model, the tokenizer or the data cannot be used.
@@ -52,23 +50,21 @@ def run_sft(config: SFTMasterConfig) -> None:
         return sequential_batches(validation, batch_size, padding, config.sft.val_batches)
 
     num_steps = num_training_steps(config.sft, len(loader))
-    console.begin(num_steps)
+    fingerprints = {
+        TRAINING_DATA: samples_fingerprint(config.data.train.path, (example.input_ids for example in training)),
+    }
+    run = prepare_run(config, attempt, stop_signals, console, num_steps, fingerprints)
+    if run.is_complete:
+        return
     with (
         running_cluster(config, console) as cluster,
         running_policy(config, cluster, console, seed=config.sft.seed, num_steps=num_steps) as policy,
-        open_run(config, policy, console) as (run_folder, loggers),
     ):
-        summary = train_sft(
-            config.sft,
-            policy,
-            loader,
-            validation_batches if validation else None,
-            loggers,
-            ExpertLoadWriter(run_folder, console.warn).write,
-        )
-        weights = final_weights_folder(config, run_folder)
-        save_final_weights(policy, weights, console)
-    console.message(summarise(config, summary, run_folder, weights))
+        restore(run, policy)
+        with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
+            summary = train_sft(config.sft, policy, loader, validation_batches if validation else None, keeper)
+            ending = end_run(run, policy, summary, run_folder)
+    console.message(ending)
 
 
 def load_dataset(config: SFTMasterConfig, source: DataSourceConfig, tokenizer: Any, console: ConsoleLogger) -> Any:
@@ -77,7 +73,7 @@ def load_dataset(config: SFTMasterConfig, source: DataSourceConfig, tokenizer: A
     Raises:
         DataError: A file is missing or a line cannot be used.
     """
-    with console.phase(f"reading {source.path}"):
+    with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
         dataset = load_sft_dataset(
             source.path,
             source.split,

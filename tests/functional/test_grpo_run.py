@@ -30,6 +30,7 @@ LOSS_KEYS = {
     "num_microbatches",
     "num_tokens",
     "num_valid_tokens",
+    "skipped_updates",
     "probs_ratio",
     "probs_ratio_clamped",
     "probs_ratio_max",

@@ -63,6 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         sft_runs.make_model_folder(folder / "model", mlp_only_layers=[DENSE_LAYER]),
         sft__max_num_steps=NUM_STEPS,
         sft__val_period=25,
+        checkpointing__save_period=25,
         policy__train_global_batch_size=64,
         policy__train_micro_batch_size=16,
         policy__megatron_cfg__scheduler__lr_warmup_iters=10,
@@ -134,9 +135,14 @@ def test_each_training_step_has_each_metric(run: FinishedRun) -> None:
     outliers = [key for key in history if key.startswith("train/moe_expert_utilization/")]
     assert outliers, "the most and the least loaded experts of each step"
     for key in history.keys() - set(outliers):
-        expected = [0, 25, NUM_STEPS] if key.startswith(("val/", "timing/validation/")) else every_step
+        expected = every_step
+        if key.startswith(("val/", "timing/validation/")):
+            expected = [0, 25, NUM_STEPS]
+        elif key.startswith("timing/checkpoint/"):
+            expected = [25, NUM_STEPS]
         assert [step for step, _ in history[key]] == expected, key
     assert set(values_of(history, "train/num_microbatches")) == {2.0}
+    assert set(values_of(history, "train/skipped_updates")) == {0.0}
 
 
 def test_router_losses_of_the_moe_layers(run: FinishedRun) -> None:

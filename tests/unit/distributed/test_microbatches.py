@@ -208,3 +208,53 @@ def test_planning_is_fast(batching: Batching):
         plan_microbatches(lengths, num_data_parallel_ranks=8, global_batch_size=4096, batching=batching)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.05
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.integers(1, MAX_LENGTH // 2), min_size=24, max_size=24),
+    st.sampled_from([2, 3]),
+    st.integers(1, 2),
+    st.sampled_from([PlainBatching(2), DynamicBatching(70), PackedBatching(70), PackedBatching(72, 4)]),
+)
+def test_neighbours_of_a_group_share_a_microbatch(
+    lengths: list[int], group_size: int, ranks: int, batching: Batching
+) -> None:
+    common = {"num_data_parallel_ranks": ranks, "batching": batching, "group_size": group_size}
+    training = plan_microbatches(lengths, global_batch_size=4, **common)
+    evaluation = plan_evaluation(lengths[: 5 * group_size], **common)
+    assert len(training.global_batches) == 24 // group_size // 4
+    filled = lengths[: 5 * group_size] + [lengths[index] for index in evaluation.fillers]
+    for values, by_rank in [*((lengths, batch) for batch in training.global_batches), (filled, evaluation.by_rank)]:
+        for microbatch in (microbatch for rank in by_rank for microbatch in rank):
+            groups = [microbatch[start : start + group_size] for start in range(0, len(microbatch), group_size)]
+            assert all(group == tuple(range(group[0], group[0] + group_size)) for group in groups)
+            assert all(group[0] % group_size == 0 for group in groups)
+            if isinstance(batching, PlainBatching):
+                assert len(groups) == batching.micro_batch_size
+            else:
+                assert tokens_in_memory(batching, [values[index] for index in microbatch]) <= batching.max_tokens
+    every_index = sorted(i for batch in training.global_batches for rank in batch for one in rank for i in one)
+    assert every_index == list(range(24))
+    assert sorted(i for rank in evaluation.by_rank for one in rank for i in one) == list(range(len(filled)))
+
+
+def test_error_texts_of_groups() -> None:
+    def text(lengths: list[int], size: int, batching: Batching) -> str:
+        with pytest.raises(ConfigurationError) as caught:
+            plan_microbatches(
+                lengths, num_data_parallel_ranks=1, global_batch_size=size, batching=batching, group_size=2
+            )
+        return caught.value.problems[0]
+
+    assert text([1, 1, 1, 1], 4, PlainBatching(1)) == (
+        "policy.train_global_batch_size: got 4, expected a divisor of the 2 groups of 2 sequences in the batch"
+    )
+    assert text([1, 1, 5, 9], 2, DynamicBatching(17)) == (
+        "policy.dynamic_batching.train_mb_tokens: got 17, expected at least 18: sequences 2 to 3 of the batch, which"
+        " run together, have 5 and 9 tokens (18 with padding)"
+    )
+    assert text([1, 1, 5, 9], 2, PackedBatching(13)) == (
+        "policy.sequence_packing.train_mb_tokens: got 13, expected at least 14: sequences 2 to 3 of the batch, which"
+        " run together, have 5 and 9 tokens"
+    )

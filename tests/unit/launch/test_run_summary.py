@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.algorithms.loop import RunSummary
+from nemo_rl_moe.algorithms.loop_state import LoopState
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.launch.common import summarise
 
@@ -14,6 +15,6 @@ def test_responses_are_named_where_the_run_wrote_some(content: str | None, is_na
     if content is not None:
         (tmp_path / "samples.jsonl").write_text(content)
     config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
-    lines = summarise(config, RunSummary.of(3, [], {}), tmp_path, weights=None).splitlines()
+    lines = summarise(config, RunSummary.of(LoopState(step=3), None), tmp_path, weights=None).splitlines()
     assert (f"  responses, a line each        {tmp_path / 'samples.jsonl'}" in lines) is is_named
     assert f"  every metric, a line a step   {tmp_path / 'metrics.jsonl'}" in lines

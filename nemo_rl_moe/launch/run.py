@@ -1,0 +1,218 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run around its loop: where it begins, where it writes, what it keeps, and how it ends."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.algorithms.loop import RunSummary
+from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.run_keeper import Observers, RunKeeper
+from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
+from nemo_rl_moe.checkpoints.fingerprints import changed_inputs
+from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
+from nemo_rl_moe.checkpoints.state import layout_of
+from nemo_rl_moe.checkpoints.store import CheckpointStore
+from nemo_rl_moe.checkpoints.time_limit import TimeLimit
+from nemo_rl_moe.config.resolved import dump_resolved
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.common import EFFECTIVE_MOE_FILE, announce, summarise
+from nemo_rl_moe.launch.stop_signals import StopSignals
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
+from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
+from nemo_rl_moe.loggers.run_folder import collect_versions, create_run_folder, find_run_folder, write_run_files
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+
+FINAL_WEIGHTS_FOLDER = "final"
+_NOTHING_KEPT = -1
+"""A step before the first one, for an attempt that follows one which has saved nothing."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is, before anything of it has been started.
+
+    Attributes:
+        config: The configuration.
+        algorithm: The name of its own section.
+        attempt: Which run this is, and which of its attempts.
+        stop_signals: Tell when the run is asked to stop.
+        console: Shows the run.
+        num_steps: Steps of the whole run.
+        fingerprints: Texts that change when an input does which a resumed run relies on.
+        resume: The checkpoint that it goes on from; None: it begins anew.
+    """
+
+    config: MasterConfig
+    algorithm: str
+    attempt: RunAttempt
+    stop_signals: StopSignals
+    console: ConsoleLogger
+    num_steps: int
+    fingerprints: Mapping[str, str]
+    resume: ResumePoint | None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether an earlier run has done all steps and has written the final weights."""
+        if self.resume is None or self.resume.step < self.num_steps:
+            return False
+        final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / "config.json"
+        # Older ones are another run's: this one was stopped before it could write them.
+        return final.is_file() and final.stat().st_mtime >= self.resume.state.time
+
+
+def prepare_run(
+    config: MasterConfig,
+    attempt: RunAttempt,
+    stop_signals: StopSignals,
+    console: ConsoleLogger,
+    num_steps: int,
+    fingerprints: Mapping[str, str],
+) -> Run:
+    """Finds out where the run begins, and tells it. Nothing of the run's own is written.
+
+    Raises:
+        CheckpointError: The run cannot go on from the checkpoints that are there.
+    """
+    resume = find_resume_point(config, attempt.run_id, attempt.number, console.warn)
+    algorithm = next(iter(dump_resolved(config)))
+    run = Run(config, algorithm, attempt, stop_signals, console, num_steps, fingerprints, resume)
+    if resume is not None:
+        for line in changed_inputs(resume.state.fingerprints, fingerprints):
+            console.warn(line)
+        console.message(resume.summary(num_steps) if run.is_complete or resume.step < num_steps else _only_final(run))
+    console.begin(num_steps)
+    return run
+
+
+def _only_final(run: Run) -> str:
+    assert run.resume is not None
+    return f"going on from {run.resume.folder}: all {run.num_steps} steps are done, the final weights are missing"
+
+
+def restore(run: Run, policy: MegatronPolicy) -> None:
+    """Puts the policy where the checkpoint has left it; the reference model stays the one that the run began with.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, holds anything but tensors, or belongs to another model.
+    """
+    if run.resume is not None:
+        with run.console.phase(f"loading {run.resume.folder}"):
+            policy.load_checkpoint(run.resume.policy_folder, with_optimizer=run.resume.state.with_optimizer)
+
+
+@contextmanager
+def open_run(run: Run, policy: MegatronPolicy) -> Iterator[tuple[Path, FanOutLogger]]:
+    """The run's folder and its loggers; tells what is in force and where it is written.
+
+    A resumed run goes on in its folder: what that holds of later steps is cut off, and the loggers continue.
+    """
+    run_folder, resume = _run_folder(run)
+    resolved = dump_resolved(run.config)
+    resumed_at = None if resume is None or resume.step == _NOTHING_KEPT else resume.step
+    write_run_files(run_folder, resolved, {EFFECTIVE_MOE_FILE: policy.moe_configuration}, resumed_at)
+    announce(run.console, policy.moe_configuration, run_folder)
+    with build_loggers(run.config.logger, run_folder, run.console, resume) as loggers:
+        loggers.log_config(resolved)
+        yield run_folder, loggers
+
+
+def _run_folder(run: Run) -> tuple[Path, LoggerResume | None]:
+    log_dir, run_id = run.config.logger.log_dir, run.attempt.run_id
+    if run.resume is not None:
+        if run.resume.run_folder is not None:
+            rewind_run_folder(run.resume.run_folder, run.resume.step)
+            return run.resume.run_folder, LoggerResume(run.resume.step, run.resume.state.logger_run_ids)
+    elif (earlier := find_run_folder(log_dir, run_id)) is not None:
+        # An attempt before this one has begun, but has saved nothing.
+        rewind_run_folder(earlier, _NOTHING_KEPT)
+        return earlier, LoggerResume(_NOTHING_KEPT, {})
+    return create_run_folder(log_dir, run_id, run.algorithm), None
+
+
+@contextmanager
+def keeping(
+    run: Run,
+    policy: MegatronPolicy,
+    run_folder: Path,
+    loggers: FanOutLogger,
+    log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None,
+) -> Iterator[RunKeeper]:
+    """Ends the steps of the run; inside, a first request to stop only ends the loop after its step."""
+    observers = Observers(loggers, ExpertLoadWriter(run_folder, run.console.warn).write, log_samples)
+    settings = run.config.checkpointing
+    time_limit = TimeLimit(settings.checkpoint_must_save_by, run.attempt.started)
+
+    def stop_reason() -> str | None:
+        is_up = time_limit.is_up_after_step()
+        return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
+
+    def keeper(checkpointer: Checkpointer | None) -> RunKeeper:
+        start = run.resume.state.loop_state if run.resume is not None else LoopState()
+        return RunKeeper(observers, checkpointer, stop_reason, run.config.policy.max_consecutive_skipped_updates, start)
+
+    with run.stop_signals.graceful():
+        if not settings.enabled:
+            yield keeper(None)
+            return
+        store = CheckpointStore(checkpoint_dir_of(run.config, run_folder), run.console.warn)
+        with store.locked():
+            store.sweep()
+            yield keeper(
+                Checkpointer(
+                    store,
+                    policy,
+                    settings,
+                    lambda: _describe(run, run_folder, loggers),
+                    run.console.warn,
+                    run.console.message,
+                )
+            )
+
+
+def _describe(run: Run, run_folder: Path, loggers: FanOutLogger) -> RunDescription:
+    return RunDescription(
+        algorithm=run.algorithm,
+        run_id=run.attempt.run_id,
+        first_run_id=run.resume.state.first_run_id if run.resume is not None else run.attempt.run_id,
+        run_folder=run_folder,
+        logger_run_ids=loggers.run_ids,
+        config=dump_resolved(run.config),
+        layout=layout_of(run.config),
+        fingerprints=run.fingerprints,
+        versions=collect_versions(),
+    )
+
+
+def end_run(run: Run, policy: MegatronPolicy, summary: RunSummary, run_folder: Path) -> str:
+    """Writes the final weights of a run that is complete.
+
+    Returns:
+        What to tell at the very end: what was learned and where to look, or how to go on.
+    """
+    checkpoint_dir = checkpoint_dir_of(run.config, run_folder) if run.config.checkpointing.enabled else None
+    if summary.stopped_for is not None:
+        return _stopped(run, summary, checkpoint_dir)
+    weights = None
+    if checkpoint_dir is not None:
+        weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
+        with run.console.phase("saving the final weights"):
+            policy.save_weights(weights)
+    return summarise(run.config, summary, run_folder, weights)
+
+
+def _stopped(run: Run, summary: RunSummary, checkpoint_dir: Path | None) -> str:
+    stopped = f"\nstopped after step {summary.num_steps} of {run.num_steps} ({summary.stopped_for})"
+    if checkpoint_dir is None:
+        return f"{stopped}; nothing was saved (checkpointing.enabled: false)"
+    settings = run.config.checkpointing
+    how = "run the same command again" if settings.resume == "auto" else "run it again with checkpointing.resume=auto"
+    return f"{stopped}; saved to {checkpoint_dir / f'step_{summary.num_steps}'}. To go on, {how}."
