@@ -54,6 +54,26 @@ def test_sft_throughput_says_which_sizes_fit(repository_root: Path) -> None:
     assert done.stdout == ""
 
 
+@pytest.mark.parametrize("reference", ["in_step", "beforehand"])
+def test_dpo_throughput_prints_one_line_of_measured_speeds(repository_root: Path, reference: str) -> None:
+    sizes = ("--steps", "3", "--warmup", "1", "--reference-logprobs", reference)
+    result = result_of(run_benchmark(repository_root, "dpo_throughput", *sizes))
+    assert result.keys() >= SPEEDS
+    speed, seconds = result["tokens_per_second"], result["seconds_per_step"]
+    assert 0 < speed["median"] <= speed["best"]
+    assert result["tokens_per_step"] == 16 * 128
+    assert speed["median"] * seconds["median"] == pytest.approx(16 * 128, rel=1e-3)
+    assert (0 < result["reference_share"] < 0.6) if reference == "in_step" else result["reference_share"] == 0
+    assert 0.3 < result["last_loss"] < 1.5  # it begins at log(2)
+    assert (result["reference_logprobs"], result["workers"]) == (reference, 1)
+
+
+def test_dpo_throughput_says_which_sizes_fit(repository_root: Path) -> None:
+    done = run_benchmark(repository_root, "dpo_throughput", "--workers", "4", "--micro-batch-size", "4")
+    assert done.returncode == 2
+    assert "nearest: --micro-batch-size 2" in done.stderr
+
+
 def test_grpo_throughput_says_where_a_step_goes(repository_root: Path) -> None:
     result = result_of(run_benchmark(repository_root, "grpo_throughput", "--steps", "2", "--warmup", "1"))
     assert result.keys() >= {"seconds_per_step", "generation_tokens_per_second", "phase_shares", "model", "versions"}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The demo from end to end: reinforcement learning makes the fine-tuned model better, and a random reward does not."""
+"""The demo from end to end: preferences and rewards make the fine-tuned model better, and a random reward does not."""
 
 import subprocess
 import sys
@@ -54,6 +54,16 @@ def test_accuracy_rises_by_three_tenths(fine_tuned: Path) -> None:
     lengths = [value for _, value in history["val/mean_gen_tokens_per_sample"]]
     assert lengths[-1] > lengths[0] + 3  # what it learned is to show the working
     assert max(value for _, value in history["train/token_mult_prob_error"]) < 1 + 1e-6
+
+
+def test_accuracy_of_preferences_rises_above_nine_tenths(fine_tuned: Path) -> None:
+    launch(fine_tuned, "dpo")
+    history = history_of(fine_tuned, "dpo_tiny_moe")
+    accuracy = [value for _, value in history["val/accuracy"]]
+    assert accuracy[0] == 0.0  # the model begins as its own reference: every margin is 0
+    assert accuracy[-1] > 0.9
+    margin = [value for _, value in history["val/reward_margin"]]
+    assert margin[-1] > 0.5
 
 
 def test_a_random_reward_teaches_nothing(fine_tuned: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
@@ -34,7 +34,7 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for name, text in found if name == language]
 
 
-LAUNCHERS = {"examples/run_sft.py": "sft", "examples/run_grpo.py": "grpo"}
+LAUNCHERS = {"examples/run_sft.py": "sft", "examples/run_dpo.py": "dpo", "examples/run_grpo.py": "grpo"}
 COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:nemo-rl-moe|python (?={'|'.join(LAUNCHERS)})) ?(.+)")
 
 
@@ -84,7 +84,13 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
 COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--config" in words]
 # Shown together with the messages that it ends with.
 MEANT_TO_FAIL = "policy.megatron_cfg.track_moe_metric=true"
-LOADERS = {"sft": load_config, "grpo": load_grpo_config, "config": load_any_config, "plan": load_any_config}
+LOADERS = {
+    "sft": load_config,
+    "dpo": load_dpo_config,
+    "grpo": load_grpo_config,
+    "config": load_any_config,
+    "plan": load_any_config,
+}
 
 
 def configurations(page: Path) -> dict[str, str]:
@@ -95,7 +101,7 @@ def configurations(page: Path) -> dict[str, str]:
 
 def page_of_configurations(page: Path, command: str) -> Path:
     """Where the files stand that a page's commands mean: on it, or on the page of the algorithm."""
-    return page if configurations(page) else DOCS / ("sft.md" if command == "sft" else "grpo.md")
+    return page if configurations(page) else DOCS / (f"{command}.md" if command in ALGORITHMS else "grpo.md")
 
 
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page.name}-{words[0]}" for page, words in COMMANDS])
@@ -118,9 +124,11 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
-        *(("README.md", command) for command in ("sft", "grpo", "config", "plan")),
+        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "plan")),
+        *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config")),
+        ("checkpoints.md", "sft"),
         ("moe-metrics.md", "sft"),
     }
     # None is missed for standing in a form that `commands` does not know.
