@@ -3,13 +3,28 @@
 """The `nemo-rl-moe` command. Heavy packages are imported only by the command that needs them."""
 
 import argparse
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import traceback
+import uuid
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from nemo_rl_moe import __version__
-from nemo_rl_moe.errors import ConfigurationError, UserError, WorkerDiedError
+from nemo_rl_moe.errors import (
+    EXIT_FAILURE_TOLD,
+    EXIT_RUN_FAILED,
+    ConfigurationError,
+    TrainingDivergedError,
+    UserError,
+    WorkerDiedError,
+)
+from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.stop_signals import StopSignals, exit_code_of_signal
 
-EXIT_INTERRUPTED = 130
+if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema import MasterConfig
 
 _OVERRIDES_HELP = """\
 overrides change the configuration from the command line; values are YAML:
@@ -26,6 +41,7 @@ examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
+  nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=beforehand
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
 """
@@ -34,11 +50,15 @@ examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
 
+    A command that trains runs in a process of its own, which this one watches over; see `launch/supervisor.py`. The
+    same command with `--run-id` is that process.
+
     Args:
         arguments: What follows the program's name; None: this process's own.
 
     Returns:
-        The exit code: 0, 1 for a run that failed in a worker, 2 for wrong input, 130 when interrupted.
+        The exit code: 0 also where the run was asked to stop and has saved; 1 for a run that failed; 2 for wrong input;
+        3 for a run whose numbers are no longer numbers; 130 or 143 when SIGINT or SIGTERM ended it at once.
     """
     parser = _build_parser()
     options, rest = parser.parse_known_args(arguments)
@@ -49,17 +69,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.config is None:
             raise ConfigurationError(_config_is_missing(options.command))
-        _COMMANDS[options.command](options.config, overrides)
+        if options.command in _COMMANDS:
+            _COMMANDS[options.command](options.config, overrides)
+        elif options.run_id is None:
+            return _supervise(options.command, options.config, overrides)
+        else:
+            with StopSignals() as stop_signals:
+                _drive(
+                    options.command,
+                    options.config,
+                    overrides,
+                    RunAttempt(options.run_id, options.attempt, options.started),
+                    stop_signals,
+                )
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
-    except WorkerDiedError as error:
+    except (WorkerDiedError, TrainingDivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return exit_code_of_signal(signal.SIGINT)
+    except SystemExit as error:
+        if error.code == exit_code_of_signal(signal.SIGTERM):
+            print("terminated", file=sys.stderr)
+        raise
     return 0
 
 
@@ -75,6 +111,7 @@ def _build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in (
         ("sft", "supervised fine-tuning"),
+        ("dpo", "learning from pairs of a chosen and a rejected response (DPO, IPO)"),
         ("grpo", "reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)"),
         ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
         (
@@ -95,6 +132,11 @@ def _build_parser() -> argparse.ArgumentParser:
             "--config", metavar="FILE", help="a YAML file, or the name of a shipped one such as sft_tiny_moe.yaml"
         )
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
+        if name not in _COMMANDS:
+            # For the process that runs the command, see `_driver_command`.
+            command.add_argument("--run-id", help=argparse.SUPPRESS)
+            command.add_argument("--attempt", type=int, default=1, help=argparse.SUPPRESS)
+            command.add_argument("--started", type=float, help=argparse.SUPPRESS)
     return parser
 
 
@@ -104,22 +146,72 @@ def _config_is_missing(command: str) -> str:
     return f"{command}: --config FILE is missing; shipped configurations: {', '.join(exemplar_names())}"
 
 
-def _run_sft(config_path: str, overrides: Sequence[str]) -> None:
-    from nemo_rl_moe.config.loading import load_config
+def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterConfig":
+    from nemo_rl_moe.config.loading import ALGORITHMS, load_config_as
 
-    config = load_config(config_path, overrides)
+    return load_config_as(ALGORITHMS[command], config_path, overrides)
+
+
+def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
+    """Checks the configuration, and has a process of its own run the command; returns that one's exit code."""
+    config = _load(command, config_path, overrides)
+    from nemo_rl_moe.launch.supervisor import Supervision, supervise
+
+    run_id, started = uuid.uuid4().hex, time.monotonic()
+
+    def driver_command(attempt: int) -> list[str]:
+        which = ["--run-id", run_id, "--attempt", str(attempt), "--started", str(started)]
+        arguments = [command, "--config", config_path, *overrides, *which]
+        # -P: modules are looked for where this process does, and that is not always the working folder.
+        return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments]
+
+    return supervise(
+        Supervision(
+            driver_command,
+            environment={"PYTHONPATH": os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))},
+            max_restarts=config.cluster.max_restarts,
+            resume_hint=lambda: _resume_hint(config, run_id),
+        )
+    )
+
+
+def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
+    """How to go on after the driver could not tell it itself; None where there is no checkpoint."""
+    from nemo_rl_moe.checkpoints.resume import find_resume_point
+
+    try:
+        point = find_resume_point(config, run_id, 2, lambda problem: None)
+    except (UserError, OSError):
+        return None
+    if point is None:
+        return None
+    how = "the same command" if config.checkpointing.resume == "auto" else "the command with checkpointing.resume=auto"
+    return f"{how} goes on from {point.folder}"
+
+
+def _drive(
+    command: str, config_path: str, overrides: Sequence[str], attempt: RunAttempt, stop_signals: StopSignals
+) -> None:
+    config = _load(command, config_path, overrides)
+    _RUNS[command]()(config, attempt, stop_signals)
+
+
+def _sft() -> Callable[..., None]:
     from nemo_rl_moe.launch.sft import run_sft
 
-    run_sft(config)
+    return run_sft
 
 
-def _run_grpo(config_path: str, overrides: Sequence[str]) -> None:
-    from nemo_rl_moe.config.loading import load_grpo_config
+def _dpo() -> Callable[..., None]:
+    from nemo_rl_moe.launch.dpo import run_dpo
 
-    config = load_grpo_config(config_path, overrides)
+    return run_dpo
+
+
+def _grpo() -> Callable[..., None]:
     from nemo_rl_moe.launch.grpo import run_grpo
 
-    run_grpo(config)
+    return run_grpo
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:
@@ -141,7 +233,22 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
     print_plan(config)
 
 
-_COMMANDS = {"sft": _run_sft, "grpo": _run_grpo, "config": _print_config, "plan": _print_plan}
+_COMMANDS = {"config": _print_config, "plan": _print_plan}
+_RUNS = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
+
+
+def _main_of_a_process() -> int:
+    """`main`, with an exit code by which the supervisor tells a failure that the user knows of from a sudden end."""
+    is_driver = "--run-id" in sys.argv
+    try:
+        code = main()
+    except Exception:
+        if not is_driver:
+            raise
+        traceback.print_exc()
+        code = EXIT_RUN_FAILED
+    return EXIT_FAILURE_TOLD if is_driver and code == EXIT_RUN_FAILED else code
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main_of_a_process())

@@ -4,21 +4,17 @@
 
 import logging
 import os
-import shutil
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
-from nemo_rl_moe.distributed.node_tools import ProcessIdentity, end_processes, find_families, usable_cores
-from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
+from nemo_rl_moe.distributed.head_watch import HeadWatch, RemoteHead, knock
+from nemo_rl_moe.distributed.local_ray import LocalRay, kept_in_its_place
+from nemo_rl_moe.distributed.node_tools import usable_cores
+from nemo_rl_moe.errors import ConfigurationError
 
-LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
-SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
-SHARED_MEMORY = "/dev/shm"
 JOIN_TIMEOUT_S = 10.0
 
 
@@ -97,15 +93,6 @@ def _by_node(amounts: Sequence[int]) -> str:
     return f"{amounts[0]}" if len(amounts) == 1 else f"{', '.join(map(str, amounts))} on its {len(amounts)} nodes"
 
 
-def object_store_bytes() -> int:
-    """A small object store: batches and metrics are all that travels. Less where shared memory is scarce."""
-    try:
-        free = shutil.disk_usage(SHARED_MEMORY).free
-    except OSError:
-        free = LARGEST_OBJECT_STORE_BYTES
-    return max(SMALLEST_OBJECT_STORE_BYTES, min(LARGEST_OBJECT_STORE_BYTES, int(0.8 * free)))
-
-
 class RayCluster:
     """Machines with a place reserved for every worker.
 
@@ -133,7 +120,8 @@ class RayCluster:
     ):
         self.request = ClusterRequest(num_nodes, gpus_per_node, cpu_workers_per_node)
         self.placement_group: PlacementGroup | None = None
-        self._disconnects = False
+        self._local_ray: LocalRay | None = None
+        self._watch: HeadWatch | None = None
         try:
             self._connect()
             nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -145,14 +133,30 @@ class RayCluster:
             self.shutdown()
             raise
 
+    @property
+    def failure(self) -> str | None:
+        """What has happened to Ray's own servers; None: nothing."""
+        return self._watch.failure if self._watch else None
+
+    @property
+    def can_be_called(self) -> bool:
+        """False when Ray has been stopped or its servers have died: a call to it might wait for ever."""
+        return ray.is_initialized() and self.failure is None
+
     def shutdown(self) -> None:
         """Gives back what was reserved, and stops Ray if this object started it. Does nothing the second time."""
+        if self.failure is not None:
+            return  # nobody answers
         if self.placement_group is not None and ray.is_initialized():
             remove_placement_group(self.placement_group)
         self.placement_group = None
-        if self._disconnects:
-            self._disconnects = False
-            ray.shutdown()
+        if self._watch:
+            self._watch.stop()
+            self._watch = None
+            if self._local_ray:
+                self._local_ray.shutdown()
+            else:
+                ray.shutdown()
 
     def _connect(self) -> None:
         if ray.is_initialized():
@@ -175,14 +179,15 @@ class RayCluster:
     def _join(self, address: str) -> None:
         try:
             if address != "auto":
-                _knock(address)  # Ray itself would try for minutes before it says that nobody is there.
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+                knock(address, JOIN_TIMEOUT_S)  # Ray itself would try for minutes before it says that nobody is there.
+            with kept_in_its_place():
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (OSError, ValueError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise ConfigurationError(
                 f"RAY_ADDRESS: cannot join a Ray cluster at {address} ({reason}); unset it to use this machine only"
             ) from error
-        self._disconnects = True
+        self._watch = HeadWatch(RemoteHead(ray.get_runtime_context().gcs_address))
 
     def _start_local(self) -> None:
         if self.request.num_nodes > 1:
@@ -190,25 +195,9 @@ class RayCluster:
                 f"cluster.num_nodes: got {self.request.num_nodes}, this machine is 1; to use more, start Ray on all of"
                 " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
             )
-        children = set(find_families([ProcessIdentity.of(psutil.Process())]))
-        try:
-            ray.init(
-                address="local",
-                # Ray counts logical CPUs: more workers than cores only means that they take turns.
-                num_cpus=max(usable_cores(), self.request.workers_per_node),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                object_store_memory=object_store_bytes(),
-                # Ray gives its workers the lowest priority but four; here they are the program itself.
-                _system_config={"worker_niceness": 0},
-            )
-        except Exception as error:
-            # Ray leaves the servers that did start to the end of this process.
-            started = [each for each in find_families([ProcessIdentity.of(psutil.Process())]) if each not in children]
-            end_processes(started, grace_s=0.0)
-            raise WorkerDiedError(f"Ray could not be started on this machine: {error}") from error
-        self._disconnects = True
+        # Ray counts logical CPUs: more workers than cores only means that they take turns.
+        self._local_ray = LocalRay(num_cpus=max(usable_cores(), self.request.workers_per_node))
+        self._watch = self._local_ray.watch
 
     def _reserve(self, timeout_s: float) -> None:
         # One bundle a machine, each on another: as many workers on every machine as asked, never more on one.
@@ -220,14 +209,6 @@ class RayCluster:
             f"cluster: the Ray cluster is large enough, but busy: waited {timeout_s:g} s for {self.request.num_nodes} x"
             f" {_amounts(self.request.bundle)}; free now: {_amounts(free)}. Wait for its other jobs, or ask for less"
         )
-
-
-def _knock(address: str) -> None:
-    """Raises OSError or ValueError when nobody listens at "host:port"."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdigit():
-        raise ValueError("expected host:port or auto")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_TIMEOUT_S).close()
 
 
 def _amounts(resources: Mapping[str, float]) -> str:

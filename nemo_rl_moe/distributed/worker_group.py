@@ -29,6 +29,8 @@ from nemo_rl_moe.errors import WorkerDiedError
 
 ROOT_CAUSE_WAIT_S = 3.0
 """After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""
+LONGEST_WAIT_S = 1.0
+"""Between two looks at whether Ray's own servers are there: Ray would wait for them for a minute."""
 END_GRACE_S = 2.0
 LOG_TAIL_LINES = 30
 MOST_TAILS = 8
@@ -127,7 +129,7 @@ class WorkerGroup:
             node: self._on_node(node, find_families, [place.process for place in places], default=[])
             for node, places in by_node.items()
         }
-        if ray.is_initialized():
+        if self._cluster.can_be_called:
             for actor in actors:
                 with suppress(RayError, ValueError):
                     ray.kill(actor, no_restart=True)
@@ -179,9 +181,13 @@ class WorkerGroup:
         results: dict[int, Any] = {}
         failures: dict[int, WorkerFailure | RayError] = {}
         while pending:
-            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _ = ray.wait(list(pending), num_returns=1, timeout=remaining)
+            remaining = LONGEST_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+            ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(remaining, LONGEST_WAIT_S))
+            if problem := self._cluster.failure:
+                self._stop_and_raise(f"{problem}, {doing}.")
             if not ready:
+                if remaining > LONGEST_WAIT_S or deadline is None:
+                    continue
                 if failures:
                     break
                 self._fail_for_time(sorted(pending.values()), timeout_s)
@@ -251,7 +257,7 @@ class WorkerGroup:
         """Calls a function on one of the machines; `default` when the machine does not answer."""
         if node_id == self._driver_node:
             return function(*args)
-        if not ray.is_initialized():
+        if not self._cluster.can_be_called:
             return default
         strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
         call = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(*args)

@@ -64,6 +64,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     def __init__(self) -> None:
         # For a worker that hangs: the driver sends the signal and reads the stack from the log.
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+        _outlive_requests_to_stop()
         self._worker: Any = None
 
     def place(self) -> WorkerPlace:
@@ -113,6 +114,16 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             return getattr(self._worker, method)(*args)
         except BaseException as error:
             return describe_failure(error)
+
+
+def _outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
+    """Leaves it to the driver when a worker ends: batch systems send SIGTERM to every process of a job.
+
+    Not by ignoring it or holding it back, which all that a worker starts would inherit: SIGTERM would not end it.
+    """
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def describe_failure(error: BaseException) -> WorkerFailure:

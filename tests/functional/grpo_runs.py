@@ -63,10 +63,20 @@ def reward_that_fails_at_times(item: ScoringItem) -> float:
     return sum(character.isdigit() for character in item.response) / 12
 
 
+def command(overrides: list[str]) -> list[str]:
+    """What a user types."""
+    script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
+    return [sys.executable, str(script), "--config", str(EXEMPLAR), *overrides]
+
+
 def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     """Runs what a user types, to its end."""
-    script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
-    command = [sys.executable, str(script), "--config", str(EXEMPLAR), *overrides]
     return subprocess.run(
-        command, capture_output=True, text=True, env=sft_runs.environment(), cwd=cwd, timeout=240, check=False
+        command(overrides),
+        capture_output=True,
+        text=True,
+        env=sft_runs.environment(),
+        cwd=cwd,
+        timeout=240,
+        check=False,
     )

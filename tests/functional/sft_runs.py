@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,4 +90,9 @@ def only_run_folder(folder: Path) -> Path:
 
 def running(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that have not ended; one that nobody has asked for its exit code has."""
-    return [process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -5,25 +5,20 @@
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.loggers.jsonl import read_metrics
-from tests.functional import sft_runs
+from tests.functional import run_kills, sft_runs
 
 START_LIMIT_S = 200.0
 END_LIMIT_S = 30.0
-# What Ray and W&B leave to themselves ends a moment after the run.
-LAST_PROCESSES_LIMIT_S = 15.0
-WORKER_NAME = "ray::WorkerProcess"
 
 Refused = Callable[..., str]
 
@@ -34,100 +29,98 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def training_run(data: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of two workers that would take hours; its own process group goes at the end, whatever happens."""
-    overrides = sft_runs.settings(
-        tmp_path,
-        data,
-        sft__max_num_epochs=100_000,
-        sft__max_num_steps="null",
-        sft__val_period=0,
-        logger__mlflow_enabled=False,
-    )
-    (tmp_path / "work").mkdir()
-    with (tmp_path / "errors").open("w") as errors:
-        run = subprocess.Popen(
-            sft_runs.sft_command(overrides),
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=sft_runs.environment(),
-            cwd=tmp_path / "work",
-            start_new_session=True,
-            # A shell's background job ignores the signal, and all that it starts would inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-    family: list[psutil.Process] = []
-    try:
+def training_run(data: Path, tmp_path: Path) -> Iterator[run_kills.Run]:
+    """A run of two workers that would take hours."""
+    changes: dict[str, Any] = {
+        **sft_runs.only_jsonl(),
+        "sft__max_num_epochs": 100_000,
+        "sft__max_num_steps": "null",
+        "sft__val_period": 0,
+        "checkpointing__save_period": 0,
+    }
+    command = sft_runs.sft_command(sft_runs.settings(tmp_path, data, **changes))
+    with run_kills.running(command, tmp_path / "work") as run:
         yield run
-    finally:
-        if run.poll() is None:
-            family = psutil.Process(run.pid).children(recursive=True)
-            run.kill()
-            run.wait()
-        for process in sft_runs.running(family):
-            process.kill()
-        assert run.stdout is not None
-        run.stdout.close()
 
 
-def read_until_step(run: subprocess.Popen[str], step: int) -> str:
-    """What a run prints up to the line of a step."""
-    assert run.stdout is not None
-    lines, deadline = [], time.monotonic() + START_LIMIT_S
-    for line in run.stdout:
-        lines.append(line)
-        if line.startswith(f"step {step}/"):
-            return "".join(lines)
-        assert time.monotonic() < deadline, "".join(lines)
-    raise AssertionError("the run ended: " + "".join(lines))
+def logged_steps(folder: Path) -> list[int]:
+    return [record.step for record in read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")]
 
 
-def wait_until_gone(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Those that still run after so many seconds."""
-    deadline = time.monotonic() + limit_s
-    while (left := sft_runs.running(processes)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return left
-
-
-def test_a_worker_is_killed_while_it_trains(training_run: subprocess.Popen[str], tmp_path: Path) -> None:
-    printed = read_until_step(training_run, 3)
-    family = psutil.Process(training_run.pid).children(recursive=True)
-    workers = [process for process in family if process.name().startswith(WORKER_NAME[:15])]
-    workers = [process for process in workers if process.cmdline()[0].startswith(WORKER_NAME)]
-    assert len(workers) == 2
-    victim = workers[0]
+def test_a_worker_is_killed_while_it_trains(training_run: run_kills.Run, tmp_path: Path) -> None:
+    training_run.wait_for_text("step 3/", START_LIMIT_S)
+    victim, _ = training_run.find("worker")
     os.kill(victim.pid, signal.SIGKILL)
     killed = time.monotonic()
-    assert training_run.stdout is not None
-    printed += training_run.stdout.read()
-    assert training_run.wait(END_LIMIT_S) == 1
+    assert training_run.wait_for_end(END_LIMIT_S) == 1
+    training_run.wait_until_nothing_runs(0.0)
     assert time.monotonic() - killed < END_LIMIT_S
 
-    errors = (tmp_path / "errors").read_text()
+    errors = training_run.errors
     assert re.match(rf"error: worker rank \d \(pid {victim.pid}\) died in `train`:", errors), errors
     assert "Worker exit type: SYSTEM_ERROR" in errors
     assert "All 2 workers have been stopped." in errors
+    assert "main process" not in errors, "it is told once"
     assert "Traceback" not in errors
-    assert "steps done" not in printed
-    assert [process.cmdline() for process in wait_until_gone(family, LAST_PROCESSES_LIMIT_S)] == []
-
-    run_folder = sft_runs.only_run_folder(tmp_path)
-    steps = [record.step for record in read_metrics(run_folder / "metrics.jsonl")]
+    assert "steps done" not in training_run.printed
+    assert "(raylet)" not in training_run.printed, "Ray's own pages about it say no more"
+    steps = logged_steps(tmp_path)
     assert steps == list(range(len(steps))), "whatever was logged before can be read"
     assert len(steps) > 3
-    assert not (run_folder / "checkpoints").exists(), "nothing that looks like a finished model"
+    checkpoints = sft_runs.only_run_folder(tmp_path) / "checkpoints"
+    assert not list(checkpoints.glob("[!.]*")), "nothing that looks like a model"
 
 
-def test_interrupted_by_the_user(training_run: subprocess.Popen[str], tmp_path: Path) -> None:
-    read_until_step(training_run, 2)
-    family = psutil.Process(training_run.pid).children(recursive=True)
-    # The terminal sends it to every process of the group.
-    os.killpg(training_run.pid, signal.SIGINT)
-    assert training_run.wait(END_LIMIT_S) == 130
-    assert (tmp_path / "errors").read_text() == "interrupted\n"
-    assert [process.cmdline() for process in wait_until_gone(family, LAST_PROCESSES_LIMIT_S)] == []
+@pytest.mark.slow
+@pytest.mark.parametrize("server", ["raylet", "gcs_server"])
+def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    (victim,) = training_run.find(server)
+    os.kill(victim.pid, signal.SIGKILL)
+    killed = time.monotonic()
+    assert training_run.wait_for_end(END_LIMIT_S) == 1
+    training_run.wait_until_nothing_runs(0.0)
+    assert time.monotonic() - killed < END_LIMIT_S
+    by_watch = rf"^error: Ray's {server} \(pid {victim.pid}\) on this machine has died"
+    by_ray = r"^error: the run's main process ended with exit code 1 before it could tell why"
+    assert re.search(f"{by_watch}|{by_ray}", training_run.errors, re.MULTILINE), training_run.errors
+    assert "Traceback" not in training_run.errors
+
+
+def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: Path) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    for process in training_run.family():  # all of them are signalled, Ray and the workers too
+        process.send_signal(signal.SIGTERM)
+    assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors
+    training_run.wait_until_nothing_runs(0.0)
+    last = logged_steps(tmp_path)[-1]
+    assert "SIGTERM: the run stops after this step" in training_run.errors
+    saved = sft_runs.only_run_folder(tmp_path) / f"checkpoints/step_{last}"
+    assert saved.is_dir()
+    assert str(saved) in training_run.printed, "how to go on"
+
+
+def test_interrupted_twice_by_the_user(training_run: run_kills.Run) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    # Workers that do not answer: no step ends, so that the first request has no effect.
+    for worker in training_run.find("worker"):
+        worker.suspend()
+    os.killpg(training_run.process.pid, signal.SIGINT)  # as the terminal sends it
+    time.sleep(1.2)
+    assert training_run.process.poll() is None
+    os.killpg(training_run.process.pid, signal.SIGINT)
+    again = time.monotonic()
+    assert training_run.wait_for_end(END_LIMIT_S) == 130
+    training_run.wait_until_nothing_runs(0.0)
+    assert time.monotonic() - again < 5.0
+
+
+def test_interrupted_while_it_starts(training_run: run_kills.Run) -> None:
+    training_run.wait_for_text("starting 2 workers", START_LIMIT_S)
+    os.killpg(training_run.process.pid, signal.SIGINT)
+    assert training_run.wait_for_end(END_LIMIT_S) == 130
+    training_run.wait_until_nothing_runs(0.0)
+    assert training_run.errors == "interrupted\n"
 
 
 @pytest.fixture
@@ -141,7 +134,8 @@ def refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     def run(folder: Path = data, **changes: Any) -> str:
         before = set(tmp_path.rglob("*"))
         overrides = sft_runs.settings(tmp_path, folder, **changes)
-        assert main(["sft", "--config", str(sft_runs.EXEMPLAR), *overrides]) == 2
+        # In this process what the supervisor has done in another.
+        assert main(["sft", "--config", str(sft_runs.EXEMPLAR), *overrides, "--run-id", "7b"]) == 2
         assert set(tmp_path.rglob("*")) == before, "nothing is written"
         assert not ray.is_initialized()
         errors = capsys.readouterr().err

@@ -1,19 +1,27 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
 from nemo_rl_moe import __version__, cli
+from nemo_rl_moe.config import loading
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.resolved import dump_resolved
-from nemo_rl_moe.errors import DataError, WorkerDiedError
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, DataError, TrainingDivergedError, WorkerDiedError
+from nemo_rl_moe.launch import supervisor
+from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.supervisor import Supervision
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+DRIVER = ["sft", "--config", "sft_tiny_moe.yaml", "--run-id", "7b", "--attempt", "1"]
+"""The command as the supervisor gives it to the process that runs it."""
 
 
 def run_script(arguments: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
@@ -82,6 +90,7 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.Captu
     [
         (WorkerDiedError("worker 1 died\nits own words"), 1, "error: worker 1 died\nits own words\n"),
         (DataError(["line 3: bad", "line 4: bad"]), 2, "error: line 3: bad\nerror: line 4: bad\n"),
+        (TrainingDivergedError("step 7 is NaN"), 3, "error: step 7 is NaN\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
@@ -91,8 +100,8 @@ def test_how_a_run_ends_is_told_by_message_and_code(
     def failing_run(*_: object) -> None:
         raise raised
 
-    monkeypatch.setitem(cli._COMMANDS, "sft", failing_run)
-    assert cli.main(["sft", "--config", "sft_tiny_moe.yaml"]) == code
+    monkeypatch.setattr(cli, "_drive", failing_run)
+    assert cli.main([*DRIVER, "sft.seed=1"]) == code
     assert capsys.readouterr().err == shown
 
 
@@ -100,9 +109,92 @@ def test_a_bug_keeps_its_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing_run(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setitem(cli._COMMANDS, "sft", failing_run)
+    monkeypatch.setattr(cli, "_drive", failing_run)
     with pytest.raises(ZeroDivisionError):
-        cli.main(["sft", "--config", "sft_tiny_moe.yaml"])
+        cli.main(DRIVER)
+
+
+def test_a_request_to_stop_at_once_has_the_code_of_its_signal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted_run(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(cli, "_drive", interrupted_run)
+    former = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as caught:
+        cli.main(DRIVER)
+    assert caught.value.code == 143
+    assert capsys.readouterr().err == "terminated\n"
+    assert signal.getsignal(signal.SIGTERM) == former
+
+
+def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Supervision] = []
+
+    def supervise(supervision: Supervision) -> int:
+        told.append(supervision)
+        return 7
+
+    monkeypatch.setattr(supervisor, "supervise", supervise)
+    monkeypatch.setattr(loading, "path_problems", lambda *_, **__: [])
+    arguments = ["sft", "sft.seed=7", "--config=sft_tiny_moe.yaml", "cluster.max_restarts=3", "~sft.val_batches"]
+    assert cli.main([*arguments, "+sft.val_batches=null"]) == 7
+    (supervision,) = told
+    assert supervision.max_restarts == 3
+    command = supervision.driver_command(2)
+    start = command.index("nemo_rl_moe.cli") + 1
+    assert command[0] == sys.executable
+    assert command[start : start + 3] == ["sft", "--config", "sft_tiny_moe.yaml"]
+    overrides = ["sft.seed=7", "cluster.max_restarts=3", "~sft.val_batches", "+sft.val_batches=null"]
+    assert command[start + 3 : -4] == overrides
+    assert (command[-4], command[-2:]) == ("--run-id", ["--attempt", "2"])
+    assert supervision.driver_command(1)[-3] == command[-3], "all attempts are of one run"
+    # What the driver makes of it.
+    drives: list[tuple[object, ...]] = []
+    monkeypatch.setattr(cli, "_drive", lambda *given: drives.append(given))
+    assert cli.main(command[start:]) == 0
+    assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunAttempt(command[-3], 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "passed_on"),
+    [(DRIVER, 1, EXIT_FAILURE_TOLD), (DRIVER, 0, 0), (DRIVER, 2, 2), (DRIVER, 3, 3), (["sft"], 1, 1)],
+)
+def test_the_supervisor_learns_that_a_failure_has_been_told(
+    arguments: list[str], code: int, passed_on: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cli.py", *arguments])
+    monkeypatch.setattr(cli, "main", lambda: code)
+    assert cli._main_of_a_process() == passed_on
+
+
+def test_a_bug_of_the_driver_is_told_by_its_stack_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["cli.py", *DRIVER])
+    monkeypatch.setattr(cli, "main", lambda: 1 // 0)
+    assert cli._main_of_a_process() == EXIT_FAILURE_TOLD
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+LIGHT = """
+import sys
+from nemo_rl_moe import cli
+from nemo_rl_moe.config import loading
+from nemo_rl_moe.launch import supervisor
+loading.path_problems = lambda *given, **more: []
+supervisor.supervise = lambda supervision: print(supervision.resume_hint())
+cli.main(["sft", "--config", "sft_tiny_moe.yaml", f"logger.log_dir={sys.argv[1]}"])
+print(sorted({"torch", "ray", "transformers", "megatron"} & set(sys.modules)))
+"""
+
+
+def test_the_supervisor_stays_light(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LIGHT, str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "None\n[]\n", done.stderr
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import pytest
 from nemo_rl_moe.distributed import head_watch
 from nemo_rl_moe.distributed.head_watch import LocalHead, RemoteHead
 from nemo_rl_moe.distributed.node_tools import ProcessIdentity
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD
 
 PROGRAM = """
 import atexit, sys, time
@@ -45,14 +46,14 @@ def run_program(ending: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_program_that_ends_in_order_leaves_out_rays_end() -> None:
-    done = run_program("print(watch.failure, file=sys.stderr); sys.exit(1)")
-    assert (done.returncode, done.stderr) == (1, "Ray's raylet has died\n")
+    done = run_program("print(watch.failure, file=sys.stderr); sys.exit(7)")
+    assert (done.returncode, done.stderr) == (EXIT_FAILURE_TOLD, "Ray's raylet has died\n")
     assert done.stdout == "buried\nthe loggers' end\n"
 
 
 def test_a_program_that_hangs_is_ended() -> None:
     done = run_program("time.sleep(600)")
-    assert (done.returncode, done.stderr) == (1, "error: Ray's raylet has died\n")
+    assert (done.returncode, done.stderr) == (EXIT_FAILURE_TOLD, "error: Ray's raylet has died\n")
 
 
 @pytest.fixture

@@ -1,0 +1,260 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The light processes around a run: they pass signals on, start it again, and see that nothing outlives it.
+
+    the command (front) ── guardian ── driver ── Ray, workers, services of loggers
+
+Two of them, so that `kill -9` of either leaves one that inherits the whole family and ends it. The driver is in a
+session of its own: what a terminal sends reaches the front alone.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import psutil
+
+from nemo_rl_moe.distributed.node_tools import ProcessIdentity
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED
+from nemo_rl_moe.launch.process_family import adopt_orphans, end_descendants, signal_when_parent_ends
+from nemo_rl_moe.launch.stop_signals import SAME_REQUEST_S, STOP_SIGNALS, exit_code_of_signal
+
+FRONT_ENDED = signal.SIGUSR2
+LOGGER_SERVICE_GRACE_S = 5.0
+LONGEST_WAIT_S = 30.0
+POLL_S = 1.0
+
+
+@dataclass(frozen=True)
+class Supervision:
+    """What to run, and how.
+
+    Attributes:
+        driver_command: Gives the command of an attempt, which counts from 1.
+        environment: Variables that it has besides this process's own.
+        max_restarts: How often a driver that fails is started again.
+        resume_hint: Gives a line on how to go on after the run has failed; None where there is nothing to go on from.
+        restart_wait_s: Seconds before the first restart; doubles with each.
+        stubborn_s: Seconds that the driver has left after a second request to stop.
+    """
+
+    driver_command: Callable[[int], Sequence[str]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    max_restarts: int = 0
+    resume_hint: Callable[[], str | None] = lambda: None
+    restart_wait_s: float = 1.0
+    stubborn_s: float = 10.0
+
+
+def supervise(supervision: Supervision) -> int:
+    """Runs a driver to its end, which is also the end of everything that it has started.
+
+    Returns:
+        The exit code: the driver's own, 1 where it was killed, 128 and the signal's number where it was stopped.
+    """
+    others = {ProcessIdentity.of(child) for child in psutil.Process().children()}
+    adopt_orphans()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    stop_signals = {*STOP_SIGNALS}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores it
+        stop_signals.add(signal.SIGHUP)
+    # Held back from here on and asked for in turn, so that none is lost between two looks.
+    former_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*stop_signals, signal.SIGCHLD, FRONT_ENDED})
+    try:
+        guardian = os.fork()
+        if guardian == 0:
+            _be_guardian(supervision, stop_signals)
+        exit_code = _wait_for_guardian(guardian, stop_signals)
+        if left := end_descendants(others):
+            _tell(f"warning: {len(left)} processes of the run cannot be killed: {', '.join(map(str, left))}")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former_mask)
+    if exit_code >= 0:
+        return exit_code
+    _tell(f"error: the run's supervisor {_how_it_ended(exit_code)}; all of its processes have been stopped")
+    _tell_resume(supervision)
+    return EXIT_RUN_FAILED
+
+
+def _wait_for_guardian(guardian: int, stop_signals: set[signal.Signals]) -> int:
+    while True:
+        ended, status = os.waitpid(guardian, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        received = signal.sigtimedwait({*stop_signals, signal.SIGCHLD}, POLL_S)
+        if received is not None and received.si_signo in stop_signals:
+            os.kill(guardian, received.si_signo)
+
+
+def _be_guardian(supervision: Supervision, stop_signals: set[signal.Signals]) -> NoReturn:
+    """The forked process, which never returns into the code that has called `supervise`."""
+    exit_code = EXIT_RUN_FAILED
+    try:
+        front = os.getppid()
+        signal_when_parent_ends(FRONT_ENDED)
+        adopt_orphans()
+        os.setsid()  # out of the terminal's reach: the front passes on what comes from there
+        try:
+            exit_code = _Guardian(supervision, stop_signals, front).run()
+        except _FrontEndedError:
+            end_descendants()
+    except BaseException:
+        traceback.print_exc()
+        end_descendants()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+
+class _FrontEndedError(Exception):
+    """Nobody waits for the run any more."""
+
+
+class _Requests:
+    """Requests to stop, each of which may come as several signals."""
+
+    def __init__(self) -> None:
+        self._last_at = float("-inf")
+        self._number = 0
+        self.last: signal.Signals | None = None
+        """What was passed on last; None: nothing."""
+
+    def receive(self, number: int) -> signal.Signals | None:
+        """What to pass on; None for a signal that belongs to the request before it."""
+        now = time.monotonic()
+        is_same, self._last_at = now - self._last_at <= SAME_REQUEST_S, now
+        if is_same:
+            return None
+        self._number += 1
+        # A closed terminal asks for the same as SIGTERM.
+        self.last = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        return self.last
+
+    def is_overdue(self, stubborn_s: float) -> bool:
+        """True when a second request has not been followed within so many seconds."""
+        return self._number > 1 and time.monotonic() - self._last_at > stubborn_s
+
+
+class _Guardian:
+    """Starts the driver, and again after failures; ends what a driver leaves behind."""
+
+    def __init__(self, supervision: Supervision, stop_signals: set[signal.Signals], front: int):
+        self._supervision = supervision
+        self._stop_signals = stop_signals
+        self._front = front
+        self._requests = _Requests()
+
+    def run(self) -> int:
+        """Runs attempts until one need not or must not be repeated, and returns the exit code."""
+        most = self._supervision.max_restarts
+        attempt = 1
+        while True:
+            exit_code = self._wait_for_driver(self._start(attempt))
+            end_descendants(has_grace=_is_logger_service, grace_s=LOGGER_SERVICE_GRACE_S)
+            request = self._requests.last
+            if request is not None and exit_code < 0:
+                return exit_code_of_signal(request)
+            if exit_code not in (EXIT_FAILURE_TOLD, EXIT_RUN_FAILED) and exit_code >= 0:
+                return exit_code
+            if exit_code == EXIT_FAILURE_TOLD:
+                how = f"ended with exit code {EXIT_RUN_FAILED}"
+            else:
+                how = _how_it_ended(exit_code)
+                _tell(f"error: the run's main process {how}; all others have been stopped")
+            if request is not None or attempt > most:
+                _tell_resume(self._supervision)
+                return EXIT_RUN_FAILED
+            wait_s = min(LONGEST_WAIT_S, self._supervision.restart_wait_s * 2 ** (attempt - 1))
+            _tell(f"restart {attempt} of {most}: the run's main process {how}; it starts again in {wait_s:g} s")
+            received = signal.sigtimedwait({*self._stop_signals, FRONT_ENDED}, wait_s)
+            self._look_for_front()
+            if received is not None and received.si_signo in self._stop_signals:
+                return exit_code_of_signal(received.si_signo)
+            attempt += 1
+
+    def _start(self, attempt: int) -> int:
+        guardian = os.getpid()
+
+        def prepare() -> None:
+            signal_when_parent_ends(signal.SIGKILL)
+            if os.getppid() != guardian:
+                os._exit(EXIT_RUN_FAILED)
+            # Shells let their background jobs ignore SIGINT, which everything started from there would inherit.
+            for number in (*STOP_SIGNALS, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            # The driver lets them through when it has its handlers.
+            signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
+
+        driver = subprocess.Popen(
+            list(self._supervision.driver_command(attempt)),
+            env={**os.environ, **self._supervision.environment},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+        driver.returncode = 0  # its exit code is waited for elsewhere; Popen is not to ask for it
+        return driver.pid
+
+    def _wait_for_driver(self, driver: int) -> int:
+        is_killed = False
+        while (exit_code := self._collect(driver)) is None:
+            received = signal.sigtimedwait({*self._stop_signals, signal.SIGCHLD, FRONT_ENDED}, POLL_S)
+            self._look_for_front()
+            if received is not None and received.si_signo in self._stop_signals:
+                if passed_on := self._requests.receive(received.si_signo):
+                    os.kill(driver, passed_on)
+            elif self._requests.is_overdue(self._supervision.stubborn_s) and not is_killed:
+                is_killed = True
+                os.kill(driver, signal.SIGKILL)
+        return exit_code
+
+    def _collect(self, driver: int) -> int | None:
+        """Takes note of every child that has ended, orphans too: whoever waits for one sees it until then.
+
+        Returns:
+            The driver's exit code, negative where a signal has killed it; None while it runs.
+        """
+        while True:
+            ended, status = os.waitpid(-1, os.WNOHANG)
+            if ended in (0, driver):
+                return os.waitstatus_to_exitcode(status) if ended else None
+
+    def _look_for_front(self) -> None:
+        if os.getppid() != self._front:
+            raise _FrontEndedError
+
+
+def _is_logger_service(process: psutil.Process) -> bool:
+    """W&B's writer ends by itself when the driver has ended, with all records on the disk."""
+    return process.name().startswith("wandb")
+
+
+def _how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return (
+            f"ended with exit code {exit_code} before it could tell why; Ray ends it so when one of its"
+            " servers (raylet, gcs_server) has died"
+        )
+    try:
+        name = signal.Signals(-exit_code).name
+    except ValueError:
+        name = f"signal {-exit_code}"
+    because = " (which is also what happens when memory runs out)" if -exit_code == signal.SIGKILL else ""
+    return f"was killed by {name}{because}"
+
+
+def _tell_resume(supervision: Supervision) -> None:
+    if hint := supervision.resume_hint():
+        _tell(hint)
+
+
+def _tell(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)

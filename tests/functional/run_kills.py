@@ -1,0 +1,128 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""For tests that kill parts of a run: its processes by what they do, and waiting until all of them are gone."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+
+from tests.functional import sft_runs
+
+WORKER_TITLE = "ray::WorkerProcess"
+DRIVER_OPTION = "--run-id"
+SERVERS = ("gcs_server", "raylet")
+POLL_S = 0.05
+
+
+class Run:
+    """A command that trains, running, with what it prints in files.
+
+    Args:
+        command: The command.
+        folder: The working folder; gets the files `printed` and `errors`.
+    """
+
+    def __init__(self, command: list[str], folder: Path):
+        self.printed_path, self.errors_path = folder / "printed", folder / "errors"
+        with self.printed_path.open("w") as printed, self.errors_path.open("w") as errors:
+            self.process = subprocess.Popen(
+                command,
+                stdout=printed,
+                stderr=errors,
+                env=sft_runs.environment(),
+                cwd=folder,
+                start_new_session=True,
+                # A shell's background job ignores the signal, and all that it starts would inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            )
+        self._seen: dict[psutil.Process, None] = {psutil.Process(self.process.pid): None}
+
+    @property
+    def printed(self) -> str:
+        """What it has printed up to now."""
+        return self.printed_path.read_text()
+
+    @property
+    def errors(self) -> str:
+        """What it has written to stderr up to now."""
+        return self.errors_path.read_text()
+
+    def family(self) -> list[psutil.Process]:
+        """Every process of the run that runs now: also those seen before whose parents have gone since."""
+        for process in list(self._seen):
+            with suppress(psutil.NoSuchProcess):
+                self._seen |= dict.fromkeys(process.children(recursive=True))
+        return sft_runs.running(list(self._seen))
+
+    def find(self, role: str) -> list[psutil.Process]:
+        """The processes of a role: supervisor, guardian, driver, worker, gcs_server or raylet."""
+        found = []
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                if self._role(process) == role:
+                    found.append(process)
+        return found
+
+    def _role(self, process: psutil.Process) -> str | None:
+        if process.pid == self.process.pid:
+            return "supervisor"
+        command = process.cmdline()
+        if process.name() in SERVERS:
+            return process.name()
+        if command and command[0].startswith(WORKER_TITLE):
+            return "worker"
+        if DRIVER_OPTION in command and process.name() not in SERVERS:
+            return "driver" if process.ppid() != self.process.pid else None
+        return "guardian" if process.ppid() == self.process.pid else None
+
+    def wait_for(self, condition: Callable[[], object], limit_s: float) -> None:
+        """Waits until something is true, and fails where the run ends before."""
+        deadline = time.monotonic() + limit_s
+        while not condition():
+            assert self.process.poll() is None, f"the run has ended:\n{self.printed}\n{self.errors}"
+            assert time.monotonic() < deadline, f"still waiting:\n{self.printed}\n{self.errors}"
+            time.sleep(POLL_S)
+
+    def wait_for_text(self, text: str, limit_s: float = 200.0) -> None:
+        """Waits until the run has printed something."""
+        self.wait_for(lambda: text in self.printed, limit_s)
+
+    def wait_for_end(self, limit_s: float) -> int:
+        """Its exit code; every process of it must be gone when it has ended."""
+        deadline = time.monotonic() + limit_s
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"still running: {self.family()}\n{self.printed}\n{self.errors}"
+            self.family()
+            time.sleep(POLL_S)
+        return self.process.returncode
+
+    def wait_until_nothing_runs(self, limit_s: float) -> None:
+        """Fails where a process of the run is still there after so many seconds."""
+        deadline = time.monotonic() + limit_s
+        while left := self.family():
+            assert time.monotonic() < deadline, f"left behind: {[(each.pid, each.cmdline()) for each in left]}"
+            time.sleep(POLL_S)
+
+    def end(self) -> None:
+        """Kills whatever is left of it."""
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                os.kill(process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def running(command: list[str], folder: Path) -> Iterator[Run]:
+    """Starts a command, and leaves nothing of it, whatever happens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    run = Run(command, folder)
+    try:
+        yield run
+    finally:
+        run.end()
