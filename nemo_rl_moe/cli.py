@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 import uuid
 from collections.abc import Callable, Sequence

@@ -148,14 +148,16 @@ def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[0] == sys.executable
     assert command[start : start + 3] == ["sft", "--config", "sft_tiny_moe.yaml"]
     overrides = ["sft.seed=7", "cluster.max_restarts=3", "~sft.val_batches", "+sft.val_batches=null"]
-    assert command[start + 3 : -4] == overrides
-    assert (command[-4], command[-2:]) == ("--run-id", ["--attempt", "2"])
-    assert supervision.driver_command(1)[-3] == command[-3], "all attempts are of one run"
+    assert command[start + 3 : -6] == overrides
+    assert (command[-6], command[-4:-1]) == ("--run-id", ["--attempt", "2", "--started"])
+    first = supervision.driver_command(1)
+    assert (first[-5], first[-1]) == (command[-5], command[-1]), "all attempts are of one run, and its start is theirs"
+    assert 0 <= time.monotonic() - float(command[-1]) < 60
     # What the driver makes of it.
     drives: list[tuple[object, ...]] = []
     monkeypatch.setattr(cli, "_drive", lambda *given: drives.append(given))
     assert cli.main(command[start:]) == 0
-    assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunAttempt(command[-3], 2))
+    assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunAttempt(command[-5], 2, float(command[-1])))
 
 
 @pytest.mark.parametrize(

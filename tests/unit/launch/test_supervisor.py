@@ -113,7 +113,7 @@ def test_the_drivers_exit_code_is_passed_on(start: Start, tmp_path: Path, code: 
 
 
 def test_a_failure_that_the_driver_has_told_is_not_told_again(start: Start, tmp_path: Path) -> None:
-    assert end_of(start(f"start_family(); sys.exit({EXIT_FAILURE_TOLD})"), tmp_path) == (1, "")
+    assert end_of(start(f"start_family(); sys.exit({EXIT_FAILURE_TOLD})"), tmp_path) == (1, "go on like this\n")
 
 
 def test_a_driver_that_ends_without_a_word_is_told_of(start: Start, tmp_path: Path) -> None:
@@ -133,7 +133,8 @@ def test_only_failures_are_repeated_and_so_often(start: Start, tmp_path: Path) -
     (tmp_path / "attempts").unlink()
     code, errors = end_of(start("open('attempts', 'a').write(f'{attempt} '); sys.exit(70)", max_restarts=2), tmp_path)
     assert (code, (tmp_path / "attempts").read_text()) == (1, "1 2 3 ")
-    assert "go on like this" not in errors, "a driver that ends by itself has told that"
+    assert errors.splitlines()[-1] == "go on like this"
+    assert errors.count("go on like this") == 1
 
     (tmp_path / "attempts").unlink()
     code, errors = end_of(start("open('attempts', 'a').write(f'{attempt} '); sys.exit(3)", max_restarts=2), tmp_path)
@@ -208,7 +209,7 @@ def test_no_restart_after_a_request(start: Start, tmp_path: Path) -> None:
     process = start(driver, max_restarts=3)
     wait_for_family(tmp_path)
     process.send_signal(signal.SIGTERM)
-    assert end_of(process, tmp_path) == (1, "")
+    assert end_of(process, tmp_path) == (1, "go on like this\n")
 
 
 def test_a_driver_that_does_not_follow_is_killed_after_the_second_request(start: Start, tmp_path: Path) -> None:
