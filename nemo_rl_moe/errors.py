@@ -44,6 +44,15 @@ class WorkerDiedError(RuntimeError):
 
 
 class TrainingDivergedError(RuntimeError):
-    """Too many updates in a row had a loss or a gradient that was NaN or infinite. Exit code 3."""
+    """Too many updates in a row had a loss or a gradient that was NaN or infinite. Exit code 3.
+
+    Args:
+        message: What happened, and where a run can go on.
+        sample_ids: Where the samples of the last step came from.
+    """
 
     exit_code = EXIT_DIVERGED
+
+    def __init__(self, message: str, sample_ids: Sequence[str] = ()):
+        super().__init__(message)
+        self.sample_ids = list(sample_ids)

@@ -135,14 +135,14 @@ class RunKeeper:
         metrics = {**outcome.training, **outcome.validation}
         if self._checkpoints is not None:
             self._checkpoints.poll()
-            if is_last or self.stopped_for is not None or self._checkpoints.is_due(state.step):
+            if self._saves(is_last=is_last):
                 with clock.phase("checkpoint"):
                     self._checkpoints.start(state, metrics)
         self._record(state.step, metrics | clock.metrics(), outcome.samples)
         if outcome.result.expert_load is not None:
             self._observers.log_expert_load(state.step, outcome.result.expert_load)
-        if state.skipped_in_a_row >= self._max_skipped_in_a_row:
-            raise TrainingDivergedError(self._diverged(outcome))
+        if self._has_diverged:
+            raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))
         return not is_last and self.stopped_for is None
 
     def finish(self) -> None:
@@ -153,6 +153,18 @@ class RunKeeper:
         """
         if self._checkpoints is not None:
             self._checkpoints.finish()
+
+    @property
+    def _has_diverged(self) -> bool:
+        return self.state.skipped_in_a_row >= self._max_skipped_in_a_row
+
+    def _saves(self, *, is_last: bool) -> bool:
+        assert self._checkpoints is not None
+        if self._has_diverged:
+            return False
+        # While updates are being skipped, the last checkpoint stays the one from before.
+        is_due = self._checkpoints.is_due(self.state.step) and self.state.skipped_in_a_row == 0
+        return is_due or is_last or self.stopped_for is not None
 
     def _next_state(self, outcome: StepOutcome) -> LoopState:
         result, before = outcome.result, self.state
@@ -186,7 +198,7 @@ class RunKeeper:
             f"step {self.state.step}: {self.state.skipped_in_a_row} updates in a row were skipped, as their loss or "
             f"gradient was NaN or infinite (policy.max_consecutive_skipped_updates: {self._max_skipped_in_a_row}).\n"
             f"The step's samples: {shown}{more}.\n"
-            f"The last checkpoint: {checkpoint or 'none was saved'}.{unsaved}"
+            f"The last good checkpoint: {checkpoint or 'none was saved'}.{unsaved}"
         )
 
 

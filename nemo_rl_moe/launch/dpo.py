@@ -20,7 +20,7 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.launch.attempt import RunAttempt
 from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
-from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepare_run, restore
+from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.interfaces import PolicyInterface
@@ -106,24 +106,24 @@ def run_dpo(config: DPOMasterConfig, attempt: RunAttempt, stop_signals: StopSign
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
         MODEL: model_fingerprint(config.policy.model_name),
     }
-    run = prepare_run(config, attempt, stop_signals, console, num_steps, fingerprints)
-    if run.is_complete:
-        return
-    in_step = config.dpo.reference_logprobs == "in_step"
-    with (
-        running_cluster(config, console) as cluster,
-        running_policy(
-            config, cluster, console, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step
-        ) as policy,
-    ):
-        if not in_step:
-            # Until a checkpoint is loaded, the policy is the reference, after a restart too.
-            steps = range(run.resume.step if run.resume is not None else 0, num_steps)
-            pairs = pairs.measured(policy, steps, console)
-        restore(run, policy)
-        with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
-            summary = train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), keeper)
-            ending = end_run(run, policy, summary, run_folder)
+    with prepared_run(config, attempt, stop_signals, console, num_steps, fingerprints) as run:
+        if run.is_complete:
+            return
+        in_step = config.dpo.reference_logprobs == "in_step"
+        with (
+            running_cluster(config, console) as cluster,
+            running_policy(
+                config, cluster, console, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step
+            ) as policy,
+        ):
+            if not in_step:
+                # Until a checkpoint is loaded, the policy is the reference, after a restart too.
+                steps = range(run.resume.step if run.resume is not None else 0, num_steps)
+                pairs = pairs.measured(policy, steps, console)
+            restore(run, policy)
+            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
+                summary = train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), keeper)
+                ending = end_run(run, policy, summary, run_folder)
     console.message(ending)
 
 

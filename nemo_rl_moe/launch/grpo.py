@@ -23,7 +23,7 @@ from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParame
 from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
 from nemo_rl_moe.launch.attempt import RunAttempt
 from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
-from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepare_run, restore
+from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.samples import SampleLog
@@ -67,45 +67,45 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
     keeps_reference = config.loss_fn.reference_policy_kl_penalty > 0
     if keeps_reference:
         fingerprints[MODEL] = model_fingerprint(config.policy.model_name)
-    run = prepare_run(config, attempt, stop_signals, console, num_steps, fingerprints)
-    if run.is_complete:
-        return
-    with (
-        running_cluster(config, console) as cluster,
-        running_policy(
-            config,
-            cluster,
-            console,
-            seed=config.grpo.seed,
-            num_steps=num_steps * config.updates_per_step,
-            keep_reference=keeps_reference,
-        ) as policy,
-        running_scorer(config, console) as scorer,
-    ):
-        restore(run, policy)
+    with prepared_run(config, attempt, stop_signals, console, num_steps, fingerprints) as run:
+        if run.is_complete:
+            return
         with (
-            open_run(run, policy) as (run_folder, loggers),
-            running_generation(config, policy) as generation,
-            SampleLog(
-                run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
-            ) as samples,
-            keeping(run, policy, run_folder, loggers, samples.write) as keeper,
-        ):
-            summary = train_grpo(
+            running_cluster(config, console) as cluster,
+            running_policy(
                 config,
-                policy,
-                Roller(generation, scorer, tokenizer.decode),
-                loader,
-                held_out,
-                sampling,
-                padding,
-                keeper,
+                cluster,
+                console,
+                seed=config.grpo.seed,
+                num_steps=num_steps * config.updates_per_step,
+                keep_reference=keeps_reference,
+            ) as policy,
+            running_scorer(config, console) as scorer,
+        ):
+            restore(run, policy)
+            with (
+                open_run(run, policy) as (run_folder, loggers),
+                running_generation(config, policy) as generation,
+                SampleLog(
+                    run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
+                ) as samples,
+                keeping(run, policy, run_folder, loggers, samples.write) as keeper,
+            ):
+                summary = train_grpo(
+                    config,
+                    policy,
+                    Roller(generation, scorer, tokenizer.decode),
+                    loader,
+                    held_out,
+                    sampling,
+                    padding,
+                    keeper,
+                )
+                ending = end_run(run, policy, summary, run_folder)
+        if summary.stopped_for is None and summary.num_steps < num_steps:
+            console.warn(
+                f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {num_steps} steps"
             )
-            ending = end_run(run, policy, summary, run_folder)
-    if summary.stopped_for is None and summary.num_steps < num_steps:
-        console.warn(
-            f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {num_steps} steps"
-        )
     console.message(ending)
 
 

@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run around its loop: where it begins, where it writes, what it keeps, and how it ends."""
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from nemo_rl_moe.checkpoints.store import CheckpointStore
 from nemo_rl_moe.checkpoints.time_limit import TimeLimit
 from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.launch.attempt import RunAttempt
 from nemo_rl_moe.launch.common import EFFECTIVE_MOE_FILE, announce, summarise
 from nemo_rl_moe.launch.stop_signals import StopSignals
@@ -31,6 +34,9 @@ from nemo_rl_moe.loggers.run_folder import collect_versions, create_run_folder, 
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 FINAL_WEIGHTS_FOLDER = "final"
+FINAL_RUN_FILE = "training_run.json"
+"""Beside the final weights: which training they are the end of."""
+DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_KEPT = -1
 """A step before the first one, for an attempt that follows one which has saved nothing."""
 
@@ -48,6 +54,7 @@ class Run:
         num_steps: Steps of the whole run.
         fingerprints: Texts that change when an input does which a resumed run relies on.
         resume: The checkpoint that it goes on from; None: it begins anew.
+        store: The folder of checkpoints, locked for this run; None while there is no such folder.
     """
 
     config: MasterConfig
@@ -58,44 +65,76 @@ class Run:
     num_steps: int
     fingerprints: Mapping[str, str]
     resume: ResumePoint | None
+    store: CheckpointStore | None
 
     @property
     def is_complete(self) -> bool:
-        """Whether an earlier run has done all steps and has written the final weights."""
-        if self.resume is None or self.resume.step < self.num_steps:
+        """Whether an earlier run has come to its end and has written the final weights."""
+        if self.resume is None:
             return False
-        final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / "config.json"
-        # Older ones are another run's: this one was stopped before it could write them.
-        return final.is_file() and final.stat().st_mtime >= self.resume.state.time
+        final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / FINAL_RUN_FILE
+        try:
+            written: Any = json.loads(final.read_bytes())
+        except (OSError, ValueError):
+            return False
+        return bool(written == self.origin_of_weights(self.resume.step))
+
+    def origin_of_weights(self, step: int) -> dict[str, Any]:
+        """Says which training made the final weights: weights of another one may stand in the same folder."""
+        return {"first_run_id": self.first_run_id, "step": step, "num_steps": self.num_steps}
+
+    @property
+    def first_run_id(self) -> str:
+        """The run at the beginning of this history of training."""
+        return self.resume.state.first_run_id if self.resume is not None else self.attempt.run_id
 
 
-def prepare_run(
+@contextmanager
+def prepared_run(
     config: MasterConfig,
     attempt: RunAttempt,
     stop_signals: StopSignals,
     console: ConsoleLogger,
     num_steps: int,
     fingerprints: Mapping[str, str],
-) -> Run:
-    """Finds out where the run begins, and tells it. Nothing of the run's own is written.
+) -> Iterator[Run]:
+    """Finds out where the run begins, and tells it. While open, no other run writes to its checkpoints.
+
+    Nothing of the run's own is written.
 
     Raises:
         CheckpointError: The run cannot go on from the checkpoints that are there.
     """
     resume = find_resume_point(config, attempt.run_id, attempt.number, console.warn)
     algorithm = next(iter(dump_resolved(config)))
-    run = Run(config, algorithm, attempt, stop_signals, console, num_steps, fingerprints, resume)
-    if resume is not None:
-        for line in changed_inputs(resume.state.fingerprints, fingerprints):
-            console.warn(line)
-        console.message(resume.summary(num_steps) if run.is_complete or resume.step < num_steps else _only_final(run))
-    console.begin(num_steps)
-    return run
+    with ExitStack() as stack:
+        store = _existing_store(config, resume, console)
+        if store is not None:
+            stack.enter_context(store.locked())
+            store.sweep()
+        run = Run(config, algorithm, attempt, stop_signals, console, num_steps, fingerprints, resume, store)
+        if resume is not None:
+            for line in changed_inputs(resume.state.fingerprints, fingerprints):
+                console.warn(line)
+            console.message(_beginning(run, resume))
+        console.begin(num_steps)
+        yield run
 
 
-def _only_final(run: Run) -> str:
-    assert run.resume is not None
-    return f"going on from {run.resume.folder}: all {run.num_steps} steps are done, the final weights are missing"
+def _existing_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
+    """The folder of checkpoints where it is known and there; one in a run's folder is made with that."""
+    if not config.checkpointing.enabled:
+        return None
+    known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir
+    return CheckpointStore(Path(known), console.warn) if known is not None and Path(known).is_dir() else None
+
+
+def _beginning(run: Run, resume: ResumePoint) -> str:
+    if run.is_complete and resume.step < run.num_steps:
+        return f"{resume.folder} is the end of this run: its prompts are used up after {resume.step} steps"
+    if not run.is_complete and resume.step >= run.num_steps:
+        return f"going on from {resume.folder}: all {run.num_steps} steps are done, the final weights are missing"
+    return resume.summary(run.num_steps)
 
 
 def restore(run: Run, policy: MegatronPolicy) -> None:
@@ -131,6 +170,10 @@ def _run_folder(run: Run) -> tuple[Path, LoggerResume | None]:
         if run.resume.run_folder is not None:
             rewind_run_folder(run.resume.run_folder, run.resume.step)
             return run.resume.run_folder, LoggerResume(run.resume.step, run.resume.state.logger_run_ids)
+        # Its folder is gone or another's; an attempt before this one may have made a new one.
+        if (earlier := find_run_folder(log_dir, run_id)) is not None:
+            rewind_run_folder(earlier, run.resume.step)
+            return earlier, LoggerResume(run.resume.step, {})
     elif (earlier := find_run_folder(log_dir, run_id)) is not None:
         # An attempt before this one has begun, but has saved nothing.
         rewind_run_folder(earlier, _NOTHING_KEPT)
@@ -159,30 +202,37 @@ def keeping(
         start = run.resume.state.loop_state if run.resume is not None else LoopState()
         return RunKeeper(observers, checkpointer, stop_reason, run.config.policy.max_consecutive_skipped_updates, start)
 
-    with run.stop_signals.graceful():
+    with run.stop_signals.graceful(), ExitStack() as stack:
         if not settings.enabled:
             yield keeper(None)
             return
-        store = CheckpointStore(checkpoint_dir_of(run.config, run_folder), run.console.warn)
-        with store.locked():
-            store.sweep()
-            yield keeper(
-                Checkpointer(
-                    store,
-                    policy,
-                    settings,
-                    lambda: _describe(run, run_folder, loggers),
-                    run.console.warn,
-                    run.console.message,
-                )
-            )
+        store = run.store
+        if store is None:
+            store = CheckpointStore(checkpoint_dir_of(run.config, run_folder), run.console.warn)
+            stack.enter_context(store.locked())
+        describe = partial(_describe, run, run_folder, loggers)
+        checkpointer = Checkpointer(store, policy, settings, describe, run.console.warn, run.console.message)
+        try:
+            yield keeper(checkpointer)
+        except TrainingDivergedError as error:
+            raise TrainingDivergedError(f"{error}{_all_samples(error, run_folder)}", error.sample_ids) from None
+
+
+def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
+    """Writes the samples of the step to a file, and says where."""
+    path = run_folder / DIVERGED_SAMPLES_FILE
+    try:
+        path.write_text(json.dumps({"sample_ids": error.sample_ids}, indent=1) + "\n", encoding="utf-8")
+    except OSError:
+        return ""
+    return f"\nAll samples of the step: {path}"
 
 
 def _describe(run: Run, run_folder: Path, loggers: FanOutLogger) -> RunDescription:
     return RunDescription(
         algorithm=run.algorithm,
         run_id=run.attempt.run_id,
-        first_run_id=run.resume.state.first_run_id if run.resume is not None else run.attempt.run_id,
+        first_run_id=run.first_run_id,
         run_folder=run_folder,
         logger_run_ids=loggers.run_ids,
         config=dump_resolved(run.config),
@@ -206,6 +256,8 @@ def end_run(run: Run, policy: MegatronPolicy, summary: RunSummary, run_folder: P
         weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
         with run.console.phase("saving the final weights"):
             policy.save_weights(weights)
+            origin = json.dumps(run.origin_of_weights(summary.num_steps))
+            (weights / FINAL_RUN_FILE).write_text(f"{origin}\n", encoding="utf-8")
     return summarise(run.config, summary, run_folder, weights)
 
 

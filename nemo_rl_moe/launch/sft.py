@@ -17,7 +17,7 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.launch.attempt import RunAttempt
 from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
-from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepare_run, restore
+from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
 
@@ -53,17 +53,17 @@ def run_sft(config: SFTMasterConfig, attempt: RunAttempt, stop_signals: StopSign
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, (example.input_ids for example in training)),
     }
-    run = prepare_run(config, attempt, stop_signals, console, num_steps, fingerprints)
-    if run.is_complete:
-        return
-    with (
-        running_cluster(config, console) as cluster,
-        running_policy(config, cluster, console, seed=config.sft.seed, num_steps=num_steps) as policy,
-    ):
-        restore(run, policy)
-        with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
-            summary = train_sft(config.sft, policy, loader, validation_batches if validation else None, keeper)
-            ending = end_run(run, policy, summary, run_folder)
+    with prepared_run(config, attempt, stop_signals, console, num_steps, fingerprints) as run:
+        if run.is_complete:
+            return
+        with (
+            running_cluster(config, console) as cluster,
+            running_policy(config, cluster, console, seed=config.sft.seed, num_steps=num_steps) as policy,
+        ):
+            restore(run, policy)
+            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
+                summary = train_sft(config.sft, policy, loader, validation_batches if validation else None, keeper)
+                ending = end_run(run, policy, summary, run_folder)
     console.message(ending)
 
 

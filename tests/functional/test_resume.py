@@ -67,9 +67,10 @@ def grpo(folder: Path, data: Path) -> Algorithm:
 
 
 def dpo(folder: Path, data: Path) -> Algorithm:
-    settings = dpo_runs.settings(
-        folder, dpo_runs.make_preferences(data / "pairs"), dpo__max_num_steps=NUM_STEPS, **CHECKPOINTING
-    )
+    # The reference measures each batch in its step, as it does in the exemplar.
+    loggers = dict.fromkeys(sft_runs.only_jsonl(), True)
+    pairs = dpo_runs.make_pairs(data / "pairs", 64, 12)
+    settings = dpo_runs.settings(folder, pairs, dpo__max_num_steps=NUM_STEPS, **loggers, **CHECKPOINTING)
     return Algorithm("dpo", dpo_runs.EXEMPLAR, settings)
 
 

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs that end badly: soon, with the right exit code, saying why, and leaving neither processes nor half a run."""
 
+import json
 import os
 import re
 import signal
@@ -121,6 +122,58 @@ def test_interrupted_while_it_starts(training_run: run_kills.Run) -> None:
     assert training_run.wait_for_end(END_LIMIT_S) == 130
     training_run.wait_until_nothing_runs(0.0)
     assert training_run.errors == "interrupted\n"
+
+
+@pytest.mark.slow
+def test_numbers_that_are_no_longer_numbers_end_the_run(data: Path, tmp_path: Path) -> None:
+    """A learning rate without measure: the first update ruins the weights, and no later one is applied."""
+    changes: dict[str, Any] = {
+        **sft_runs.only_jsonl(),
+        "sft__max_num_epochs": 100,
+        "sft__val_period": 0,
+        "sft__val_at_start": False,
+        "checkpointing__save_period": 1,
+        "checkpointing__metric_name": None,
+        "policy__max_consecutive_skipped_updates": 3,
+        "policy__megatron_cfg__optimizer__lr": 1e37,
+        "policy__megatron_cfg__scheduler__lr_warmup_iters": 0,
+        "cluster__max_restarts": 2,
+    }
+    with run_kills.running(
+        sft_runs.sft_command(sft_runs.settings(tmp_path, data, **changes)), tmp_path / "work"
+    ) as run:
+        assert run.wait_for_end(START_LIMIT_S) == 3, run.printed + run.errors
+        run.wait_until_nothing_runs(END_LIMIT_S)
+    last = logged_steps(tmp_path)[-1]
+    run_folder = sft_runs.only_run_folder(tmp_path)
+    assert f"error: step {last}: 3 updates in a row were skipped" in run.errors
+    assert f"The last good checkpoint: {run_folder / 'checkpoints' / f'step_{last - 3}'}" in run.errors
+    assert "restart" not in run.errors, "it would only happen again"
+    samples = json.loads((run_folder / "diverged_samples.json").read_text())["sample_ids"]
+    assert len(samples) == 128
+    assert samples[0] in run.errors
+    skipped = [record.metrics["train/skipped_updates"] for record in read_metrics(run_folder / "metrics.jsonl")]
+    assert skipped[-3:] == [1.0, 1.0, 1.0]
+    assert sum(skipped) == 3
+
+
+@pytest.mark.slow
+def test_a_time_limit(data: Path, tmp_path: Path) -> None:
+    """Counted from the command on: the run has hardly started when it has to end, and it saves."""
+    changes: dict[str, Any] = {
+        **sft_runs.only_jsonl(),
+        "sft__max_num_epochs": 100_000,
+        "sft__max_num_steps": "null",
+        "checkpointing__save_period": 0,
+        "checkpointing__checkpoint_must_save_by": '"00:00:00:03"',
+    }
+    command = sft_runs.sft_command(sft_runs.settings(tmp_path, data, **changes))
+    for step in (1, 2):
+        with run_kills.running(command, tmp_path / f"work_{step}") as run:
+            assert run.wait_for_end(START_LIMIT_S) == 0, run.printed + run.errors
+        assert f"stopped after step {step} of" in run.printed, "each of them does the one step that it has to"
+        assert "(checkpointing.checkpoint_must_save_by); saved to" in run.printed
+    assert logged_steps(tmp_path) == [0, 1, 2]
 
 
 @pytest.fixture

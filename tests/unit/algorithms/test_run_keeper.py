@@ -71,6 +71,13 @@ def test_a_stop_is_saved_and_told() -> None:
     assert keeper.stopped_for is None, "it came with the last step: the run is complete"
 
 
+def test_a_stop_saves_even_while_updates_are_skipped() -> None:
+    diary: list[str] = []
+    keeper = keeper_of(diary, stop_reason=lambda: "SIGTERM")
+    assert not keeper.end_step(outcome(1, 1), PhaseClock(), is_last=False)
+    assert diary == ["save 1", "log 1"]
+
+
 def test_what_the_state_remembers() -> None:
     keeper = make_keeper(ListLogger())
     keeper.record_start({"val/loss": 3.0, "timing/validation/seconds": 1.0})
@@ -102,20 +109,22 @@ def test_too_many_of_them_end_the_run() -> None:
     diary: list[str] = []
     keeper = keeper_of(diary)
     skipped = outcome(1, 1, samples=[f"data.jsonl:{line}" for line in range(10, 20)] * 2)
+    assert all(keeper.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(2))
     assert all(keeper.end_step(skipped, PhaseClock(), is_last=False) for _ in range(2))
     with pytest.raises(TrainingDivergedError) as raised:
         keeper.end_step(skipped, PhaseClock(), is_last=False)
-    assert diary == ["log 1", "save 2", "log 2", "log 3", "finish"], "the step that ends the run is recorded too"
+    assert diary == ["log 1", "save 2", "log 2", "log 3", "log 4", "log 5", "finish"], "no checkpoint among them"
+    assert len(raised.value.sample_ids) == 10
     lines = str(raised.value).splitlines()
-    assert lines[0].startswith("step 3: 3 updates in a row were skipped")
+    assert lines[0].startswith("step 5: 3 updates in a row were skipped")
     assert "policy.max_consecutive_skipped_updates: 3" in lines[0]
     assert lines[1].startswith("The step's samples: data.jsonl:10, data.jsonl:11, ")
     assert lines[1].endswith("data.jsonl:17 and 2 more.")
-    assert lines[2] == "The last checkpoint: step_2."
+    assert lines[2] == "The last good checkpoint: step_2."
 
 
 def test_without_checkpoints() -> None:
     keeper = make_keeper(ListLogger(), max_skipped_in_a_row=1)
-    with pytest.raises(TrainingDivergedError, match="The last checkpoint: none was saved"):
+    with pytest.raises(TrainingDivergedError, match="The last good checkpoint: none was saved"):
         keeper.end_step(outcome(1, 1), PhaseClock(), is_last=True)
     keeper.finish()
