@@ -28,17 +28,20 @@ _LAYOUT = (
     "policy.megatron_cfg.sequence_parallel",
 )
 _POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
+_ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that it gives"
 _OPTIMIZER_STATE = "the checkpoint's optimizer state does not fit"
 _WRONG_TO_CHANGE = {
-    "sft": {"policy.train_global_batch_size": _POSITION_IN_THE_DATA},
-    "dpo": {"policy.train_global_batch_size": _POSITION_IN_THE_DATA},
-    "grpo": {"grpo.num_prompts_per_step": _POSITION_IN_THE_DATA},
+    "sft": {"policy.train_global_batch_size": _POSITION_IN_THE_DATA, "sft.seed": _ORDER_OF_THE_DATA},
+    "dpo": {"policy.train_global_batch_size": _POSITION_IN_THE_DATA, "dpo.seed": _ORDER_OF_THE_DATA},
+    "grpo": {"grpo.num_prompts_per_step": _POSITION_IN_THE_DATA, "grpo.seed": _ORDER_OF_THE_DATA},
 }
+_WRONG_TO_CHANGE_EVERYWHERE = {"data.shuffle": _ORDER_OF_THE_DATA}
 _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,
 }
 _ABSENT = "not set"
+_EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuffle")
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -60,8 +63,22 @@ def wrong_changes(
     algorithm: str, changes: Mapping[str, tuple[str, str]], *, with_optimizer: bool
 ) -> dict[str, tuple[str, str, str]]:
     """Those of the changes with which the run would go on wrongly: key to the two values and the reason."""
-    wrong = _WRONG_TO_CHANGE.get(algorithm, {}) | (_WRONG_TO_CHANGE_WITH_OPTIMIZER if with_optimizer else {})
+    wrong = _WRONG_TO_CHANGE.get(algorithm, {}) | _WRONG_TO_CHANGE_EVERYWHERE
+    if with_optimizer:
+        wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
     return {key: (*values, wrong[key]) for key, values in changes.items() if key in wrong}
+
+
+def other_experiment(algorithm: str, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
+    """The first change that makes a run another experiment and not more of the same: key and both values, or None.
+
+    That is another model, tokenizer, training data, seed of the loop, or order of the data.
+    """
+    for name in (*_EXPERIMENT, f"{algorithm}.seed"):
+        for key, (old, new) in changes.items():
+            if key == name or key.startswith(f"{name}."):
+                return key, old, new
+    return None
 
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:

@@ -4,20 +4,24 @@
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.checkpoints.chosen_metric import ChosenMetric
+from nemo_rl_moe.checkpoints.disk_thread import DiskThread
 from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
 from nemo_rl_moe.checkpoints.retention import steps_to_remove
 from nemo_rl_moe.checkpoints.state import FORMAT_VERSION, CheckpointState, json_ready, loop_state_record, write_state
-from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, CheckpointStore
+from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, CheckpointStore, of_history
 from nemo_rl_moe.config.schema_run import CheckpointingConfig
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.loggers.run_folder import read_run_id
 
 Tell = Callable[[str], None]
+_CLOSING_S = 5.0
+_UNRECORDED = "the records of its steps (metrics.jsonl) cannot be written"
 
 
 class Outcome(Protocol):
@@ -74,6 +78,8 @@ class Checkpointer:
         describe: Gives what the checkpoint says of the run, at the time of saving.
         warn: Gets what went wrong, a line each.
         message: Gets a line for each checkpoint that was saved.
+        records_are_on_disk: Forces the records of all steps to the disk, and says whether all are there: only then
+            does a checkpoint come into existence. Called in another thread; `FanOutLogger.flush_to_disk` is one.
     """
 
     def __init__(
@@ -84,6 +90,7 @@ class Checkpointer:
         describe: Callable[[], RunDescription],
         warn: Tell,
         message: Tell,
+        records_are_on_disk: Callable[[], bool] = lambda: True,
     ):
         self._store = store
         self._policy = policy
@@ -92,15 +99,19 @@ class Checkpointer:
         self._warn = warn
         self._message = message
         # Waiting for a disk, and deleting much, takes long: it happens beside the training.
-        self._disk_worker = ThreadPoolExecutor(1, "checkpoints")
+        self._records_are_on_disk = records_are_on_disk
+        self._disk = DiskThread()
         self._writing: int | None = None
-        self._publishing: tuple[int, Future[Path]] | None = None
+        self._publishing: tuple[int, Future[Path | None]] | None = None
+        self._held_back: int | None = None
+        self._saving_since: float | None = None
+        self._longest_save_s = 0.0
         self._tidying: list[Future[list[str]]] = []
         self._first_run_id = ""
         self._last_started: int | None = None
         self._last_published: Path | None = None
         self._last_failure: str | None = None
-        self._has_told_of_metric = False
+        self._metric = ChosenMetric(settings, warn)
 
     @property
     def last_published(self) -> Path | None:
@@ -108,8 +119,13 @@ class Checkpointer:
         if self._last_published is not None:
             return self._last_published
         history = self._describe().first_run_id
-        own = [found.folder for found in self._store.checkpoints() if found.state.first_run_id == history]
-        return own[-1] if own else None
+        own = of_history(self._store.checkpoints(), history)
+        return own[-1].folder if own else None
+
+    @property
+    def longest_save_s(self) -> float:
+        """Seconds from the beginning of a save until its checkpoint was whole, of the slowest one; 0: none yet."""
+        return self._longest_save_s
 
     def is_due(self, step: int) -> bool:
         """Whether a checkpoint follows this step, counted from 1."""
@@ -126,7 +142,9 @@ class Checkpointer:
         if self._last_started == state.step and self._last_failure is None:
             return
         self.poll(wait=True)
+        self._give_up_what_is_held_back()
         self._last_started, self._last_failure = state.step, None
+        self._saving_since = time.monotonic()
         try:
             staging = self._store.stage(state.step)
             write_state(staging, self._state_to_write(state, metrics))
@@ -148,18 +166,20 @@ class Checkpointer:
             if outcome is not None:
                 step, self._writing = self._writing, None
                 if outcome.problem is None:
-                    self._publishing = step, self._disk_worker.submit(self._store.publish, step)
+                    self._held_back = step
                 else:
                     self._give_up(step, outcome.problem)
+        if self._held_back is not None:
+            step, self._held_back = self._held_back, None
+            self._publishing = step, self._disk.submit(self._publish, step)
         if self._publishing is not None and (wait or self._publishing[1].done()):
             (step, publishing), self._publishing = self._publishing, None
             try:
-                self._last_published = publishing.result()
+                published = publishing.result()
             except OSError as error:
                 self._give_up(step, _reason(error))
             else:
-                self._message(f"checkpoint of step {step}: {self._last_published}")
-                self._tidying.append(self._disk_worker.submit(self._remove_what_is_not_kept))
+                self._take_in(step, published)
         while self._tidying and (wait or self._tidying[0].done()):
             for problem in self._tidying.pop(0).result():
                 self._warn(problem)
@@ -171,9 +191,44 @@ class Checkpointer:
             CheckpointSaveError: The last checkpoint could not be saved.
         """
         self.poll(wait=True)
-        self._disk_worker.shutdown(wait=True)
+        self._give_up_what_is_held_back()
+        self.poll(wait=True)
+        self.close()
         if self._last_failure is not None:
             raise CheckpointSaveError(self._last_failure)
+
+    def close(self, timeout_s: float = _CLOSING_S) -> None:
+        """Ends what is done beside the training, in bounded time; to be called before others may use the folder.
+
+        What is not saved yet stays unsaved, as after a kill. A second call does nothing.
+
+        Args:
+            timeout_s: Seconds to wait for the disk.
+        """
+        if not self._disk.close(timeout_s):
+            self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
+
+    def _publish(self, step: int) -> Path | None:
+        if not self._records_are_on_disk():
+            return None
+        published = self._store.publish(step)
+        if self._saving_since is not None:
+            self._longest_save_s = max(self._longest_save_s, time.monotonic() - self._saving_since)
+        return published
+
+    def _take_in(self, step: int, published: Path | None) -> None:
+        if published is None:
+            # A later poll tries again; the wait for the records is not one for saving.
+            self._held_back, self._saving_since = step, None
+            return
+        self._last_published = published
+        self._message(f"checkpoint of step {step}: {published}")
+        self._tidying.append(self._disk.submit(self._remove_what_is_not_kept))
+
+    def _give_up_what_is_held_back(self) -> None:
+        if self._held_back is not None:
+            step, self._held_back = self._held_back, None
+            self._give_up(step, _UNRECORDED)
 
     def _state_to_write(self, state: LoopState, metrics: Mapping[str, float]) -> CheckpointState:
         run = self._describe()
@@ -185,9 +240,11 @@ class Checkpointer:
             run_id=run.run_id,
             first_run_id=run.first_run_id,
             run_folder=str(run.run_folder.absolute()),
+            run_folder_id=read_run_id(run.run_folder),
+            checkpoint_dir=str(self._store.folder.resolve()),
             logger_run_ids=dict(run.logger_run_ids),
             metric_name=self._settings.metric_name,
-            metric_value=self._metric_value(state.step, metrics),
+            metric_value=self._metric.value(state.step, metrics, is_due=self.is_due(state.step)),
             with_optimizer=self._settings.save_optimizer,
             config=json_ready(run.config),
             layout=dict(run.layout),
@@ -196,30 +253,13 @@ class Checkpointer:
             time=time.time(),
         )
 
-    def _metric_value(self, step: int, metrics: Mapping[str, float]) -> float | None:
-        name = self._settings.metric_name
-        if name is None:
-            return None
-        source, _, rest = name.partition(":")
-        value = metrics.get(f"{source}/{rest}")
-        if value is not None:
-            return float(value)
-        measured = [f"{source}:{key.removeprefix(f'{source}/')}" for key in metrics if key.startswith(f"{source}/")]
-        if measured and not self._has_told_of_metric:
-            self._has_told_of_metric = True
-            self._warn(
-                f"checkpointing.metric_name: {name} is not among the metrics of step {step}, so that its checkpoint"
-                f" ranks below those that have it{did_you_mean(nearest(name, measured))}"
-            )
-        return None
-
     def _give_up(self, step: int, reason: str) -> None:
         good = self.last_published
         last = f"the last good one is {good}" if good else "there is none yet"
         self._last_failure = f"the checkpoint of step {step} could not be saved: {reason}; {last}"
         self._warn(f"{self._last_failure}; training goes on")
         # A full disk gets its space back before the next one is tried.
-        self._tidying.append(self._disk_worker.submit(self._discard, step))
+        self._tidying.append(self._disk.submit(self._discard, step))
 
     def _discard(self, step: int) -> list[str]:
         try:
@@ -230,7 +270,7 @@ class Checkpointer:
 
     def _remove_what_is_not_kept(self) -> list[str]:
         checkpoints = self._store.checkpoints()
-        own = [checkpoint for checkpoint in checkpoints if checkpoint.state.first_run_id == self._first_run_id]
+        own = of_history(checkpoints, self._first_run_id)
         unwanted = [checkpoint.step for checkpoint in checkpoints if checkpoint not in own]
         name = self._settings.metric_name
         values = [(point.step, point.state.metric_value if point.state.metric_name == name else None) for point in own]

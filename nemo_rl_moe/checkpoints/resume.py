@@ -2,17 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides where a run starts: at the beginning, or at which checkpoint."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_moe.checkpoints.changes import changed_keys, changes_line, layout_line, wrong_changes
+from nemo_rl_moe.checkpoints.attempts import note_history, noted_history
+from nemo_rl_moe.checkpoints.changes import changed_keys, changes_line, layout_line, other_experiment, wrong_changes
+from nemo_rl_moe.checkpoints.own_run_folder import run_folder_of
 from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
-from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore
+from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
 from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.loggers.run_folder import newest_run_folders
+from nemo_rl_moe.loggers.run_folder import find_run_folder, newest_run_folders
 
 CHECKPOINTS_FOLDER_NAME = "checkpoints"
 """Inside the run's folder, where no other folder is configured."""
@@ -68,8 +70,10 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """The checkpoint to go on from, or None to start at the beginning.
 
-    A run's later attempts go on from its own newest checkpoint. A first attempt, or one whose run has saved nothing
-    yet, goes by `checkpointing.resume`. Leftovers of a run that was stopped while it saved are cleared away.
+    A run's later attempts go on from its own newest checkpoint, or else from the history that its first attempt has
+    gone on from; one whose run has begun anew and has saved nothing starts anew. Everything else goes by
+    `checkpointing.resume`. Where no folder is configured, the newest run that has checkpoints is continued only if it
+    is the same experiment. Leftovers of a run that was stopped while it saved are cleared away.
 
     Args:
         config: A checked configuration.
@@ -80,28 +84,22 @@ def find_resume_point(
     Raises:
         CheckpointError: Another run is writing there, or the run cannot go on from what is there.
     """
-    settings, is_first = config.checkpointing, attempt_number == 1
-    if not settings.enabled or (is_first and settings.resume == "never" and settings.checkpoint_dir is None):
+    if not config.checkpointing.enabled:
         return None
-    store = _store_with_checkpoints(config, None if is_first else run_id, warn)
-    if store is None:
+    warn = _told_once(warn)
+    if attempt_number > 1:
+        own = _of_earlier_attempt(config, run_id, warn)
+        if own is not None:
+            return _resume_from(own, config, warn)
+        if find_run_folder(config.logger.log_dir, run_id) is not None:
+            _refuse_what_came_between(config, warn)
+            return None
+    newest = _newest(config, warn)
+    if newest is None:
         return None
-    with store.locked():
-        store.sweep()
-        checkpoints = store.checkpoints()
-    own = [checkpoint for checkpoint in checkpoints if checkpoint.state.run_id == run_id]
-    if own and not is_first:
-        return _resume_from(own[-1], config, warn)
-    if settings.resume == "never":
-        if checkpoints and settings.checkpoint_dir is not None:
-            steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
-            warn(
-                f"checkpointing.resume is never: {settings.checkpoint_dir} holds checkpoints of an earlier run (steps"
-                f" {steps}), which will be removed as soon as this run has saved its first one"
-            )
-        return None
-    history = newest_history(checkpoints)
-    return _resume_from(history[-1], config, warn) if history else None
+    point = _resume_from(newest, config, warn)
+    note_history(newest.folder.parent, run_id, newest.state.first_run_id)
+    return point
 
 
 def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -112,24 +110,88 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     if not checkpoints:
         return []
     last = max(checkpoints, key=lambda checkpoint: (checkpoint.state.time, checkpoint.step)).state.first_run_id
-    return [checkpoint for checkpoint in checkpoints if checkpoint.state.first_run_id == last]
+    return of_history(checkpoints, last)
 
 
-def _store_with_checkpoints(
-    config: MasterConfig, run_id: str | None, warn: Callable[[str], None]
-) -> CheckpointStore | None:
-    """The configured folder; or else that of the newest run that has checkpoints, where a certain run comes first."""
+def _stores(config: MasterConfig, warn: Callable[[str], None]) -> Iterator[CheckpointStore]:
+    """Where checkpoints may be: the configured folder, or else those of the run folders, newest first."""
     if config.checkpointing.checkpoint_dir is not None:
-        store = CheckpointStore(Path(config.checkpointing.checkpoint_dir), warn)
-        return store if store.is_used() else None
-    newest: CheckpointStore | None = None
-    for run_folder in newest_run_folders(config.logger.log_dir):
-        store = CheckpointStore(run_folder / CHECKPOINTS_FOLDER_NAME, warn)
-        found = store.checkpoints()
-        if any(run_id in (None, checkpoint.state.run_id) for checkpoint in found):
-            return store
-        newest = newest or (store if found else None)
-    return newest
+        yield CheckpointStore(Path(config.checkpointing.checkpoint_dir), warn)
+    else:
+        for run_folder in newest_run_folders(config.logger.log_dir):
+            yield CheckpointStore(run_folder / CHECKPOINTS_FOLDER_NAME, warn)
+
+
+def _tidied(store: CheckpointStore) -> list[Checkpoint]:
+    with store.locked():
+        store.sweep()
+        return store.checkpoints()
+
+
+def _of_earlier_attempt(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint of the run itself, or of the history that it has gone on from."""
+
+    def newest(checkpoints: Sequence[Checkpoint], history: str | None) -> Checkpoint | None:
+        own = [checkpoint for checkpoint in checkpoints if checkpoint.state.run_id == run_id]
+        return next(reversed(own or of_history(checkpoints, history)), None)
+
+    for store in _stores(config, warn):
+        history = noted_history(store.folder, run_id)
+        if newest(store.checkpoints(), history) is not None:  # other runs' folders are not locked
+            return newest(_tidied(store), history)
+    return None
+
+
+def _refuse_what_came_between(config: MasterConfig, warn: Callable[[str], None]) -> None:
+    """Raises where another run has saved to the configured folder since this run has found none to go on from."""
+    settings = config.checkpointing
+    if settings.checkpoint_dir is None or settings.resume == "never":
+        return
+    store = CheckpointStore(Path(settings.checkpoint_dir), warn)
+    if store.is_used() and (others := _tidied(store)):
+        raise CheckpointError(f"{others[-1].folder}: another run has saved it since this run has begun; {WAY_OUT}")
+
+
+def _newest(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
+    """Where a first attempt goes on."""
+    settings = config.checkpointing
+    if settings.checkpoint_dir is None:
+        return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
+    store = CheckpointStore(Path(settings.checkpoint_dir), warn)
+    checkpoints = _tidied(store) if store.is_used() else []
+    if settings.resume == "auto":
+        return next(reversed(newest_history(checkpoints)), None)
+    if checkpoints:
+        steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
+        warn(
+            f"checkpointing.resume is never: {settings.checkpoint_dir} holds checkpoints of an earlier run (steps"
+            f" {steps}), which will be removed as soon as this run has saved its first one"
+        )
+    return None
+
+
+def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint of the newest run that has any; None, and a line, where that is another experiment."""
+    resolved = dump_resolved(config)
+    algorithm = next(iter(resolved))
+    for store in _stores(config, warn):
+        history = newest_history(store.checkpoints())
+        if not history:
+            continue
+        before = history[-1].state
+        other = ("algorithm", before.algorithm, algorithm)
+        if before.algorithm == algorithm:
+            different = other_experiment(algorithm, changed_keys(before.config, resolved))
+            if different is None:
+                return next(reversed(newest_history(_tidied(store))), None)
+            other = different
+        key, old, new = other
+        warn(
+            f"{store.folder.parent} is passed over, and this run starts anew: {key} was {old} there and is {new} here;"
+            f" to go on from it nonetheless, set checkpointing.checkpoint_dir={store.folder}"
+        )
+        return None
+    return None
 
 
 def _resume_from(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
@@ -157,15 +219,16 @@ def _resume_from(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[s
             f"{checkpoint.folder} was saved without the optimizer (checkpointing.save_optimizer: false): the optimizer"
             " starts anew, and the run will differ from one that never stopped"
         )
-    return ResumePoint(checkpoint.folder, state, _run_folder_of(checkpoint, config, warn))
+    return ResumePoint(checkpoint.folder, state, run_folder_of(checkpoint, config, warn))
 
 
-def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
-    if config.checkpointing.checkpoint_dir is None:
-        return checkpoint.folder.parent.parent
-    # A run's folder is written to and cut back: what a checkpoint names must look like one.
-    folder = Path(checkpoint.state.run_folder)
-    if folder in newest_run_folders(folder.parent) and (folder / "config.yaml").is_file():
-        return folder
-    warn(f"{folder}, which {checkpoint.folder} belongs to, is not there: metrics go on in a new folder")
-    return None
+def _told_once(warn: Callable[[str], None]) -> Callable[[str], None]:
+    """Leaves out a line that was told before: several readers of one folder meet the same damage."""
+    told: set[str] = set()
+
+    def warn_once(line: str) -> None:
+        if line not in told:
+            told.add(line)
+            warn(line)
+
+    return warn_once

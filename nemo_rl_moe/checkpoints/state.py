@@ -58,6 +58,8 @@ class CheckpointState(BaseModel):
         run_id: The run that wrote it.
         first_run_id: The run that started at step 0; the same for all checkpoints of one history of training.
         run_folder: Full path of the run's folder.
+        run_folder_id: The id in that folder's `run.json`; None where it had none.
+        checkpoint_dir: Full path of the folder that the checkpoint was made in, without links.
         logger_run_ids: Logger's name to the id under which its run goes on.
         metric_name: What checkpoints were chosen by, such as `val:accuracy`.
         metric_value: The metric at this step; None where it was not measured.
@@ -77,6 +79,8 @@ class CheckpointState(BaseModel):
     run_id: Name
     first_run_id: Name
     run_folder: Name
+    run_folder_id: Name | None
+    checkpoint_dir: Name
     logger_run_ids: dict[Name, Name]
     metric_name: Name | None
     metric_value: Number | None
@@ -144,7 +148,7 @@ def read_state(folder: Path) -> CheckpointState:
         CheckpointError: It is not there, not a plain file, too large, not JSON, or a field is missing or wrong.
     """
     path = folder / STATE_FILE_NAME
-    content = _read_json(path)
+    content = read_json(path)
     version = content.get("format_version") if isinstance(content, dict) else None
     if isinstance(version, int) and not isinstance(version, bool) and version != FORMAT_VERSION:
         raise CheckpointError(f"{path}: format_version: got {version}, expected {FORMAT_VERSION}")
@@ -158,7 +162,12 @@ def read_state(folder: Path) -> CheckpointState:
         raise CheckpointError(lines[:10]) from None
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
+    """Reads a file of a checkpoint.
+
+    Raises:
+        CheckpointError: It is not there, not a plain file, too large, or not JSON.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise CheckpointError(f"{path}: not a plain file")

@@ -2,21 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder that holds checkpoints, each whole or not there at all, whenever the machine or the program stops.
 
-<checkpoint_dir>/step_50/{state.json, policy/...}   a checkpoint
-<checkpoint_dir>/.step_50.incomplete/               being written
-<checkpoint_dir>/.step_50.replaced/                 the one before, while another of the same step takes its place
-<checkpoint_dir>/.step_50.removed/                  being deleted
+<checkpoint_dir>/step_50/{state.json, policy/..., files.json}   a checkpoint
+<checkpoint_dir>/.step_50.incomplete/    being written
+<checkpoint_dir>/.step_50.replaced/      the one before, while another of the same step takes its place
+<checkpoint_dir>/.step_50.removed/       being deleted
 """
 
+import contextlib
 import fcntl
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_rl_moe.checkpoints.inventory import check_inventory, write_inventory
 from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
 from nemo_rl_moe.errors import CheckpointError
 
@@ -45,6 +46,11 @@ class Checkpoint:
         return self.state.loop.step
 
 
+def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> list[Checkpoint]:
+    """Those of one history of training, in their order."""
+    return [checkpoint for checkpoint in checkpoints if checkpoint.state.first_run_id == first_run_id]
+
+
 def _ignore(text: str) -> None:
     del text
 
@@ -65,7 +71,7 @@ class CheckpointStore:
         self._warn = warn
         self._warned: set[str] = set()
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keeps other runs out of the folder while this process lives, and makes it where it is not there.
 
@@ -140,15 +146,22 @@ class CheckpointStore:
         Raises:
             OSError: The disk did not take it.
         """
-        staging, target, replaced = self._leftover(step, "incomplete"), self.path_of(step), None
+        staging, target = self._leftover(step, "incomplete"), self.path_of(step)
+        write_inventory(staging)
         _sync_tree(staging)
+        replaced = self._leftover(step, "replaced")
+        _delete(replaced)
         if target.exists():
-            replaced = self._leftover(step, "replaced")
-            _delete(replaced)
             target.rename(replaced)
-        staging.rename(target)
+        try:
+            staging.rename(target)
+        except OSError:
+            if replaced.exists():
+                replaced.rename(target)
+            raise
         _sync(self.folder)
-        if replaced is not None:
+        # The checkpoint exists: what is left of the one before is cleared away at the next start at the latest.
+        with contextlib.suppress(OSError):
             _delete(replaced)
         return target
 
@@ -194,6 +207,7 @@ class CheckpointStore:
             raise CheckpointError(f"{folder}: state.json: loop.step: got {state.loop.step}, expected {step}")
         if not (folder / POLICY_FOLDER_NAME).is_dir():
             raise CheckpointError(f"{folder}: holds no folder {POLICY_FOLDER_NAME}")
+        check_inventory(folder)
         return Checkpoint(folder, state)
 
     def _leftover(self, step: int, kind: str) -> Path:

@@ -3,16 +3,15 @@
 """When a run with a time limit must save and end."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 
 from nemo_rl_moe.config.duration import parse_duration
 
-_STEPS_LOOKED_AT = 10
-
 
 class TimeLimit:
-    """Stops a run while there is still time for what a step takes, validation and saving included.
+    """Stops a run while there is still time for another step, and for saving after it.
+
+    Both are taken to last as long as the longest of the run so far; a step's validation is part of it.
 
     Args:
         must_save_by: Time after the start, DD:HH:MM:SS, as `checkpointing.checkpoint_must_save_by`; None: no limit.
@@ -27,11 +26,15 @@ class TimeLimit:
         self._clock = clock
         self._last = clock()
         self._end = None if limit_s is None else (self._last if started is None else started) + limit_s
-        self._durations: deque[float] = deque(maxlen=_STEPS_LOOKED_AT)
+        self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """To be asked once at the end of each step: whether another one like the longest of late would be too long."""
+        """To be asked once at the end of each step: whether another one like the longest would be too long."""
         now = self._clock()
-        self._durations.append(now - self._last)
+        self._longest_step = max(self._longest_step, now - self._last)
         self._last = now
-        return self._end is not None and now + max(self._durations) >= self._end
+        return self._end is not None and now + self._longest_step + self._longest_saving >= self._end
+
+    def note_saving(self, seconds: float) -> None:
+        """Tells how long a checkpoint has taken, from its beginning until it was whole on the disk."""
+        self._longest_saving = max(self._longest_saving, seconds)

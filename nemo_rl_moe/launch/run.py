@@ -83,6 +83,10 @@ class Run:
         """Says which training made the final weights: weights of another one may stand in the same folder."""
         return {"first_run_id": self.first_run_id, "step": step, "num_steps": self.num_steps}
 
+    def checkpoint_dir(self, run_folder: Path) -> Path:
+        """Where the run's checkpoints are."""
+        return self.store.folder if self.store is not None else checkpoint_dir_of(self.config, run_folder)
+
     @property
     def first_run_id(self) -> str:
         """The run at the beginning of this history of training."""
@@ -190,32 +194,53 @@ def keeping(
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None,
 ) -> Iterator[RunKeeper]:
     """Ends the steps of the run; inside, a first request to stop only ends the loop after its step."""
-    observers = Observers(loggers, ExpertLoadWriter(run_folder, run.console.warn).write, log_samples)
     settings = run.config.checkpointing
     time_limit = TimeLimit(settings.checkpoint_must_save_by, run.attempt.started)
-
-    def stop_reason() -> str | None:
-        is_up = time_limit.is_up_after_step()
-        return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
-
-    def keeper(checkpointer: Checkpointer | None) -> RunKeeper:
-        start = run.resume.state.loop_state if run.resume is not None else LoopState()
-        return RunKeeper(observers, checkpointer, stop_reason, run.config.policy.max_consecutive_skipped_updates, start)
-
     with run.stop_signals.graceful(), ExitStack() as stack:
-        if not settings.enabled:
-            yield keeper(None)
-            return
-        store = run.store
-        if store is None:
-            store = CheckpointStore(checkpoint_dir_of(run.config, run_folder), run.console.warn)
-            stack.enter_context(store.locked())
-        describe = partial(_describe, run, run_folder, loggers)
-        checkpointer = Checkpointer(store, policy, settings, describe, run.console.warn, run.console.message)
+        expert_load = ExpertLoadWriter(run_folder, run.console.warn, run.console.message)
+        stack.callback(expert_load.close)
+        checkpointer = None
+        if settings.enabled:
+            checkpointer = _open_checkpointer(run, policy, run_folder, loggers, stack)
+
+        def stop_reason() -> str | None:
+            if checkpointer is not None:
+                time_limit.note_saving(checkpointer.longest_save_s)
+            is_up = time_limit.is_up_after_step()
+            return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
+
+        keeper = RunKeeper(
+            Observers(loggers, expert_load.write, log_samples),
+            checkpointer,
+            stop_reason,
+            run.config.policy.max_consecutive_skipped_updates,
+            run.resume.state.loop_state if run.resume is not None else LoopState(),
+        )
         try:
-            yield keeper(checkpointer)
+            yield keeper
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"{error}{_all_samples(error, run_folder)}", error.sample_ids) from None
+
+
+def _open_checkpointer(
+    run: Run, policy: MegatronPolicy, run_folder: Path, loggers: FanOutLogger, stack: ExitStack
+) -> Checkpointer:
+    """Saves for the run; the stack closes it before it lets go of the folder."""
+    store = run.store
+    if store is None:
+        store = CheckpointStore(run.checkpoint_dir(run_folder), run.console.warn)
+        stack.enter_context(store.locked())
+    checkpointer = Checkpointer(
+        store,
+        policy,
+        run.config.checkpointing,
+        partial(_describe, run, run_folder, loggers),
+        run.console.warn,
+        run.console.message,
+        loggers.flush_to_disk,
+    )
+    stack.callback(checkpointer.close)
+    return checkpointer
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
@@ -248,7 +273,7 @@ def end_run(run: Run, policy: MegatronPolicy, summary: RunSummary, run_folder: P
     Returns:
         What to tell at the very end: what was learned and where to look, or how to go on.
     """
-    checkpoint_dir = checkpoint_dir_of(run.config, run_folder) if run.config.checkpointing.enabled else None
+    checkpoint_dir = run.checkpoint_dir(run_folder) if run.config.checkpointing.enabled else None
     if summary.stopped_for is not None:
         return _stopped(run, summary, checkpoint_dir)
     weights = None

@@ -9,6 +9,7 @@ one.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,48 +25,85 @@ if TYPE_CHECKING:
 
 FOLDER_NAME = "expert_load.parquet"
 STEPS_OF_A_FILE = 100
+_MOST_STEPS_KEPT = 1000
 
 _SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.int32()), ("expert", pa.int32()), ("count", pa.int64())])
 _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
 
 
 class ExpertLoadWriter:
-    """Writes the load matrix of each step; what cannot be written warns once and never stops training.
+    """Writes the load matrix of each step; what cannot be written never stops training.
+
+    While the disk is full, the newest steps are kept in memory, and written when there is space again.
 
     Args:
         run_folder: The run's folder.
-        warn: Shows a warning.
+        warn: Told once when writing fails, and when steps are lost.
+        message: Told when writing works again.
     """
 
-    def __init__(self, run_folder: Path, warn: Callable[[str], None]):
+    def __init__(
+        self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None] = lambda text: None
+    ):
         self._folder = run_folder / FOLDER_NAME
-        self._warn = warn
-        self._has_failed = False
+        self._warn, self._message = warn, message
+        self._kept: deque[tuple[int, ExpertLoad]] = deque()
+        self._num_lost = 0
+        self._is_failing = False
+        self._has_told_of_joining = False
         # A resumed run finds single steps of its earlier attempts, which are joined with its own.
         self._single = [first for first, last in _files_in_force(self._folder) if first == last]
 
     def write(self, step: int, load: "ExpertLoad") -> None:
         """Adds one step; steps ascend."""
-        if self._has_failed:
-            return
+        self._kept.append((step, load))
+        if len(self._kept) > _MOST_STEPS_KEPT:
+            self._kept.popleft()
+            self._num_lost += 1
+        self._write_kept()
+
+    def close(self) -> None:
+        """Tries once more to write what is kept."""
+        if self._kept:
+            self._write_kept()
+        if lost := self._num_lost + len(self._kept):
+            self._warn(f"{FOLDER_NAME} lacks {lost} steps that could not be written")
+        self._kept.clear()
+        self._num_lost = 0
+
+    def _write_kept(self) -> None:
         try:
             self._folder.mkdir(exist_ok=True)
-            _write_whole(_as_table(step, load), _path(self._folder, step, step))
-            self._single.append(step)
-            if len(self._single) >= STEPS_OF_A_FILE:
-                self._join()
+            while self._kept:
+                step, load = self._kept[0]
+                _write_whole(_as_table(step, load), _path(self._folder, step, step))
+                self._single.append(step)
+                self._kept.popleft()
+                if len(self._single) >= STEPS_OF_A_FILE:
+                    self._join()
         except (OSError, pa.ArrowException) as error:
-            self._has_failed = True
-            self._warn(f"{FOLDER_NAME} cannot be written and is left out from now on: {error}")
+            if not self._is_failing:
+                self._is_failing = True
+                self._warn(f"{FOLDER_NAME} cannot be written, its steps are kept until it can be: {error}")
+            return
+        if self._is_failing:
+            self._is_failing = False
+            self._message(f"{FOLDER_NAME} can be written again")
 
     def _join(self) -> None:
         """Makes one file of the single steps. A crash in between leaves both, which `read_expert_load` sorts out."""
         steps, self._single = self._single, []
         singles = [_path(self._folder, step, step) for step in steps]
-        joined = pa.concat_tables([pq.read_table(path) for path in singles])
-        _write_whole(joined, _path(self._folder, steps[0], steps[-1]))
-        for path in singles:
-            path.unlink()
+        try:
+            joined = pa.concat_tables([pq.read_table(path) for path in singles])
+            _write_whole(joined, _path(self._folder, steps[0], steps[-1]))
+            for path in singles:
+                path.unlink()
+        except (OSError, pa.ArrowException) as error:
+            # Nothing is lost by it: they are read as they are.
+            if not self._has_told_of_joining:
+                self._has_told_of_joining = True
+                self._warn(f"{FOLDER_NAME}: the files of steps {steps[0]} to {steps[-1]} cannot be joined: {error}")
 
 
 def read_expert_load(run_folder: Path) -> pa.Table:
@@ -86,10 +124,14 @@ def rewind_expert_load(run_folder: Path, step: int) -> None:
     """Removes the rows of all later steps; a kill in between leaves what the next call finishes.
 
     A file that cannot be read is set aside under a name that readers pass over.
+
+    Raises:
+        OSError: A file cannot be removed, or the beginning of a file that is kept cannot be written.
     """
     folder = run_folder / FOLDER_NAME
     in_force = _files_in_force(folder)
-    for first, last in in_force:
+    # The last files first: their space may be what the cut one needs.
+    for first, last in reversed(in_force):
         path = _path(folder, first, last)
         if first <= step < last:
             try:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
-from nemo_rl_moe.loggers.interface import MetricLogger, RunOutcome
+from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger, RunOutcome
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.loggers.notices import Notices, reason_of
 
@@ -77,6 +77,17 @@ class FanOutLogger:
         for isolated in self._isolated:
             isolated.log_config(config)
         self._notices.show()
+
+    def flush_to_disk(self) -> bool:
+        """Waits until the disk has every step that was logged, where a logger keeps them in a file of the run.
+
+        May be called from any thread.
+
+        Returns:
+            False where a logger holds some back that cannot be written yet.
+        """
+        keeping = [logger for logger in list(self._direct.values()) if isinstance(logger, FlushesToDisk)]
+        return all(logger.flush_to_disk() for logger in keeping)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         """Closes every logger, in bounded time; a second call does nothing."""

@@ -3,7 +3,7 @@
 """What every logger can do; the training loop knows nothing else about them."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 RunOutcome = Literal["finished", "failed", "killed"]
 
@@ -37,6 +37,15 @@ class MetricLogger(Protocol):
         Args:
             outcome: How the run ended: by itself or stopped and saved, by an error, or by a signal that ended it.
         """
+        ...
+
+
+@runtime_checkable
+class FlushesToDisk(Protocol):
+    """A logger whose steps have to be on the disk before a checkpoint of them is."""
+
+    def flush_to_disk(self) -> bool:
+        """Waits until the disk has all steps; False where some cannot be written. May be called from any thread."""
         ...
 
 

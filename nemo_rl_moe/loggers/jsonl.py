@@ -56,6 +56,10 @@ class JsonlLogger:
         record = {"step": step, "time": time.time(), "metrics": {key: json_number(v) for key, v in metrics.items()}}
         self._lines.append([json.dumps(record, allow_nan=False)])
 
+    def flush_to_disk(self) -> bool:
+        """Waits until the disk has all lines; False where some cannot be written. May be called from any thread."""
+        return self._lines.flush_to_disk()
+
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Does nothing: the run folder holds the configuration as `config.yaml`."""
 

@@ -4,6 +4,7 @@
 
 import contextlib
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from io import FileIO
@@ -50,18 +51,16 @@ class LineFile:
         self._kept_bytes = 0
         self._num_lost = 0
         self._is_failing = False
+        self._lock = threading.Lock()
 
     def append(self, lines: Iterable[str]) -> None:
         """Adds lines, each without its line feed; never raises for a disk that does not take them."""
-        for line in lines:
-            self._keep(f"{line}\n".encode())
         try:
-            file = self._open()
-            while self._kept:
-                append_whole(file, self._kept[0])
-                self._kept_bytes -= len(self._kept.popleft())
+            with self._lock:
+                for line in lines:
+                    self._keep(f"{line}\n".encode())
+                self._write_kept()
         except OSError as error:
-            self._release()
             if not self._is_failing:
                 self._is_failing = True
                 self._warn(f"{self._path.name} cannot be written, its lines are kept until it can be: {error}")
@@ -70,14 +69,44 @@ class LineFile:
             self._is_failing = False
             self._message(f"{self._path.name} can be written again")
 
+    def flush_to_disk(self) -> bool:
+        """Tries to write what is kept, and waits until the disk has it; may be called from any thread.
+
+        Returns:
+            Whether all lines but those that were lost are on the disk.
+        """
+        try:
+            with self._lock:
+                descriptor = os.dup(self._write_kept().fileno())
+            try:
+                # Outside the lock: a slow disk must not hold up who appends.
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return False
+        return True
+
     def close(self) -> None:
         """Tries once more to write what is kept, and closes the file."""
         self.append(())
-        self._release()
+        with self._lock:
+            self._release()
         if lost := self._num_lost + len(self._kept):
             self._warn(f"{self._path.name} lacks {lost} lines that could not be written")
         self._kept.clear()
         self._num_lost = self._kept_bytes = 0
+
+    def _write_kept(self) -> FileIO:
+        try:
+            file = self._open()
+            while self._kept:
+                append_whole(file, self._kept[0])
+                self._kept_bytes -= len(self._kept.popleft())
+        except OSError:
+            self._release()
+            raise
+        return file
 
     def _keep(self, line: bytes) -> None:
         self._kept.append(line)

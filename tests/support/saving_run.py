@@ -39,12 +39,19 @@ class Run:
         self.config = config_of("checkpointing.checkpoint_dir=null", *overrides)
         self.warnings: list[str] = []
         self.messages: list[str] = []
+        self.records_are_on_disk = True
         self.policy = ThreadedWriter(shard_bytes, may_write)
         settings = self.config.checkpointing
         self.store = CheckpointStore(Path(settings.checkpoint_dir or folder / "checkpoints"), self.warnings.append)
         self.describe = lambda: description(self.config, folder, **changes)
         self.checkpointer = Checkpointer(
-            self.store, self.policy, settings, self.describe, self.warnings.append, self.messages.append
+            self.store,
+            self.policy,
+            settings,
+            self.describe,
+            self.warnings.append,
+            self.messages.append,
+            lambda: self.records_are_on_disk,
         )
 
     def save(self, step: int, metrics: Mapping[str, float] = MappingProxyType({}), **state: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.place_of_runs import Place
 from tests.support.saving_run import Run
 
 
@@ -17,3 +18,9 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
         return Run(tmp_path, *overrides, **changes)
 
     return make
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    """A place where no run has been."""
+    return Place(tmp_path)

@@ -20,6 +20,10 @@ from tests.support.saving_run import Run
 KEEP_ALL = "checkpointing.keep_top_k=null"
 
 
+def refuse(path: Path) -> None:
+    raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+
+
 @pytest.fixture
 def run(make_run: Callable[..., Run]) -> Run:
     """A run that has saved three times."""
@@ -53,6 +57,10 @@ def test_other_things_in_the_folder_are_left_alone(run: Run) -> None:
         (lambda folder: (folder / "state.json").unlink(), "cannot be read"),
         (lambda folder: (folder / "state.json").write_text("{"), "not valid JSON"),
         (lambda folder: (folder / "policy").rename(folder / "elsewhere"), "holds no folder policy"),
+        (lambda folder: (folder / "policy" / "shard_0.bin").unlink(), "policy/shard_0.bin: is missing"),
+        (lambda folder: os.truncate(folder / "policy" / "shard_1.bin", 99), "got 99 bytes, expected 10032"),
+        (lambda folder: (folder / "files.json").unlink(), "files.json: cannot be read"),
+        (lambda folder: (folder / "files.json").write_text('{"state.json": "1"}'), "the names and the sizes of files"),
         (lambda folder: folder.rename(folder.with_name("step_12")), "loop.step: got 10, expected 12"),
     ],
 )
@@ -91,6 +99,40 @@ def test_the_same_step_again_takes_the_place_of_the_first(run: Run) -> None:
     assert run.steps() == [2, 9, 10, 11]
 
 
+def test_what_cannot_be_deleted_does_not_make_a_published_one_a_failure(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run.newest().state.time
+    delete = shutil.rmtree
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path: refuse(path) if path.name.endswith(".replaced") else delete(path)
+    )
+    run.save(11)
+    run.save(10)
+    assert run.warnings == []
+    assert run.store.checkpoints()[-2].state.time > before
+    monkeypatch.undo()
+    run.store.sweep()
+    assert sorted(entry.name for entry in run.store.folder.iterdir()) == ["step_10", "step_11", "step_2", "step_9"]
+
+
+def test_a_checkpoint_comes_back_where_the_new_one_cannot_take_its_place(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run.newest().state.time
+    rename = Path.rename
+    monkeypatch.setattr(
+        Path, "rename", lambda path, to: refuse(path) if path.name.endswith(".incomplete") else rename(path, to)
+    )
+    run.save(11)
+    run.save(10)
+    assert [warning.split(": ")[0] for warning in run.warnings] == [
+        f"the checkpoint of step {step} could not be saved" for step in (11, 10)
+    ]
+    assert run.newest().step == 10
+    assert run.newest().state.time == before
+
+
 def test_staging_again_begins_with_an_empty_folder(run: Run) -> None:
     (run.store.stage(12) / "half").write_text("x")
     assert list(run.store.stage(12).iterdir()) == []
@@ -110,9 +152,6 @@ def test_a_checkpoint_appears_by_one_renaming(run: Run) -> None:
 def test_a_leftover_that_cannot_be_cleared_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     (run.store.folder / ".step_12.incomplete").mkdir()
     (run.store.folder / ".step_13.incomplete").mkdir()
-
-    def refuse(path: Path) -> None:
-        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
 
     monkeypatch.setattr(shutil, "rmtree", refuse)
     run.store.sweep()

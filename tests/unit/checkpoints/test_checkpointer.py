@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving beside the training, keeping the best, and saves that fail."""
 
+import os
 import resource
 import subprocess
 import threading
@@ -77,6 +78,67 @@ def test_a_metric_that_is_not_there_is_told_once(make_run: MakeRun) -> None:
         "checkpointing.metric_name: val:acuracy is not among the metrics of step 2, so that its checkpoint ranks below"
         " those that have it; did you mean val:accuracy?"
     ]
+
+
+def test_a_save_that_no_validation_follows_is_told_once(make_run: MakeRun) -> None:
+    run = make_run(f"{C}.save_period=5")
+    run.save(3, {"train/loss": 1.0})  # the run was stopped there
+    assert run.warnings == []
+    for step in (5, 10):
+        run.save(step, {"train/loss": 1.0})
+    assert run.warnings == [
+        "checkpointing.save_period: 5 saves at step 5, where there is no val:accuracy, so that its checkpoint ranks"
+        " below those that have it; expected a multiple of the algorithm's val_period"
+    ]
+    keep_all = make_run(f"{C}.save_period=5", f"{C}.keep_top_k=null")
+    keep_all.save(15, {"train/loss": 1.0})
+    assert keep_all.warnings == [], "nothing is chosen"
+
+
+def test_a_checkpoint_waits_for_the_records_of_its_steps(make_run: MakeRun) -> None:
+    run = make_run()
+    run.records_are_on_disk = False
+    run.save(1)
+    run.checkpointer.poll(wait=True)
+    assert (run.steps(), run.warnings) == ([], [])
+    run.records_are_on_disk = True
+    run.checkpointer.poll(wait=True)
+    assert run.steps() == [1]
+    assert run.messages == [f"checkpoint of step 1: {run.store.path_of(1)}"]
+    assert run.checkpointer.longest_save_s == 0.0, "the wait for the records is none for saving"
+    run.save(2)
+    assert 0 < run.checkpointer.longest_save_s < 60
+
+
+def test_without_the_records_it_is_given_up_in_the_end(make_run: MakeRun) -> None:
+    run = make_run()
+    run.records_are_on_disk = False
+    run.save(1)
+    run.save(2)
+    reason = "could not be saved: the records of its steps (metrics.jsonl) cannot be written"
+    assert [warning.split(";")[0] for warning in run.warnings] == [f"the checkpoint of step 1 {reason}"]
+    with pytest.raises(CheckpointSaveError, match="checkpoint of step 2 could not be saved: the records"):
+        run.checkpointer.finish()
+    assert list(run.store.folder.iterdir()) == []
+
+
+def test_closing_leaves_no_thread_at_work(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, may_sync, syncing = make_run(), threading.Event(), threading.Event()
+
+    def slow_sync(descriptor: int) -> None:
+        syncing.set()
+        may_sync.wait(60)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    run.checkpointer.start(LoopState(step=1), {})
+    while not syncing.wait(0.01):
+        run.checkpointer.poll()
+    run.checkpointer.close(0.05)
+    assert run.warnings == [f"{run.store.folder}: the disk has not answered for 0.05 s and is not waited for"]
+    may_sync.set()
+    run.checkpointer.close(60)
+    assert len(run.warnings) == 1
+    assert run.steps() == [1]
 
 
 def test_a_new_run_removes_the_checkpoints_of_an_earlier_one(make_run: MakeRun) -> None:

@@ -33,20 +33,22 @@ def test_a_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"12")
-    os.utime(weights, ns=(10, 10))
     first = model_fingerprint(str(tmp_path))
     (tmp_path / "README.md").write_text("")
-    assert model_fingerprint(str(tmp_path)) == first
+    os.utime(weights, ns=(10, 10))
+    assert model_fingerprint(str(tmp_path)) == first, "a copy is the same"
     seen = {first}
     for change in (
-        lambda: os.utime(weights, ns=(10, 11)),
-        lambda: weights.write_bytes(b"123"),
+        lambda: weights.write_bytes(b"13"),
+        lambda: weights.write_bytes(b"1" * 3_000_000),
+        lambda: weights.write_bytes(b"1" * 2_999_999 + b"2"),
+        lambda: weights.write_bytes(b"3" + b"1" * 2_999_998 + b"2"),
         lambda: (tmp_path / "config.json").write_text("{ }"),
         lambda: (tmp_path / "model-2.safetensors").write_bytes(b""),
     ):
         change()
         seen.add(model_fingerprint(str(tmp_path)))
-    assert len(seen) == 5
+    assert len(seen) == 7
     assert model_fingerprint("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
 
 

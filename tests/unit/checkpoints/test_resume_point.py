@@ -2,68 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a run starts: the newest checkpoint, its own one after a failure, or the beginning; and what is told."""
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 
-from nemo_rl_moe.checkpoints.resume import ResumePoint, find_resume_point
-from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.errors import CheckpointError
-from tests.support.saving_run import Run
-
-SHARED = "checkpointing.checkpoint_dir={}/shared"
-NEVER = "checkpointing.resume=never"
-
-
-class Place:
-    """A log folder, and a folder of checkpoints that runs share."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.warnings: list[str] = []
-
-    def overrides(self, *overrides: str, shared: bool) -> list[str]:
-        """Where this place is, and further overrides."""
-        directory = SHARED.format(self.folder) if shared else "checkpointing.checkpoint_dir=null"
-        return [f"logger.log_dir={self.folder / 'logs'}", directory, *overrides]
-
-    def run(self, number: int, *overrides: str, shared: bool = False, **changes: Any) -> Run:
-        """A run in a folder of its own."""
-        run_folder = self.folder / "logs" / f"exp_{number:03d}"
-        run_folder.mkdir(parents=True, exist_ok=True)
-        (run_folder / "config.yaml").write_text("")
-        return Run(run_folder, *self.overrides("checkpointing.keep_top_k=null", *overrides, shared=shared), **changes)
-
-    def find(
-        self,
-        *overrides: str,
-        run_id: str = "new",
-        attempt: int = 1,
-        shared: bool = False,
-        name: str = "sft_tiny_moe.yaml",
-    ) -> ResumePoint | None:
-        """Where a run would start."""
-        self.warnings.clear()
-        config = load_any_config(name, self.overrides(*overrides, shared=shared), check_paths=False)
-        return find_resume_point(config, run_id, attempt, self.warnings.append)
-
-    def found(self, *overrides: str, **arguments: Any) -> ResumePoint:
-        """Where a run goes on."""
-        point = self.find(*overrides, **arguments)
-        assert point is not None
-        return point
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
-
-
-def saved(run: Run, *steps: int) -> Run:
-    for step in steps:
-        run.save(step)
-    return run
+from tests.support.place_of_runs import NEVER, Place, saved
 
 
 def test_nothing_to_go_on_from(place: Place) -> None:
@@ -117,7 +59,7 @@ def test_a_run_folder_that_is_gone_or_is_none_gets_a_new_one(place: Place) -> No
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_later_attempt_goes_on_from_its_own_checkpoint(place: Place, shared: bool) -> None:
     saved(place.run(1, shared=shared), 30)
-    for overrides in ([], [NEVER]):
+    for overrides in ([NEVER], []):
         # Before it has saved anything, as the first attempt did.
         point = place.find(*overrides, run_id="b", attempt=2, shared=shared)
         assert (point.step if point else None) == (None if overrides else 30)
@@ -132,11 +74,11 @@ def test_a_later_attempt_goes_on_from_its_own_checkpoint(place: Place, shared: b
 
 
 def test_another_algorithm_is_refused(place: Place) -> None:
-    saved(place.run(1), 10)
+    saved(place.run(1, shared=True), 10)
     with pytest.raises(CheckpointError) as caught:
-        place.find(name="grpo_tiny_moe.yaml")
+        place.find(name="grpo_tiny_moe.yaml", shared=True)
     assert caught.value.problems == [
-        f"{place.folder}/logs/exp_001/checkpoints/step_10: a checkpoint of sft, and this run is grpo; set"
+        f"{place.folder}/shared/step_10: a checkpoint of sft, and this run is grpo; set"
         " checkpointing.resume=never to start anew, or another checkpointing.checkpoint_dir"
     ]
 
@@ -164,14 +106,57 @@ def test_changes_are_told_in_one_line_and_the_layout_in_another(place: Place) ->
 
 
 def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> None:
-    saved(place.run(1), 10)
+    saved(place.run(1, shared=True), 10)
     with pytest.raises(CheckpointError) as caught:
-        place.find("policy.train_global_batch_size=256", "policy.precision=bfloat16")
-    checkpoint, out = f"{place.folder}/logs/exp_001/checkpoints/step_10", "set checkpointing.resume=never to start anew"
-    precision, batch = caught.value.problems
+        place.find(
+            "policy.train_global_batch_size=256",
+            "policy.precision=bfloat16",
+            "policy.model_name=elsewhere",
+            "sft.seed=7",
+            "data.shuffle=false",
+            shared=True,
+        )
+    checkpoint, out = f"{place.folder}/shared/step_10", "set checkpointing.resume=never to start anew"
+    shuffle, precision, batch, seed = caught.value.problems
     assert precision.startswith(f"policy.precision: got bfloat16, but {checkpoint} was saved with float32: ")
     assert batch.startswith(f"policy.train_global_batch_size: got 256, but {checkpoint} was saved with 128: ")
+    assert shuffle.startswith(f"data.shuffle: got false, but {checkpoint} was saved with true: the checkpoint's place")
+    assert seed.startswith(f"sft.seed: got 7, but {checkpoint} was saved with ")
     assert all(out in problem for problem in caught.value.problems)
+
+
+def test_another_model_is_told_where_the_folder_was_named(place: Place) -> None:
+    saved(place.run(1, shared=True), 10)
+    assert place.found("policy.model_name=elsewhere", shared=True).step == 10
+    assert "policy.model_name examples/assets/tiny_qwen3_moe -> elsewhere" in place.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("policy.model_name=elsewhere", "policy.model_name was examples/assets/tiny_qwen3_moe there and is elsewhere"),
+        ("policy.tokenizer.name=elsewhere", "policy.tokenizer.name was "),
+        ("data.train.path=other.jsonl", "data.train.path was data/addition/train.jsonl there and is other.jsonl here"),
+        ("data.train.split=test", "data.train.split was train there and is test here"),
+        ("sft.seed=7", "sft.seed was "),
+        ("data.shuffle=false", "data.shuffle was true there and is false here"),
+        (None, "algorithm was sft there and is grpo here"),
+    ],
+)
+def test_another_experiment_starts_anew_where_no_folder_was_named(
+    place: Place, override: str | None, difference: str
+) -> None:
+    saved(place.run(1), 10)
+    if override is None:
+        assert place.find(name="grpo_tiny_moe.yaml") is None
+    else:
+        with place.run(1).store.locked():  # while the other one runs, too
+            assert place.find(override) is None
+    (line,) = place.warnings
+    folder = place.run_folder(1)
+    assert line.startswith(f"{folder} is passed over, and this run starts anew: {difference}")
+    assert line.endswith(f"set checkpointing.checkpoint_dir={folder}/checkpoints")
+    assert place.found("policy.megatron_cfg.optimizer.lr=0.5").step == 10, "the same experiment with another rate"
 
 
 def test_without_the_optimizer_it_starts_anew(place: Place) -> None:

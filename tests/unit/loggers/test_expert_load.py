@@ -13,6 +13,7 @@ import torch
 from nemo_rl_moe.loggers import expert_load
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from tests.unit.loggers.helpers import files_no_longer_than
 
 LAYERS = (1, 3, 10)
 EXPERTS = 4
@@ -39,8 +40,13 @@ def warnings() -> list[str]:
 
 
 @pytest.fixture
-def writer(tmp_path: Path, warnings: list[str]) -> ExpertLoadWriter:
-    return ExpertLoadWriter(tmp_path, warnings.append)
+def messages() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def writer(tmp_path: Path, warnings: list[str], messages: list[str]) -> ExpertLoadWriter:
+    return ExpertLoadWriter(tmp_path, warnings.append, messages.append)
 
 
 def write(writer: ExpertLoadWriter, steps: range | list[int]) -> None:
@@ -152,32 +158,59 @@ def test_what_is_no_file_of_steps_is_left_alone(writer: ExpertLoadWriter, tmp_pa
     assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([1])
 
 
-def test_a_folder_that_cannot_be_written_warns_once(
-    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str]
+def test_what_cannot_be_written_waits(
+    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], messages: list[str]
 ) -> None:
     (tmp_path / FOLDER_NAME).write_text("a file is in the way")
     write(writer, range(1, 4))
     (warning,) = warnings
-    assert warning.startswith(f"{FOLDER_NAME} cannot be written and is left out from now on: ")
+    assert warning.startswith(f"{FOLDER_NAME} cannot be written, its steps are kept until it can be: ")
+    (tmp_path / FOLDER_NAME).unlink()
+    write(writer, [4])
+    assert messages == [f"{FOLDER_NAME} can be written again"]
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps(range(1, 5))
+    writer.close()
+    assert len(warnings) == 1
 
 
-def test_a_folder_that_vanishes_warns_once(
+def test_a_full_disk_leaves_nothing_half_written(
+    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], messages: list[str]
+) -> None:
+    write(writer, [1])
+    with files_no_longer_than(100):
+        write(writer, [2, 3])
+    assert len(warnings) == 1
+    assert file_names(tmp_path) == ["steps-00000001-00000001.parquet"]
+    writer.close()
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([1, 2, 3])
+    assert messages == [f"{FOLDER_NAME} can be written again"]
+
+
+def test_what_never_gets_space_is_counted(
     writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(expert_load, "_MOST_STEPS_KEPT", 2)
+    with files_no_longer_than(100):
+        write(writer, range(1, 5))
+    write(writer, [5])
+    writer.close()
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([4, 5])
+    assert warnings[1:] == [f"{FOLDER_NAME} lacks 3 steps that could not be written"]
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_files_that_cannot_be_joined_stay_as_they_are(
+    damage: str, writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
     write(writer, range(1, 3))
-    shutil.rmtree(tmp_path / FOLDER_NAME)
-    write(writer, range(3, 6))
-    assert len(warnings) == 1
-    # What could be written stays readable.
-    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps([3])
-
-
-def test_a_file_that_is_cut_off_by_others_warns_once(
-    writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
-    write(writer, [1])
-    (tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet").write_bytes(b"PAR1")
-    write(writer, range(2, 5))
-    assert len(warnings) == 1
+    first = tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet"
+    first.write_bytes(b"PAR1")
+    if damage == "gone":
+        shutil.rmtree(tmp_path / FOLDER_NAME)
+    write(writer, range(3, 10))
+    (warning,) = warnings
+    assert warning.startswith(f"{FOLDER_NAME}: the files of steps 1 to 3 cannot be joined: ")
+    assert file_names(tmp_path)[-2:] == ["steps-00000004-00000006.parquet", "steps-00000007-00000009.parquet"]
+    first.unlink(missing_ok=True)
+    assert read_expert_load(tmp_path).to_pylist() == rows_of_steps(range(3 if damage == "gone" else 2, 10))

@@ -3,12 +3,16 @@
 """A failing logger warns once and is left out; the others get every step."""
 
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.jsonl import JsonlLogger, read_metrics
 from nemo_rl_moe.loggers.notices import Notices
+from tests.unit.loggers.helpers import files_no_longer_than
 
 
 class Recorder:
@@ -53,6 +57,19 @@ def drive(broken_in: str) -> tuple[Recorder, Recorder | None, list[str]]:
         logger.log_step(step, {"train/loss": float(step)})
     logger.close()
     return healthy, opened[0] if opened else None, warnings
+
+
+def test_steps_are_on_the_disk_when_every_file_has_them(tmp_path: Path) -> None:
+    told: list[str] = []
+    open_metrics = partial(JsonlLogger, tmp_path, told.append, told.append)
+    logger = FanOutLogger({"metrics": open_metrics, "other": Recorder}, Notices(pytest.fail, pytest.fail))
+    logger.log_step(1, {"train/loss": 1.0})
+    assert logger.flush_to_disk()
+    with files_no_longer_than(10):
+        logger.log_step(2, {"train/loss": 1.0})
+        assert not logger.flush_to_disk()
+    assert logger.flush_to_disk()
+    assert [record.step for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 @pytest.mark.parametrize(

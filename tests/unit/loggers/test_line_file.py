@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whole lines only, none lost while the disk is full, and torn ends repaired."""
 
+import errno
 import json
+import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,38 @@ def test_what_never_gets_space_is_counted(tmp_path: Path, told: list[str], monke
         lines.append(["f" * 9])
         lines.close()
     assert told[-1] == "x.jsonl lacks 3 lines that could not be written"
+
+
+def test_flushing_tells_whether_the_disk_has_all(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
+    lines = LineFile(tmp_path / "x.jsonl", told.append, told.append)
+    lines.append(["a"])
+    assert lines.flush_to_disk()
+    assert synced == [(tmp_path / "x.jsonl").stat().st_ino]
+    with files_no_longer_than(2):
+        lines.append(["b"])
+        assert not lines.flush_to_disk()
+    assert lines.flush_to_disk()
+    assert (tmp_path / "x.jsonl").read_text() == "a\nb\n"
+    monkeypatch.setattr(os, "fsync", broken_disk)
+    assert not lines.flush_to_disk()
+
+
+def test_flushing_while_another_thread_appends(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "x", pytest.fail, pytest.fail)
+    with ThreadPoolExecutor(1) as other:
+        flushed = [other.submit(lines.flush_to_disk) for _ in range(200)]
+        for number in range(1000):
+            lines.append([str(number)])
+    assert all(future.result() for future in flushed)
+    assert (tmp_path / "x").read_text().split() == [str(number) for number in range(1000)]
+
+
+def broken_disk(descriptor: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def test_metrics_on_a_file_system_that_fills_up(tmp_path: Path, told: list[str]) -> None:

@@ -3,6 +3,7 @@
 """What was written after a step goes; what was written before it stays, whatever a kill interrupts."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.loggers import expert_load
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.loggers.rewind import rewind_run_folder
@@ -48,21 +50,37 @@ def test_lines(name: str, torn: str, step: int, kept: int, tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_kill_before_the_new_file_is_in_place_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_record_stays_where_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write_lines(path, [1, 2, 3])
+    path.write_text('{"step": 1}\na note\n{"step": 2}\n{"step": 3}\nanother note\n')
+    rewind_run_folder(tmp_path, 2)
+    assert path.read_text() == '{"step": 1}\na note\n{"step": 2}\n'
 
-    def killed(*_: object) -> None:
-        raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        with pytest.raises(KeyboardInterrupt):
-            rewind_run_folder(tmp_path, 1)
-    assert steps_in(path) == [1, 2, 3]
-    rewind_run_folder(tmp_path, 1)
-    assert steps_in(path) == [1]
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_full_disk_is_no_obstacle(small_disk: Path) -> None:
+    write_lines(small_disk / "metrics.jsonl", list(range(100)))
+    write_load(small_disk, range(1, 12))
+    with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    rewind_run_folder(small_disk, 6)
+    assert steps_in(small_disk / "metrics.jsonl") == list(range(7))
+    assert load_steps(small_disk) == list(range(1, 7))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", FOLDER_NAME])
+def test_a_file_that_cannot_be_cut_is_named(small_disk: Path, name: str) -> None:
+    if name == FOLDER_NAME:
+        write_load(small_disk, range(1, 5))
+    else:
+        write_lines(small_disk / name, [1, 2, 3])
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CheckpointError) as caught:
+        rewind_run_folder(small_disk, 2)
+    assert caught.value.problems == [
+        f"{small_disk / name}: cannot be cut back to step 2, from which the run goes on: Read-only file system; make"
+        " room for it or make it writable, or move it away"
+    ]
 
 
 @settings(max_examples=30, deadline=None)

@@ -1,0 +1,81 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where a run begins: complete or not, in which folder, and never beside another one on the same checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.config.schema import SFTMasterConfig
+from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.run import FINAL_RUN_FILE, prepared_run
+from nemo_rl_moe.launch.stop_signals import StopSignals
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from tests.support.saving_run import Run as SavedRun
+
+NUM_STEPS = 12
+
+
+def prepared(config: SFTMasterConfig, run_id: str = "second", number: int = 1, num_steps: int = NUM_STEPS) -> Any:
+    console = ConsoleLogger(total_steps=0, live="never")
+    return prepared_run(config, RunAttempt(run_id, number), StopSignals(), console, num_steps, {"model": "a"})
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> SavedRun:
+    """A run that has saved step 10."""
+    folders = (f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", f"logger.log_dir={tmp_path / 'logs'}")
+    run = SavedRun(tmp_path, *folders)
+    run.save(10)
+    return run
+
+
+def write_final(saved: SavedRun, origin: dict[str, Any]) -> None:
+    folder = saved.store.folder / "final"
+    folder.mkdir()
+    (folder / FINAL_RUN_FILE).write_text(json.dumps(origin))
+
+
+def test_goes_on_and_is_not_complete(saved: SavedRun) -> None:
+    with prepared(saved.config) as run:
+        assert run.resume is not None
+        assert run.resume.step == 10
+        assert not run.is_complete
+
+
+def test_complete_is_what_has_written_its_own_final_weights(saved: SavedRun) -> None:
+    with prepared(saved.config, num_steps=10) as run:
+        assert not run.is_complete, "the final weights are missing"
+        origin = run.origin_of_weights(10)
+    write_final(saved, origin | {"first_run_id": "another"})
+    with prepared(saved.config, num_steps=10) as run:
+        assert not run.is_complete, "those are another training's"
+    (saved.store.folder / "final" / FINAL_RUN_FILE).write_text(json.dumps(origin))
+    with prepared(saved.config, num_steps=10) as run:
+        assert run.is_complete
+    with prepared(saved.config, num_steps=20) as run:
+        assert not run.is_complete, "there is more to do"
+
+
+def test_prompts_that_are_used_up_are_the_end_too(saved: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:
+    with prepared(saved.config) as run:
+        origin = run.origin_of_weights(10)
+    write_final(saved, origin)
+    capsys.readouterr()
+    with prepared(saved.config) as run:
+        assert run.is_complete
+    assert "is the end of this run: its prompts are used up after 10 steps" in capsys.readouterr().out
+
+
+def test_no_second_run_on_the_same_checkpoints(saved: SavedRun) -> None:
+    with (
+        prepared(saved.config),
+        pytest.raises(CheckpointError, match="another run is writing to"),
+        prepared(saved.config, run_id="third"),
+    ):
+        pass
+    with prepared(saved.config, run_id="third") as run:
+        assert run.resume is not None
