@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How long saving a checkpoint holds up training, and how long it takes in all. Prints one JSON line.
+"""How long saving the policy holds up training, and how long it takes in all. Prints one JSON line.
 
-What runs is the real thing: Ray workers, Megatron-Core with its optimizer, and the checkpointer, on a small Qwen3-MoE.
-After some steps a checkpoint is begun, and training goes on while it is written, then the same number of steps runs
-without one, in turns.
+Ray workers with Megatron-Core and its optimizer train a small Qwen3-MoE. In each round they begin a checkpoint of
+weights, optimizer and random states and train on while they write it, then take some steps without one. The
+few kilobytes that the run itself adds, and the renaming of the folder that publishes a checkpoint, are left out.
 """
 
 import argparse
@@ -36,9 +36,11 @@ examples:
   python benchmarks/checkpoint_saving.py                     two workers
   python benchmarks/checkpoint_saving.py --workers 1 --hidden-size 512
 
-blocking_seconds is how long training waits: the snapshot, and the planning of who writes what. write_seconds is from
-the beginning to the moment at which every file is on the disk. step_ratio is the median step while a checkpoint is
-being written, divided by the median step without one."""
+blocking_seconds is how long training waits for the beginning: the snapshot, and the planning of who writes what.
+write_seconds is from the beginning to the end of the first step at which every file is known to be written and flushed
+to the disk (fsync) and the index to be complete, so it is a whole number of steps. step_ratio is the median step while
+a checkpoint is being written, divided by the median step without one. Files go to the folder for temporary files: set
+TMPDIR to measure another disk."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,12 +3,15 @@
 """A few steps of the tiny model from the start or from a checkpoint; what a rank of a test's job runs."""
 
 import os
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.algorithms.losses import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import optimizer_parts
 from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from tests.support.spoiled_loss import SpoiledLoss
 from tests.support.tiny_model import parallel_job
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 
@@ -40,6 +43,35 @@ def load_and_train(
         return [_train(trainer, settings, step) for step in range(first_step, num_steps)]
 
 
+def spoil_save_and_train(settings: RunSettings, folder: str, num_steps: int) -> Steps:
+    """Saves when the first update was left out, before any was done, and goes on."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        trainer.train([shard_of_step(trainer, settings, 0)], SpoiledLoss("both"))
+        trainer.start_checkpoint(Path(folder), with_optimizer=True)
+        assert trainer.finish_checkpoint() is None
+        return [_train(trainer, settings, step) for step in range(1, num_steps)]
+
+
+def load_with_a_further_generator(settings: RunSettings, folder: str) -> bool:
+    """Loads where this rank has a random number generator more than the one that wrote, such as a GPU's.
+
+    Returns:
+        Whether the states that the checkpoint has were put back.
+    """
+    import torch
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        tracker = get_cuda_rng_tracker()
+        tracker.set_states(tracker.get_states() | {"of another device": torch.get_rng_state()})
+        torch.manual_seed(1234)
+        before = torch.get_rng_state()
+        trainer.load_checkpoint(Path(folder), with_optimizer=True)
+        return not torch.equal(before, torch.get_rng_state())
+
+
 def adam_steps_after_loading(settings: RunSettings, folder: str) -> tuple[list[float], int, int]:
     """Loads, takes a step, and tells how many updates Adam has counted for each parameter.
 
@@ -62,6 +94,49 @@ def save_once(settings: RunSettings, folder: str, with_optimizer: bool = True) -
         _train(trainer, settings, 0)
         trainer.start_checkpoint(Path(folder), with_optimizer=with_optimizer)
         return trainer.finish_checkpoint()
+
+
+def problems_of_saving(settings: RunSettings, folders: list[list[str]], file_limit: int | None = None) -> list[str]:
+    """Trains a step and saves into each folder in turn, this rank into its own of each list.
+
+    Args:
+        settings: What is trained.
+        folders: The first is the first rank's, and so on.
+        file_limit: Bytes that a file of the last rank may have while it saves into the first folders.
+
+    Returns:
+        The problems; "saved" where there is none.
+    """
+    problems = []
+    with parallel_job(settings.policy) as rank:
+        trainer = build_trainer(settings)
+        is_last = rank == len(folders[0]) - 1
+        for number, choice in enumerate(folders):
+            if file_limit is not None and is_last:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                limit = file_limit if number == 0 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            trainer.start_checkpoint(Path(choice[rank]), with_optimizer=True)
+            _train(trainer, settings, number)
+            problems.append(trainer.finish_checkpoint() or "saved")
+    return problems
+
+
+def save_with_an_index_that_cannot_be_written(settings: RunSettings, folder: str) -> str | None:
+    """Saves with something in the first rank's index that no pickle takes; returns the problem."""
+    with parallel_job(settings.policy) as rank:
+        trainer = build_trainer(settings)
+        trainer.start_checkpoint(Path(folder), with_optimizer=True)
+        write = trainer._checkpoint_write
+        assert write is not None
+        if rank == 0:
+            write._plan.planner_data = lambda: None
+        return trainer.finish_checkpoint()
+
+
+def problem_of_a_rank_s_folder(settings: RunSettings, folders: list[str]) -> str:
+    """Loads, each rank from its own folder."""
+    return problems_of_loading(settings, [folders[int(os.environ["RANK"])]])[0]
 
 
 def problems_of_loading(settings: RunSettings, folders: list[str], variable: str | None = None) -> list[str]:

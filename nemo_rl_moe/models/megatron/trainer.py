@@ -20,6 +20,7 @@ from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.megatron import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
+from nemo_rl_moe.models.megatron.expert_bias import ExpertBias
 from nemo_rl_moe.models.megatron.forced_routing import force_routing
 from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
@@ -103,6 +104,7 @@ class MegatronTrainer:
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
         force_routing(self.chunks, self.config)
+        self._expert_bias = ExpertBias(self.chunks)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
         self._tokenizer = tokenizer
@@ -134,6 +136,7 @@ class MegatronTrainer:
         for shard in shards:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
+            self._expert_bias.keep()
             results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
             done += len(shard.microbatches)
             series.append(self._series(results))
@@ -146,6 +149,8 @@ class MegatronTrainer:
             if is_updated:
                 self.scheduler.step(1)
                 self.num_updates += 1
+            else:
+                self._expert_bias.put_back()
             skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
             num_skipped += not is_updated
         self._calls += 1
@@ -204,7 +209,7 @@ class MegatronTrainer:
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
-        contents = sharded_contents(self._training_objects, counters, is_loading=False)
+        contents = sharded_contents(self._training_objects, counters)
         self._checkpoint_write = start_write(contents, directory)
 
     @property

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds: named tensors, each with its place in a full tensor, and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,29 +92,30 @@ def sharded_model(chunks: Sequence[GPTModel]) -> dict[str, Sharded]:
 
 
 def sharded_contents(
-    objects: TrainingObjects, counters: TrainerCounters | None, *, is_loading: bool, random: bool = True
+    objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Container[str] | None = None
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds of this rank. All ranks call it.
 
     Args:
         objects: Their tensors are read, or on loading filled.
         counters: With the optimizer, schedule and random states; None: the model's weights alone.
-        is_loading: The tensors are to be filled.
-        random: Take the random states too; on loading, only in the layout that wrote them.
+        saved: On loading, where the tensors are to be filled: the names that the checkpoint has. Of the random states
+            those are asked for that it has of this rank: in the layout that wrote it, and not a GPU's from a host's.
     """
     contents: dict[str, Any] = {"model": sharded_model(objects.chunks)}
     if counters is None:
         return contents
     ensure_state(objects.optimizer)
     contents["optimizer"] = dict(
-        enumerate(sharded_optimizer_state(objects.optimizer, contents["model"], is_loading=is_loading))
+        enumerate(sharded_optimizer_state(objects.optimizer, contents["model"], is_loading=saved is not None))
     )
     values = torch.tensor([counters.num_updates, counters.num_calls, counters.scheduler_ticks])
     contents["counters"] = ShardedTensor.from_rank_offsets(COUNTERS_KEY, values, replica_id=dist.get_rank())
-    if random:
-        contents["random"] = {
-            name: ShardedTensor.from_rank_offsets(random_key(name), state) for name, state in random_states().items()
-        }
+    contents["random"] = {
+        name: ShardedTensor.from_rank_offsets(random_key(name), state)
+        for name, state in random_states().items()
+        if saved is None or random_key(name) in saved
+    }
     return contents
 
 
@@ -136,6 +137,5 @@ def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> Traine
     set_num_updates(objects.optimizer, num_updates)
     objects.scheduler.num_steps = scheduler_ticks
     objects.scheduler.step(0)  # sets the learning rate and the weight decay of every group
-    if "random" in loaded:
-        restore_random_states(loaded["random"])
+    restore_random_states(loaded.get("random", {}))
     return TrainerCounters(num_updates, num_calls, scheduler_ticks)

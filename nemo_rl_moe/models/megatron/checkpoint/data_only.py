@@ -1,112 +1,162 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint is data, never code: what may stand in its files, and a reader that refuses everything else.
+"""A checkpoint is data, never code: what may stand in its folder, and a reader that refuses everything else.
 
 torch and Megatron-Core unpickle the index `.metadata` and objects in the data files without any restriction, so that a
 checkpoint from elsewhere can run code in every worker that loads it. Here the index may name nothing but the classes
-that an index is made of, and a checkpoint holds tensors alone.
+that an index is made of, a checkpoint holds tensors alone, and every file that is read is one of the folder's own.
 """
 
-import importlib
+import hashlib
+import io
+import json
 import os
 import pickle
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.checkpoint.index import parse_index
 
 # isort: split
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 
-INDEX_FILE = ".metadata"
+INDEX_FILE, COMMON_FILE, FORMAT_FILE = ".metadata", "common.pt", "metadata.json"
+FORMAT = ("torch_dist", 1)
+_FORMAT_KEYS = dict(zip(("sharded_backend", "sharded_backend_version"), FORMAT, strict=True))
+_COMMON_KEYS = {"common_backend": "torch", "common_backend_version": 1}  # written by some releases of Megatron-Core
+_MOST_BYTES = {INDEX_FILE: 2**30, COMMON_FILE: 2**20, FORMAT_FILE: 2**16}
 _TORCH_OVERRIDE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
-_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
-_FILES, _MEGATRON = "torch.distributed.checkpoint.filesystem", "megatron.core.dist_checkpointing.strategies.torch"
-_ALLOWED = {
-    *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties")),
-    *((_METADATA, name) for name in ("MetadataIndex", "_MEM_FORMAT_ENCODING", "StorageMeta", "BytesStorageMetadata")),
-    *((_PLANNER, name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
-    *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
-    *((_MEGATRON, name) for name in ("MCoreMetadata", "MCoreSavePlan")),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-}
 
+@dataclass(frozen=True)
+class CheckedFolder:
+    """A checkpoint's folder that was found to hold tensors and nothing else.
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Builds what an index is made of; any other name in the file ends the reading before anything is called."""
+    Attributes:
+        index: What tensors it holds, and where.
+        fingerprint: Of the small files; differs between two checkpoints.
+    """
 
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _ALLOWED and not is_dtype:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-        return getattr(importlib.import_module(module), name)
+    index: Metadata
+    fingerprint: str
 
 
 class DataOnlyReader(FileSystemReader):
-    """Reads a checkpoint folder whose index holds descriptions of tensors and nothing else.
+    """Reads the tensors of a checkpoint folder by an index that was checked.
 
-    Raises:
-        CheckpointError: The index is missing, damaged, or names anything but tensors.
+    Args:
+        folder: The checkpoint.
+        index: As `check_folder` read it; it is not read again.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path, index: Metadata):
         super().__init__(folder)
-        self._folder = Path(folder)
-        self._index: Metadata | None = None
+        self._index = index
 
     def read_metadata(self) -> Metadata:
-        """The index, read once."""
-        if self._index is None:
-            self._index = read_index(self._folder)
+        """The index."""
         return self._index
 
 
-def read_index(folder: Path) -> Metadata:
-    """Reads `.metadata` without running anything that it names.
+def check_folder(folder: Path) -> CheckedFolder:
+    """Reads a checkpoint's small files without running anything that they name, and looks at the large ones.
 
     Raises:
-        CheckpointError: The index is missing, damaged, or names anything but tensors.
+        CheckpointError: A file is missing, damaged, too short, no regular file of this folder, or holds anything but
+            tensors.
     """
-    path = folder / INDEX_FILE
-    try:
-        with path.open("rb") as file:
-            index = _IndexUnpickler(file).load()
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: refused: {error}") from None
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except Exception as error:  # a damaged file can fail in any way
-        raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from None
-    if not isinstance(index, Metadata):
-        raise CheckpointError(f"{path}: refused: it holds {type(index).__name__}, expected the index of a checkpoint")
-    objects = [name for name, entry in index.state_dict_metadata.items() if type(entry) is not TensorStorageMetadata]
-    if objects:
-        raise CheckpointError(f"{path}: refused: {objects[0]} is a pickled object, expected tensors only")
-    for info in index.storage_data.values():
-        if Path(info.relative_path).name != info.relative_path:
-            raise CheckpointError(f"{path}: refused: {info.relative_path} lies outside of the checkpoint's folder")
-    return index
+    content = {name: _read(folder, name) for name in _MOST_BYTES}
+    index = _parse(folder / INDEX_FILE, content[INDEX_FILE])
+    _check_common(folder / COMMON_FILE, content[COMMON_FILE])
+    _check_format(folder / FORMAT_FILE, content[FORMAT_FILE])
+    ends: dict[str, int] = {}
+    for place in index.storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    for name, end in ends.items():
+        size = _size(folder, name)
+        if size < end:
+            raise CheckpointError(f"{folder / name}: damaged: {size} bytes, expected at least {end}")
+    return CheckedFolder(index, hashlib.sha256(b"".join(content.values())).hexdigest())
 
 
 @contextmanager
-def data_only() -> Iterator[None]:
-    """While open, Megatron-Core reads checkpoints through `DataOnlyReader`, and torch unpickles tensors only."""
-    with patch.object(torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder)):
+def data_only(index: Metadata) -> Iterator[None]:
+    """While open, Megatron-Core reads the checkpoint of this index, and torch unpickles tensors only."""
+    with patch.object(
+        torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder, index)
+    ):
         overridden = os.environ.pop(_TORCH_OVERRIDE, None)
         try:
             yield
         finally:
             if overridden is not None:
                 os.environ[_TORCH_OVERRIDE] = overridden
+
+
+def _size(folder: Path, name: str) -> int:
+    """Bytes of a file that may be read: opening a pipe would wait for ever, a device can be without end."""
+    path = folder / name
+    try:
+        is_inside = path.resolve().parent == folder.resolve()
+        status = path.stat()
+    except (OSError, RuntimeError) as error:  # the latter: a link to itself
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not is_inside:
+        raise CheckpointError(f"{path}: refused: it is a link that leaves the checkpoint's folder")
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: refused: it is no regular file")
+    return status.st_size
+
+
+def _read(folder: Path, name: str) -> bytes:
+    path, most = folder / name, _MOST_BYTES[name]
+    size = _size(folder, name)
+    if size > most:
+        raise CheckpointError(f"{path}: refused: {size} bytes, expected at most {most}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _parse(path: Path, content: bytes) -> Metadata:
+    try:
+        return parse_index(content)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path}: refused: {error}") from None
+    except Exception as error:  # a damaged file can fail in any way
+        raise CheckpointError(f"{path}: damaged: {type(error).__name__}: {error}") from None
+
+
+def _check_common(path: Path, content: bytes) -> None:
+    """Megatron-Core keeps here what is no tensor; in these checkpoints there is nothing of the kind."""
+    overridden = os.environ.pop(_TORCH_OVERRIDE, None)
+    try:
+        found: Any = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+    except Exception:  # a damaged file can fail in any way
+        raise CheckpointError(f"{path}: refused or damaged: it holds something else than tensors") from None
+    finally:
+        if overridden is not None:
+            os.environ[_TORCH_OVERRIDE] = overridden
+    if type(found) is not dict or found:
+        raise CheckpointError(f"{path}: refused: expected an empty dictionary, all tensors are elsewhere")
+
+
+def _check_format(path: Path, content: bytes) -> None:
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{path}: damaged: it is no JSON") from None
+    if found not in (_FORMAT_KEYS, _FORMAT_KEYS | _COMMON_KEYS):
+        raise CheckpointError(f"{path}: refused: expected the format {FORMAT[0]}, version {FORMAT[1]}")

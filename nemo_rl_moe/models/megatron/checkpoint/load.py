@@ -5,17 +5,20 @@
 import pickle
 import re
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.checkpoint.contents import (
     COUNTERS_KEY,
     TrainerCounters,
     TrainingObjects,
-    random_key,
     restore_contents,
     sharded_contents,
 )
-from nemo_rl_moe.models.megatron.checkpoint.data_only import data_only, read_index
+from nemo_rl_moe.models.megatron.checkpoint.data_only import check_folder, data_only
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -35,20 +38,14 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
         The counters; None with the weights alone.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, holds anything but tensors, belongs to another model, or lacks the
-            optimizer.
+        CheckpointError: The checkpoint is damaged, holds anything but tensors, belongs to another model, lacks the
+            optimizer, or is not where every rank can reach it. The same on every rank.
     """
-    names = read_index(directory).state_dict_metadata.keys()
-    if with_optimizer and COUNTERS_KEY not in names:
-        raise CheckpointError(f"{directory}: was saved without the optimizer (checkpointing.save_optimizer: false)")
-    wanted = sharded_contents(
-        objects,
-        TrainerCounters(0, 0, 0) if with_optimizer else None,
-        is_loading=True,
-        random=random_key("torch") in names,
-    )
+    index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
+    counters = TrainerCounters(0, 0, 0) if with_optimizer else None
+    wanted = sharded_contents(objects, counters, saved=index.state_dict_metadata.keys())
     try:
-        with data_only():
+        with data_only(index):
             loaded = dist_checkpointing.load(wanted, str(directory))
     except CheckpointError:
         raise
@@ -58,6 +55,35 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
             raise
         raise CheckpointError(f"{directory}: cannot be loaded: {_reason(error)}") from error
     return restore_contents(objects, loaded)
+
+
+def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
+    """The index, once every rank has checked the folder; a rank that left alone would keep the others waiting."""
+    index: Metadata | None = None
+    problem, fingerprint = None, None
+    try:
+        checked = check_folder(directory)
+        index, fingerprint = checked.index, checked.fingerprint
+        if with_optimizer and COUNTERS_KEY not in index.state_dict_metadata:
+            problem = f"{directory}: was saved without the optimizer (checkpointing.save_optimizer: false)"
+    except CheckpointError as error:
+        problem = str(error)
+    except Exception as error:  # such as a lack of memory
+        problem = f"{directory}: cannot be read: {_reason(error)}"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (problem, fingerprint))
+    problems = {rank: text for rank, (text, _) in enumerate(found) if text is not None}
+    if len(problems) == len(found):
+        raise CheckpointError(problems[0])
+    for rank, text in problems.items():
+        raise CheckpointError(f"{text} (on rank {rank}; every rank must reach the folder, and others do)")
+    strangers = [rank for rank, (_, seen) in enumerate(found) if seen != found[0][1]]
+    if strangers:
+        raise CheckpointError(
+            f"{directory}: rank {strangers[0]} finds another checkpoint than rank 0; all ranks must share the folder"
+        )
+    assert index is not None  # no rank has a problem
+    return index
 
 
 def _reason(error: BaseException) -> str:

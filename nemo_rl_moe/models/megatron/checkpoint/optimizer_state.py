@@ -43,9 +43,16 @@ def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def ensure_state(optimizer: MegatronOptimizer) -> None:
-    """Makes the moments of an optimizer that has not taken a step: zeros, as its first step would."""
+    """Makes the state of an optimizer that has not taken a step: moments of zero, and torch's count of updates.
+
+    Megatron-Core makes the moments alone; torch's Adam, which takes them for a state of its own, then misses its count.
+    """
     for part in optimizer_parts(optimizer):
         part.init_state_fn(part.optimizer, part.config)
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for parameter, state in part.optimizer.state.items():
+                if "step" not in state:
+                    state["step"] = _step_count(parameter, 0)
 
 
 def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
@@ -55,14 +62,18 @@ def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
     many updates a step as it has owners. (Megatron-Core's own loading shares one, or restores 0.)
     """
     for part in optimizer_parts(optimizer):
-        for group in part.optimizer.param_groups:
-            if "step" in group:  # Transformer Engine and Apex keep it here
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for parameter, state in part.optimizer.state.items():
+                state["step"] = _step_count(parameter, num_updates)
+        else:  # Transformer Engine and Apex count by group, from the first step on
+            for group in part.optimizer.param_groups:
                 group["step"] = num_updates
-        for parameter, state in part.optimizer.state.items():
-            if "step" in state or isinstance(part.optimizer, torch.optim.Optimizer):
-                fused = isinstance(parameter, Tensor) and parameter.is_cuda
-                device = parameter.device if fused else torch.device("cpu")
-                state["step"] = torch.tensor(float(num_updates), dtype=torch.float32, device=device)
+
+
+def _step_count(parameter: Tensor, num_updates: int) -> Tensor:
+    # Fused, as `_fuse_adam` makes it, it counts where the parameter is.
+    device = parameter.device if parameter.is_cuda else torch.device("cpu")
+    return torch.tensor(float(num_updates), dtype=torch.float32, device=device)
 
 
 def sharded_optimizer_state(

@@ -26,8 +26,9 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
-    """Puts back what `random_states` returned."""
-    torch.set_rng_state(states["torch"])
+    """Puts back what `random_states` returned, or some of it."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
     if "cuda" in states and not cpu_backend.ACTIVE:
         torch.cuda.set_rng_state(states["cuda"])
     tracker = get_cuda_rng_tracker()

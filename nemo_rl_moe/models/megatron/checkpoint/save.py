@@ -7,9 +7,10 @@ thread here: Megatron-Core's own asynchronous writers fork a process that holds 
 process for each save, and leave the other ranks waiting when the disk is full on one.
 """
 
+import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.checkpoint.data_only import COMMON_FILE, FORMAT, FORMAT_FILE
 
 # isort: split
 from megatron.core import parallel_state
@@ -33,11 +35,13 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 
-_FORMAT = ("torch_dist", 1)
-
 
 class _SnapshotWriter(FileSystemWriterAsync):
     """Copies what this rank writes when it is planned, and writes the copies when it is told to."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The original makes the folder where a rank has none, and writes there what no other rank will find."""
+        return plan
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Takes the snapshot: copies on the host."""
@@ -54,10 +58,12 @@ class _SnapshotWriter(FileSystemWriterAsync):
         if not snapshot:
             return []
         with (Path(self.checkpoint_dir) / self._file_name).open("wb") as stream:
-            return [
+            results = [
                 _write_item(self.transforms, stream, tensor, item, self._file_name, SerializationFormat.TORCH_SAVE)
                 for item, tensor in snapshot
             ]
+            _to_disk(stream)
+        return results
 
 
 class CheckpointWrite:
@@ -70,6 +76,7 @@ class CheckpointWrite:
 
     def __init__(self, writer: _SnapshotWriter, plan: Any):
         self._writer, self._plan = writer, plan
+        self._directory = Path(writer.checkpoint_dir)
         self._results: list[WriteResult] = []
         self._problem: str | None = None
         # A daemon: what dies with the process was never part of a whole checkpoint.
@@ -93,22 +100,63 @@ class CheckpointWrite:
         problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(parts) if problem is not None]
         outcome = ["; ".join(problems) or None]
         if dist.get_rank() == 0 and not problems:
-            try:
-                self._writer.finish(self._plan, [results for _, results in parts])
-                save_config(CheckpointingConfig(*_FORMAT), str(self._writer.checkpoint_dir))
-            except OSError as error:
-                outcome = [f"rank 0: {error}"]
+            outcome = [self._complete([results for _, results in parts])]
         dist.broadcast_object_list(outcome)  # the others wait for it whatever happened
         return outcome[0]
 
+    def _complete(self, results: list[list[WriteResult]]) -> str | None:
+        """Writes the index, if the first rank finds what every rank has written; what went wrong, or None."""
+        try:
+            problem = _torn_part(self._directory, results)
+            if problem is None:
+                # Megatron-Core adds the plans of all ranks, for saving once more; reading needs none of them.
+                vars(self._plan).pop("all_local_plans", None)
+                self._writer.finish(self._plan, results)
+                save_config(CheckpointingConfig(*FORMAT), str(self._directory))
+                with (self._directory / FORMAT_FILE).open("rb") as stream:
+                    _to_disk(stream)
+        except Exception as error:
+            problem = _text(error)
+        return None if problem is None else f"rank 0: {problem}"
+
     def _write(self) -> None:
         try:
+            if not self._directory.is_dir():
+                raise FileNotFoundError(f"there is no folder {self._directory}; all ranks must share it")
             if dist.get_rank() == 0:
                 # What Megatron-Core keeps beside tensors; here nothing. Both releases can read it.
-                torch.save({}, Path(self._writer.checkpoint_dir) / "common.pt")
+                with (self._directory / COMMON_FILE).open("wb") as stream:
+                    torch.save({}, stream)
+                    _to_disk(stream)
             self._results = self._writer.write()
-        except Exception as error:  # torch wraps errors of the disk in its own
-            self._problem = " ".join(str(error).split()) or type(error).__name__
+        # An end that nobody catches would look like a part that is written. torch's own errors are no Exception.
+        except BaseException as error:
+            self._problem = _text(error)
+
+
+def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
+    """What a rank has written and this one does not find."""
+    for rank, parts in enumerate(results):
+        places = [part.storage_data for part in parts]
+        ends = {place.relative_path: place.offset + place.length for place in places}  # the last one lies last
+        for name, end in ends.items():
+            path = directory / name
+            size = path.stat().st_size if path.exists() else 0
+            if size < end:
+                return (
+                    f"{path}: {size} of the {end} bytes that rank {rank} has written; all ranks must share the folder"
+                )
+    return None
+
+
+def _to_disk(stream: IO[bytes]) -> None:
+    """Waits until a file's content is on the disk: other machines and a power cut find it whole."""
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def start_write(contents: dict[str, Any], directory: Path) -> CheckpointWrite:
@@ -121,9 +169,7 @@ def start_write(contents: dict[str, Any], directory: Path) -> CheckpointWrite:
     sharded, _ = save_preprocess(contents)
     # What data-parallel ranks hold in common is written by all of them in parts, and not by the first alone.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*_FORMAT), group).apply_saving_parallelization(
-        sharded
-    )
+    FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*FORMAT), group).apply_saving_parallelization(sharded)
     sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
     writer = _SnapshotWriter(directory)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)

@@ -6,11 +6,22 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.checkpoint_run import Steps, adam_steps_after_loading, load_and_train, train_and_save
+from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import set_num_updates
+from tests.support.checkpoint_run import (
+    Steps,
+    adam_steps_after_loading,
+    load_and_train,
+    load_with_a_further_generator,
+    save_once,
+    spoil_save_and_train,
+    train_and_save,
+)
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
@@ -138,6 +149,29 @@ def test_every_parameter_has_a_step_count_of_its_own(settings: Mapping[str, Any]
         assert set(counts) == {SAVE_AFTER + 1.0}
         assert num_tensors == len(counts) > 1
         assert num_updates == SAVE_AFTER + 1
+
+
+def test_an_optimizer_that_counts_by_group_is_told_before_its_first_step() -> None:
+    """As Transformer Engine's and Apex's do, which make the count in their first step."""
+    optimizer = torch.optim.SGD([torch.zeros(2)])
+    set_num_updates(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=optimizer)]), 7)
+    assert [group["step"] for group in optimizer.param_groups] == [7]
+
+
+@pytest.mark.parametrize("job", [Job(), Job(2, {}, ZERO), Job(1, {}, BFLOAT16)], ids=str)
+def test_a_checkpoint_from_before_the_first_update(job: Job, tmp_path: Path) -> None:
+    """The first update was left out: the optimizer had no state yet when it was saved."""
+    settings = job.run_settings()
+    expected = run_ranks(spoil_save_and_train, job.num_ranks, settings, str(tmp_path), 3)
+    found = run_ranks(load_and_train, job.num_ranks, settings, str(tmp_path), 1, 3)
+    assert found == expected
+    assert len({step["loss"] for step in found[0]}) == 2, "the updates are done"
+
+
+def test_random_states_that_a_checkpoint_lacks_stay_as_they_are(tmp_path: Path) -> None:
+    settings = Job().run_settings()
+    assert run_ranks(save_once, 1, settings, str(tmp_path)) == [None]
+    assert run_ranks(load_with_a_further_generator, 1, settings, str(tmp_path)) == [True]
 
 
 def test_weights_alone(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,36 +13,16 @@ from nemo_rl_moe.algorithms.losses import sft_loss
 from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.interfaces import LossInputs, LossOutputs
 from tests.support.gloo_ranks import run_ranks
+from tests.support.spoiled_loss import SpoiledLoss
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 
 ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
-
-
-@dataclass(frozen=True)
-class SpoiledLoss:
-    """The loss of fine-tuning with something wrong in the microbatches of one length.
-
-    Attributes:
-        kind: `loss`: its value alone is infinite; `gradient`: its gradient is NaN; `both`.
-        only_width: Number of targets a row of the microbatches that are spoiled; 0: all.
-    """
-
-    kind: str
-    only_width: int = 0
-
-    def __call__(self, inputs: LossInputs) -> LossOutputs:
-        outputs = sft_loss(inputs)
-        if self.only_width and inputs.logprobs.shape[1] != self.only_width:
-            return outputs
-        loss = outputs.loss
-        if self.kind == "gradient":
-            spoiled = inputs.logprobs.sum() * 0
-            spoiled.register_hook(lambda gradient: gradient * math.nan)
-            loss = loss + spoiled
-        else:
-            loss = loss + (math.inf if self.kind == "loss" else loss * math.nan)
-        return LossOutputs(loss, outputs.metrics)
+EXPERT_BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.05,
+}
 
 
 def run_with(settings: RunSettings, spoiled: list[Any]) -> list[tuple[Any, ...]]:
@@ -85,6 +64,28 @@ def test_a_run_with_a_spoiled_update_goes_on_as_if_that_had_never_been() -> None
     assert spoiled[0] == honest[0]
     assert spoiled[2][2] == honest[1][2]
     assert spoiled[2][0] != honest[2][0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bfloat16"}], ids=["float32", "bfloat16"])
+def test_a_spoiled_update_leaves_the_expert_bias_alone(settings: Mapping[str, Any]) -> None:
+    job = RunSettings(tiny_policy(1, **EXPERT_BIAS, **settings))
+    (biases,) = run_ranks(expert_biases, 1, job, [SpoiledLoss("both"), None, SpoiledLoss("gradient"), None])
+    first, second, third, fourth = biases
+    assert set(first) == {0.0}
+    assert first != second == third != fourth
+
+
+def expert_biases(settings: RunSettings, losses: list[Any]) -> list[list[float]]:
+    """The routers' biases after a step with each loss function; None: the honest one."""
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        found = []
+        for step, loss in enumerate(losses):
+            trainer.train([shard_of_step(trainer, settings, step)], loss or sft_loss)
+            buffers = [named for chunk in trainer.chunks for named in chunk.named_buffers()]
+            biases = [buffer for name, buffer in buffers if name.endswith("expert_bias")]
+            found.append(torch.cat(biases).tolist())
+        return found
 
 
 @pytest.mark.parametrize("sizes", [{"ep": 2}, {"pp": 2}, {"tp": 2}], ids=str)

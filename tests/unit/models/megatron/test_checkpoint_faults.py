@@ -1,0 +1,139 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong on one rank is told by all of them: none waits for it, and training goes on."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.checkpoint_run import (
+    problem_of_a_rank_s_folder,
+    problems_of_saving,
+    save_once,
+    save_with_an_index_that_cannot_be_written,
+)
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import tiny_policy
+from tests.support.training_run import RunSettings
+
+SETTINGS = RunSettings(tiny_policy(2))
+FULL = Path("/dev/full")
+
+
+def fill_disk_of_last_rank(folder: Path) -> None:
+    (folder / "__1_0.distcp").symlink_to(FULL)
+
+
+def fill_disk_of_all_ranks(folder: Path) -> None:
+    for name in ("common.pt", "__0_0.distcp", "__1_0.distcp"):
+        (folder / name).symlink_to(FULL)
+
+
+def fill_disk_for_the_index(folder: Path) -> None:
+    (folder / ".metadata.tmp").symlink_to(FULL)
+
+
+def be_in_the_way_of_the_index(folder: Path) -> None:
+    (folder / ".metadata").mkdir()
+
+
+def be_in_the_way_of_the_format(folder: Path) -> None:
+    (folder / "metadata.json").mkdir()
+
+
+OBSTACLES: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
+    (fill_disk_of_last_rank, ("rank 1: ",)),
+    (fill_disk_of_all_ranks, ("rank 0: ", "rank 1: ")),
+    (fill_disk_for_the_index, ("rank 0: ", "No space left")),
+    (be_in_the_way_of_the_index, ("rank 0: ", ".metadata")),
+    (be_in_the_way_of_the_format, ("rank 0: ", "metadata.json")),
+]
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_by_all_ranks_and_the_next_one_is_whole(tmp_path: Path) -> None:
+    folders = []
+    for number, (put_in_the_way, _) in enumerate(OBSTACLES):
+        folders.append(tmp_path / f"step_{number}")
+        folders[-1].mkdir()
+        put_in_the_way(folders[-1])
+    with_room = tmp_path / "with_room"
+    with_room.mkdir()
+    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(folder)] * 2 for folder in [*folders, with_room]])
+    assert found[0] == found[1]
+    *problems, last = found[0]
+    for problem, (_, words) in zip(problems, OBSTACLES, strict=True):
+        assert all(word in problem for word in words), problem
+        assert "\n" not in problem
+    assert last == "saved"
+    assert run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(with_room)] * 2) == ["loaded"] * 2
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB, less than the tiny model's checkpoint."""
+    folder = tmp_path / "small_disk"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
+    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
+        pytest.skip("a file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
+    full, with_room = small_disk / "step", tmp_path / "step"
+    full.mkdir()
+    with_room.mkdir()
+    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(full)] * 2, [str(with_room)] * 2])
+    assert found[0] == found[1]
+    assert "rank 0: " in found[0][0]
+    assert found[0][1] == "saved"
+
+
+def test_a_file_that_may_not_grow_on_one_rank(tmp_path: Path) -> None:
+    folders = [tmp_path / "limited", tmp_path / "free"]
+    for folder in folders:
+        folder.mkdir()
+    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(folder)] * 2 for folder in folders], 50_000)
+    assert found[0] == found[1]
+    assert found[0][0].startswith("rank 1: ")
+    assert found[0][1] == "saved"
+
+
+def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
+    first, last = run_ranks(save_with_an_index_that_cannot_be_written, 2, SETTINGS, str(tmp_path), timeout_s=60)
+    assert first == last
+    assert "pickle" in first
+
+
+def test_ranks_that_do_not_share_the_folder_save_nothing(tmp_path: Path) -> None:
+    own, other, missing = tmp_path / "own", tmp_path / "other", tmp_path / "missing"
+    own.mkdir()
+    other.mkdir()
+    found = run_ranks(problems_of_saving, 2, SETTINGS, [[str(own), str(other)], [str(own), str(missing)]])
+    assert found[0] == found[1]
+    assert "that rank 1 has written; all ranks must share the folder" in found[0][0]
+    assert found[0][1].startswith(f"rank 1: there is no folder {missing}")
+    assert not missing.exists()
+    assert not (own / ".metadata").exists()
+
+
+def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None:
+    saved, stranger, half = tmp_path / "saved", tmp_path / "stranger", tmp_path / "half"
+    for folder in (saved, stranger):
+        folder.mkdir()
+        assert run_ranks(save_once, 2, SETTINGS, str(folder)) == [None, None]
+    shutil.copytree(saved, half)
+    (half / "__0_0.distcp").unlink()
+    for second, words in (
+        (tmp_path / "missing", "on rank 1; every rank must reach the folder"),
+        (half, "__0_0.distcp: cannot be read"),
+        (stranger, "rank 1 finds another checkpoint than rank 0"),
+    ):
+        first, last = run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(saved), str(second)], timeout_s=60)
+        assert first.replace(str(saved), str(second)) == last.replace(str(saved), str(second))
+        assert words in first
