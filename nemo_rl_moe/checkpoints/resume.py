@@ -160,6 +160,7 @@ def _newest(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | N
     store = CheckpointStore(Path(settings.checkpoint_dir), warn)
     checkpoints = _tidied(store) if store.is_used() else []
     if settings.resume == "auto":
+        _refuse_damage_alone(store, checkpoints)
         return next(reversed(newest_history(checkpoints)), None)
     if checkpoints:
         steps = ", ".join(str(checkpoint.step) for checkpoint in checkpoints)
@@ -170,12 +171,19 @@ def _newest(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | N
     return None
 
 
+def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -> None:
+    """Raises where all that a run has saved is damaged: to start anew is not for this program to decide."""
+    if not usable and store.has_any():
+        raise CheckpointError(f"{store.folder}: none of the checkpoints there can be used; {WAY_OUT}")
+
+
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
     """The newest checkpoint of the newest run that has any; None, and a line, where that is another experiment."""
     resolved = dump_resolved(config)
     algorithm = next(iter(resolved))
     for store in _stores(config, warn):
         history = newest_history(store.checkpoints())
+        _refuse_damage_alone(store, history)
         if not history:
             continue
         before = history[-1].state

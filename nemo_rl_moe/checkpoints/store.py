@@ -122,6 +122,10 @@ class CheckpointStore:
                         self._warn_once(f"{entry} is damaged and is not used: {error.problems[0]}")
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
+    def has_any(self) -> bool:
+        """Whether anything has the name of a checkpoint, damaged or not."""
+        return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
+
     def newest(self) -> Checkpoint | None:
         """The whole checkpoint of the highest step."""
         return next(reversed(self.checkpoints()), None)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the local files and folders exist that the configuration names? Looks, never writes."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +57,17 @@ def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMaste
         yield from _data_problem("data.validation.path", config.data.validation)
 
 
+def checkpoint_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
+    """The folder, or the nearest one above it that is there, may be written to."""
+    name = config.checkpointing.checkpoint_dir
+    if name is None or not config.checkpointing.enabled:
+        return
+    there = next(folder for folder in (Path(name).absolute(), *Path(name).absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written to" if there.is_dir() else "is no folder"
+        yield f"checkpointing.checkpoint_dir: got {name}, and {there} {why}; expected a folder that you may write to"
+
+
 def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[str]:
     if not looks_like_a_path(name):
         return
@@ -87,4 +99,5 @@ PATH_RULES: tuple[Rule, ...] = (
     chat_template_exists,
     training_data_exists,
     validation_data_exists,
+    checkpoint_dir_can_be_made,
 )

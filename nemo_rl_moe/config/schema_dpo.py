@@ -2,21 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section that only direct preference optimization (DPO) has."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveFloat, StrictModel
 from nemo_rl_moe.config.schema_loop import SupervisedLoopConfig
 
+
+def _sigmoid_is_dpo(value: Any) -> Any:
+    return "sigmoid" if value == "dpo" else value
+
+
+PreferenceLossType = Annotated[Literal["sigmoid", "ipo"], BeforeValidator(_sigmoid_is_dpo)]
 BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
 
 
 class PreferenceLossConfig(StrictModel):
     """The loss of direct preference optimization."""
 
-    preference_loss_type: Literal["sigmoid", "ipo"]
-    """sigmoid: DPO; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`)."""
+    preference_loss_type: PreferenceLossType
+    """sigmoid (or dpo): DPO; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`)."""
     reference_policy_kl_penalty: PositiveFloat
     """Beta: how strongly the policy is held to the reference model."""
     label_smoothing: BelowHalf

@@ -77,7 +77,10 @@ class Run:
             written: Any = json.loads(final.read_bytes())
         except (OSError, ValueError):
             return False
-        return bool(written == self.origin_of_weights(self.resume.step))
+        expected = self.origin_of_weights(self.resume.step)
+        if self.resume.step >= self.num_steps and isinstance(written, dict):
+            expected["num_steps"] = written.get("num_steps")  # fewer steps than were done ask for nothing more
+        return bool(written == expected)
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
         """Says which training made the final weights: weights of another one may stand in the same folder."""
@@ -120,9 +123,15 @@ def prepared_run(
         if resume is not None:
             for line in changed_inputs(resume.state.fingerprints, fingerprints):
                 console.warn(line)
+            if resume.run_folder is not None and resume.run_folder.parent.resolve() != _log_dir(config):
+                console.warn(f"logger.log_dir is {config.logger.log_dir}, and the run goes on in {resume.run_folder}")
             console.message(_beginning(run, resume))
         console.begin(num_steps)
         yield run
+
+
+def _log_dir(config: MasterConfig) -> Path:
+    return Path(config.logger.log_dir).resolve()
 
 
 def _existing_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:

@@ -180,3 +180,14 @@ def test_another_run_that_has_saved_nothing_yet_is_met_before_anything_starts(pl
     with run.store.locked(), pytest.raises(CheckpointError, match="another run is writing to"):
         place.find(shared=True)
     assert place.find(shared=True) is None
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_damage_alone_is_no_reason_to_start_anew(place: Place, shared: bool) -> None:
+    run = saved(place.run(1, shared=shared), 5, 8)
+    for step in (5, 8):
+        (run.store.path_of(step) / "state.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints there can be used; set checkpointing\.resume"):
+        place.find(shared=shared)
+    assert len(place.warnings) == 2
+    assert place.find(NEVER, shared=shared) is None

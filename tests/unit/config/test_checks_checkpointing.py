@@ -3,6 +3,7 @@
 """Rules of the `checkpointing` section: each is broken and told in one line, with the nearest right value."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.config.duration import format_duration, parse_duration
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.errors import ConfigurationError
 
 Problems = Callable[..., list[str]]
 C = "checkpointing"
@@ -118,3 +120,16 @@ def test_a_duration_by_hand() -> None:
     assert [parse_duration(text) for text in ("00:24:00:00", "00:00:60:00", "00:00:00:60", "1:2:3", "", "a:b:c:d")] == [
         None
     ] * 6
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    name = tmp_path / "file" / "runs"
+    with pytest.raises(ConfigurationError) as error:
+        load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={name}"])
+    assert (
+        f"{C}.checkpoint_dir: got {name}, and {tmp_path / 'file'} is no folder; expected a folder that you may write to"
+    ) in error.value.problems
+    with pytest.raises(ConfigurationError) as error:  # of the data, which is not there
+        load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={tmp_path}/a/b"])
+    assert not [line for line in error.value.problems if line.startswith(C)]

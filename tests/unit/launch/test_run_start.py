@@ -58,6 +58,8 @@ def test_complete_is_what_has_written_its_own_final_weights(saved: SavedRun) -> 
         assert run.is_complete
     with prepared(saved.config, num_steps=20) as run:
         assert not run.is_complete, "there is more to do"
+    with prepared(saved.config, num_steps=8) as run:
+        assert run.is_complete, "fewer steps than were done ask for nothing more"
 
 
 def test_prompts_that_are_used_up_are_the_end_too(saved: SavedRun, capsys: pytest.CaptureFixture[str]) -> None:
