@@ -99,3 +99,13 @@ def test_generation_throughput_compares_the_same_tokens(repository_root: Path) -
     assert result["to_transformers"] is None
     assert result["same_greedy_tokens_as_plain"] == {"engine_greedy": 1.0, "plain_greedy": 1.0}
     assert [result[key] for key in ("prompts", "prompt_tokens", "new_tokens", "rounds")] == [4, 8, 8, 1]
+
+
+def test_checkpoint_saving_prints_one_line_of_measured_times(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "checkpoint_saving", "--rounds", "2"))
+    blocking, writing = result["blocking_seconds"], result["write_seconds"]
+    # Training waits for the snapshot alone: less than for all of the writing, however busy the machine is.
+    assert 0 < blocking["median"] <= blocking["max"] < writing["median"] <= writing["max"]
+    # Weights and two moments of 1.9 million parameters in float32, and the index.
+    assert 22.8 < result["checkpoint_megabytes"] < 25
+    assert result["step_ratio"] > 0
