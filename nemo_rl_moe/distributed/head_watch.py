@@ -51,6 +51,12 @@ class LocalHead:
     def __init__(self, others: Collection[ProcessIdentity]):
         self._others = others
         self._servers: dict[str, ProcessIdentity] = {}
+        self._started: list[ProcessIdentity] | None = None
+
+    def note_all_started(self) -> None:
+        """Tells that Ray has started all that it starts; children that come later, a logger's service say, are not
+        Ray's."""
+        self._started = self._children()
 
     def problem(self) -> str | None:
         """What has happened to them; None: nothing, or they are still being started."""
@@ -67,8 +73,11 @@ class LocalHead:
 
     def family(self) -> list[ProcessIdentity]:
         """The servers that run, and all that they have started."""
+        return find_families(self._children() if self._started is None else self._started)
+
+    def _children(self) -> list[ProcessIdentity]:
         children = [ProcessIdentity.of(child) for child in psutil.Process().children()]
-        return find_families(child for child in children if child not in self._others)
+        return [child for child in children if child not in self._others]
 
 
 class RemoteHead:

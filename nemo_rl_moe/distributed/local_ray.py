@@ -85,6 +85,7 @@ class LocalRay:
             # Ray leaves the servers that did start to the end of this process.
             self._head.bury()
             raise WorkerDiedError(f"Ray could not be started on this machine: {problem or error}") from error
+        self._head.note_all_started()
 
     def shutdown(self) -> None:
         """Ends the servers and all that hangs on them."""
