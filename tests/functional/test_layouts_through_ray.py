@@ -17,7 +17,9 @@ import safetensors.torch
 import torch
 
 from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.launch.attempt import RunAttempt
 from nemo_rl_moe.launch.sft import run_sft
+from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.jsonl import StepRecord, read_metrics
 from tests.functional import sft_runs
 from tests.support.tiny_model import layout
@@ -120,7 +122,8 @@ class Runs:
             name if name.startswith(sections) else f"policy__megatron_cfg__{name}": value
             for name, value in chosen.items()
         }
-        run_sft(load_config(sft_runs.EXEMPLAR, sft_runs.settings(folder, self._data, self._models[model], **keys)))
+        config = load_config(sft_runs.EXEMPLAR, sft_runs.settings(folder, self._data, self._models[model], **keys))
+        run_sft(config, RunAttempt(folder.name, 1), StopSignals())
         return read_run(sft_runs.only_run_folder(folder))
 
 
