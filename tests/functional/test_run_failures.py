@@ -116,6 +116,7 @@ def test_interrupted_twice_by_the_user(training_run: run_kills.Run) -> None:
     assert time.monotonic() - again < 5.0
 
 
+@pytest.mark.slow
 def test_interrupted_while_it_starts(training_run: run_kills.Run) -> None:
     training_run.wait_for_text("starting 2 workers", START_LIMIT_S)
     os.killpg(training_run.process.pid, signal.SIGINT)

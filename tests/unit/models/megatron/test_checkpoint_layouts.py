@@ -94,7 +94,8 @@ def largest_difference(found: Steps, expected: Steps) -> float:
         Job(2, {}, {**BFLOAT16, **ZERO}),
         pytest.param(Job(2, {}, BFLOAT16), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, {"layer_spec": "local"}), marks=pytest.mark.slow),
-        Job(2, {}, {"moe_router_force_load_balancing": True}),  # draws random numbers in every step
+        # Draws random numbers in every step.
+        pytest.param(Job(2, {}, {"moe_router_force_load_balancing": True}), marks=pytest.mark.slow),
         pytest.param(Job(4, {"tp": 2, "pp": 2}, ZERO), marks=pytest.mark.slow),
         pytest.param(Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
     ],
@@ -116,7 +117,7 @@ def test_the_same_layout_goes_on_to_the_last_bit(job: Job, tmp_path: Path) -> No
         (Job(2, {"ep": 2}, ZERO), Job(1, {}, ZERO)),
         pytest.param(Job(2, {"pp": 2}, ZERO), Job(2, {"ep": 2}, ZERO), marks=pytest.mark.slow),
         (Job(2, {}, ZERO), Job(2, {"tp": 2}, ZERO)),
-        (Job(2, {}, ZERO), Job(2)),
+        pytest.param(Job(2, {}, ZERO), Job(2), marks=pytest.mark.slow),
         pytest.param(Job(2), Job(2, {}, ZERO), marks=pytest.mark.slow),
         # Vocabulary rows that only fill up, tied embeddings, Megatron-Core's own experts.
         (Job(2, {"tp": 2}, {}, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
