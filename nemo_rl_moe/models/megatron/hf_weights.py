@@ -4,7 +4,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.families import family_of
+from nemo_rl_moe.models.megatron.families.family import ModelFamily
 from nemo_rl_moe.models.megatron.parameter_layout import ParameterPiece, parameter_pieces
 
 # isort: split
@@ -57,13 +58,28 @@ def load_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_confi
     read, family = _TensorReader(folder), family_of(hf_config)
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
-            full = piece.pad_vocabulary(family.from_hugging_face(piece.name, read, hf_config))
+            full = piece.pad_vocabulary(_full_tensor(piece, family, read, hf_config))
             if tuple(full.shape) != piece.full_shape():
                 raise ConfigurationError(
                     f"policy.model_name: {folder}: {piece.name} has shape {tuple(full.shape)}, "
                     f"expected {piece.full_shape()}"
                 )
             piece.local.copy_(piece.slice_of(full))
+
+
+def _full_tensor(piece: ParameterPiece, family: ModelFamily, read: Callable[[str], Tensor], hf_config: Any) -> Tensor:
+    tied = piece.name == "output_layer.weight" and hf_config.tie_word_embeddings
+    found = family.rules.find("embedding.word_embeddings.weight" if tied else piece.name)
+    assert found is not None
+    parts = []
+    for source in found.sources:
+        part = read(source.name)
+        if source.is_stacked:
+            part = part[found.expert]
+        if source.is_transposed:
+            part = part.t()
+        parts.append(part if source.half is None else part.chunk(2)[source.half])
+    return found.layout.join(parts, hf_config)
 
 
 def save_weights(
@@ -116,8 +132,11 @@ def tensors_of_this_rank(
             continue
         if piece.is_vocabulary:
             full = full[: hf_config.vocab_size]
-        for name, tensor in family.to_hugging_face(piece.name, full, hf_config).items():
-            yield name, tensor.cpu().contiguous().clone()
+        found = family.rules.find(piece.name)
+        assert found is not None
+        parts = found.layout.split(full, len(found.sources), hf_config)
+        for source, part in zip(found.sources, parts, strict=True):
+            yield source.name, part.cpu().contiguous().clone()
 
 
 def _gather_shards(piece: ParameterPiece) -> Tensor | None:

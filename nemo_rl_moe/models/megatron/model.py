@@ -111,7 +111,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
     model_class: Callable[..., GPTModel] = FastPolicyGPTModel if fast else PolicyGPTModel
     chunk = model_class(
         config=config,
-        transformer_layer_spec=_block_spec(policy, config, vp_stage, fast),
+        transformer_layer_spec=_block_spec(policy, config, hf_config, vp_stage, fast),
         vocab_size=padded_vocabulary_size(hf_config.vocab_size, config.tensor_model_parallel_size),
         max_sequence_length=policy.max_total_sequence_length,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -127,14 +127,15 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
 
 
 def _block_spec(
-    policy: PolicyConfig, config: TransformerConfig, vp_stage: int | None, fast: bool
+    policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None, fast: bool
 ) -> TransformerBlockSubmodules:
     block: TransformerBlockSubmodules = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_transformer_engine(policy), normalization="RMSNorm", vp_stage=vp_stage
     )
     if fast:
-        return block_spec(config, block, fast=True)
-    if config.sequence_parallel and not use_transformer_engine(policy):
+        block = block_spec(config, block, fast=True)
+    elif config.sequence_parallel and not use_transformer_engine(policy):
         # torch's norm refuses sequence parallelism; everything else stays Megatron's own.
-        return block_spec(config, block, fast=False)
-    return block
+        block = block_spec(config, block, fast=False)
+    change = family_of(hf_config).change_block
+    return block if change is None else change(config, block)

@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class ParameterPiece:
-    """A local tensor that is (a slice of) one full canonical parameter.
+    """A local tensor that is (a slice of) one full canonical parameter, or the router's expert bias.
 
     Attributes:
-        name: Canonical name: global layer and expert numbers, no wrapper prefixes.
+        name: Canonical name, see `families/rules.py`: global layer and expert numbers, no wrapper prefixes.
         local: View of the local parameter's data.
         shard_dimension: Dimension along which tensor parallelism cuts it, None where it is whole.
         num_shards: Number of tensor-parallel (for experts: expert-tensor-parallel) ranks.
@@ -77,29 +77,40 @@ class ParameterPiece:
 
 
 _LOCAL_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-_SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
-_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.weight(\d+)$")
-_STACKED_EXPERTS = re.compile(r"\.experts\.(linear_fc[12])_weights$")
+_SEQUENTIAL_EXPERT = re.compile(r"\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$")
+_GROUPED_EXPERT = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_STACKED_EXPERTS = re.compile(r"\.experts\.(linear_fc[12])_(weights|biases)$")
 # Transformer Engine keeps a norm's weight in the linear layer behind it.
 _FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
 }
+_EXPERT_BIAS = ".router.expert_bias"
 
 
 def parameter_pieces(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[ParameterPiece]:
-    """Every parameter of this rank's unwrapped model chunks, stacked experts one by one."""
+    """Every parameter of this rank's unwrapped model chunks, stacked experts one by one, and the routers' expert bias.
+
+    The bias is no parameter to torch: no gradient moves it. But it is learnt, and the model is another one without it.
+    """
     for chunk in chunks:
         for local_name, parameter in chunk.named_parameters():
-            yield from _pieces_of(chunk, local_name, parameter, config)
+            yield from _pieces_of(_canonical_layer(chunk, local_name), parameter, config)
+        for local_name, buffer in chunk.named_buffers():
+            if local_name.endswith(_EXPERT_BIAS):
+                yield from _pieces_of(_canonical_layer(chunk, local_name), buffer, config)
 
 
-def _pieces_of(
-    chunk: GPTModel, local_name: str, parameter: torch.nn.Parameter, config: TransformerConfig
-) -> Iterator[ParameterPiece]:
-    name = _LOCAL_LAYER.sub(
+def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
+    """The name with its layer's number counted over the whole model."""
+    return _LOCAL_LAYER.sub(
         lambda match: f"decoder.layers.{chunk.decoder.layers[int(match.group(1))].layer_number - 1}.", local_name
     )
+
+
+def _pieces_of(name: str, parameter: Tensor, config: TransformerConfig) -> Iterator[ParameterPiece]:
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
             name = name.removesuffix(fused) + plain
@@ -113,31 +124,37 @@ def _pieces_of(
         shard_dimension=parameter.partition_dim if sharded else None,  # type: ignore[attr-defined]
         num_shards=parallel_state.get_tensor_model_parallel_world_size() if sharded else 1,
         shard_rank=parallel_state.get_tensor_model_parallel_rank() if sharded else 0,
-        gated=sharded and name.endswith("linear_fc1.weight"),
+        gated=sharded and ".linear_fc1." in name,
         is_expert=False,
         trains=parameter.requires_grad,
     )
 
 
-def _expert_pieces(name: str, parameter: torch.nn.Parameter, config: TransformerConfig) -> Iterator[ParameterPiece]:
+def _expert_pieces(name: str, parameter: Tensor, config: TransformerConfig) -> Iterator[ParameterPiece]:
     num_local = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
     first = parallel_state.get_expert_model_parallel_rank() * num_local
     if match := _SEQUENTIAL_EXPERT.search(name):
-        experts = [(first + int(match.group(1)), match.group(2), parameter.data)]
+        index, linear, kind = match.groups()
+        experts = [(first + int(index), parameter.data)]
     elif match := _GROUPED_EXPERT.search(name):
-        experts = [(first + int(match.group(2)), match.group(1), parameter.data)]
+        linear, kind, index = match.groups()
+        experts = [(first + int(index), parameter.data)]
     elif match := _STACKED_EXPERTS.search(name):
-        experts = [(first + index, match.group(1), weight) for index, weight in enumerate(parameter.data)]
+        linear, kind = match.group(1), {"weights": "weight", "biases": "bias"}[match.group(2)]
+        experts = [(first + index, tensor) for index, tensor in enumerate(parameter.data)]
     else:
         raise ValueError(f"no rule for the expert parameter {name}")
     prefix = name[: match.start()]
     num_shards = parallel_state.get_expert_tensor_parallel_world_size()
-    for expert, linear, weight in experts:
+    # The first product is cut along its outputs, the second along its inputs, where its bias is whole.
+    cut = {"linear_fc1": 0, "linear_fc2": 1 if kind == "weight" else None}[linear]
+    if num_shards == 1 or cut is None:
+        cut, num_shards = None, 1
+    for expert, tensor in experts:
         yield ParameterPiece(
-            name=f"{prefix}.experts.{expert}.{linear}.weight",
-            local=weight,
-            # fc1 is cut along its outputs, fc2 along its inputs.
-            shard_dimension=(0 if linear == "linear_fc1" else 1) if num_shards > 1 else None,
+            name=f"{prefix}.experts.{expert}.{linear}.{kind}",
+            local=tensor,
+            shard_dimension=cut,
             num_shards=num_shards,
             shard_rank=parallel_state.get_expert_tensor_parallel_rank(),
             gated=linear == "linear_fc1",

@@ -20,7 +20,7 @@ _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Fills every parameter: norms with 1, matrices from a normal distribution of `init_method_std`."""
+    """Fills every parameter: norms with 1, biases with 0, the rest from a normal distribution of `init_method_std`."""
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
             piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
@@ -29,6 +29,8 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
 def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: Any, seed: int) -> torch.Tensor:
     if piece.name.endswith("layernorm.weight"):
         return torch.ones(piece.full_shape())
+    if piece.name.endswith("bias"):
+        return torch.zeros(piece.full_shape())
     scale = 1 / math.sqrt(2 * config.num_layers) if piece.name.endswith(_RESIDUAL_OUTPUTS) else 1.0
     # Of tied embeddings the last pipeline stage has a copy, which must start as the first stage's.
     tied = hf_config.tie_word_embeddings and piece.is_vocabulary

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from nemo_rl_moe.models.megatron.families.config_fields import ConfigFields
+from nemo_rl_moe.models.megatron.families.rules import RuleTable
 
-# Canonical parameter names are Megatron-Core's own with two changes, so that they do not depend on the layout or on the
-# modules in use: layer and expert numbers are global; an expert's weight is `mlp.experts.{expert}.linear_fc1.weight`.
-ToHuggingFace = Callable[[str, Tensor, Any], Mapping[str, Tensor]]
-FromHuggingFace = Callable[[str, Callable[[str], Tensor], Any], Tensor]
+
+def _none_unused(hf_config: Any) -> Mapping[str, str]:
+    del hf_config
+    return {}
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,22 @@ class ModelFamily:
     """How one Hugging Face model type maps to Megatron-Core.
 
     Attributes:
+        name: For people.
         transformer_fields: From the Hugging Face configuration to TransformerConfig fields (without the layout).
         rotary_base: Base period of the rotary position embedding.
-        to_hugging_face: (canonical name, full tensor, hf_config) to Hugging Face names and tensors.
-        from_hugging_face: (canonical name, reader of a tensor by its Hugging Face name, hf_config) to the full tensor.
+        rules: Parameters and their tensors.
+        config_fields: Which fields of `config.json` mean something here.
+        router_fields: TransformerConfig's router fields that the model decides about, to the field of `config.json`
+            that each comes from; None where the architecture leaves no choice.
+        unused_tensors: Patterns of tensors that a checkpoint may hold and the model has no use for, each with why.
+        change_block: Puts the family's own modules into a block's layer specs: (config, block) to block.
     """
 
+    name: str
     transformer_fields: Callable[[Any], dict[str, Any]]
     rotary_base: Callable[[Any], float]
-    to_hugging_face: ToHuggingFace
-    from_hugging_face: FromHuggingFace
+    rules: RuleTable
+    config_fields: ConfigFields
+    router_fields: Mapping[str, str | None]
+    unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
+    change_block: Callable[[Any, Any], Any] | None = None

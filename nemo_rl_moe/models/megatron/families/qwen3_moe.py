@@ -2,20 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Qwen3-MoE: Qwen3's layers with SwiGLU experts in all or some of them."""
 
-import re
 from typing import Any
 
+from nemo_rl_moe.models.megatron.families import decoder, qwen3
+from nemo_rl_moe.models.megatron.families.config_fields import ConfigFields, field_names
 from nemo_rl_moe.models.megatron.families.family import ModelFamily
-from nemo_rl_moe.models.megatron.families.qwen3_common import (
-    common_transformer_fields,
-    names_in_dense_layer,
-    rotary_base,
-    tensor_rules,
-)
+from nemo_rl_moe.models.megatron.families.rules import RuleTable
 
-_ROUTER = {"mlp.router.weight": ("mlp.gate.weight",)}
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.linear_fc([12])\.weight")
-_EXPERT_LINEARS = {"1": ("gate_proj", "up_proj"), "2": ("down_proj",)}
+READ_FIELDS = decoder.READ_FIELDS | field_names(
+    "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok "
+    "num_local_experts router_aux_loss_coef"
+)
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
@@ -27,32 +24,32 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
 
 
 def transformer_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields.
-
-    Raises:
-        ConfigurationError: The model uses something that is not supported.
-    """
-    coefficient = float(hf_config.router_aux_loss_coef or 0.0)
-    return common_transformer_fields(hf_config) | {
-        "num_moe_experts": hf_config.num_experts,
-        "moe_ffn_hidden_size": hf_config.moe_intermediate_size,
-        "moe_router_topk": hf_config.num_experts_per_tok,
-        "moe_layer_freq": moe_layer_pattern(hf_config),
-        # Softmax over the chosen experts' logits equals softmax over all of them, normalised over the chosen.
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
-        "moe_router_load_balancing_type": "aux_loss" if coefficient > 0 else "none",
-        "moe_aux_loss_coeff": coefficient,
-        "moe_token_dispatcher_type": "alltoall",
-    }
+    """Hugging Face fields to TransformerConfig fields."""
+    experts = decoder.expert_fields(
+        hf_config, num_experts=hf_config.num_experts, ffn_hidden_size=hf_config.moe_intermediate_size
+    )
+    return (
+        qwen3.transformer_fields(hf_config)
+        | experts
+        | {
+            "moe_layer_freq": moe_layer_pattern(hf_config),
+            # Softmax over the chosen experts' logits equals softmax over all of them, normalised over the chosen.
+            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        }
+    )
 
 
-def names_in_layer(inner: str) -> tuple[str, ...]:
-    """The Hugging Face tensors of one parameter of a layer, in the order in which they are joined."""
-    if expert := _EXPERT.fullmatch(inner):
-        index, linear = expert.groups()
-        return tuple(f"mlp.experts.{index}.{part}.weight" for part in _EXPERT_LINEARS[linear])
-    return _ROUTER.get(inner) or names_in_dense_layer(inner)
-
-
-to_hugging_face, from_hugging_face = tensor_rules(names_in_layer)
-FAMILY = ModelFamily(transformer_fields, rotary_base, to_hugging_face, from_hugging_face)
+FAMILY = ModelFamily(
+    name="Qwen3-MoE",
+    transformer_fields=transformer_fields,
+    rotary_base=decoder.rotary_base,
+    rules=RuleTable({**decoder.DECODER, **decoder.QK_NORMS, **decoder.ROUTER, **decoder.EXPERTS}),
+    config_fields=ConfigFields(READ_FIELDS, qwen3.FIXED_FIELDS, qwen3.WITHOUT_EFFECT),
+    router_fields={
+        "moe_router_topk": "num_experts_per_tok",
+        "moe_router_score_function": None,
+        "moe_router_pre_softmax": "norm_topk_prob",
+        "moe_router_load_balancing_type": "router_aux_loss_coef",
+        "moe_aux_loss_coeff": "router_aux_loss_coef",
+    },
+)

@@ -237,9 +237,12 @@ def test_query_key_value_are_grouped_by_key_head() -> None:
     }
     read = {f"model.layers.1.self_attn.{key}_proj.weight": rows[:, None].float() for key, rows in parts.items()}
     name = "decoder.layers.1.self_attention.linear_qkv.weight"
-    joined = qwen3_moe.from_hugging_face(name, read.__getitem__, hf_config)
+    rule = qwen3_moe.FAMILY.rules.find(name)
+    assert rule is not None
+    joined = rule.layout.join([read[source.name] for source in rule.sources], hf_config)
     assert joined.view(8, 8).float().mean(1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]
-    back = qwen3_moe.to_hugging_face(name, joined, hf_config)
+    parts = rule.layout.split(joined, 3, hf_config)
+    back = {source.name: part for source, part in zip(rule.sources, parts, strict=True)}
     assert all(torch.equal(back[key], rows) for key, rows in read.items())
 
 
