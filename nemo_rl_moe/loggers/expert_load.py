@@ -18,6 +18,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from jaxtyping import Int
+from numpy.typing import NDArray
+
+from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
     # A reader of finished runs needs no torch.
@@ -118,6 +122,57 @@ def read_expert_load(run_folder: Path) -> pa.Table:
         raise FileNotFoundError(f"{folder} holds no step")
     table = pa.concat_tables([pq.read_table(_path(folder, *span), schema=_SCHEMA) for span in in_force])
     return table.take(pc.sort_indices(table, [("step", "ascending"), ("layer", "ascending"), ("expert", "ascending")]))
+
+
+def read_load_arrays(
+    run_folder: Path,
+) -> tuple[Int[np.ndarray, " steps"], Int[np.ndarray, " layers"], Int[np.ndarray, "steps layers experts"]]:
+    """The same as arrays: steps, layers' indices, and counts. Takes a fraction of the memory of all rows.
+
+    Raises:
+        FileNotFoundError: The run has written none.
+        DataError: A file is damaged, or its steps differ in their layers or experts.
+    """
+    folder = run_folder / FOLDER_NAME
+    in_force = _files_in_force(folder)
+    if not in_force:
+        raise FileNotFoundError(f"{folder} holds no step")
+    steps, counts = [], []
+    layers: NDArray[np.int64] | None = None
+    for span in in_force:
+        path = _path(folder, *span)
+        try:
+            table = pq.read_table(path, schema=_SCHEMA)
+        except FileNotFoundError:  # joined with others meanwhile; what the run goes on with is read the next time
+            continue
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        found = _as_arrays(table)
+        if found is None or (layers is not None and not np.array_equal(found[1], layers)):
+            raise DataError(f"{path}: its rows are not the layers and experts of whole steps, or not those of others")
+        steps.append(found[0])
+        layers = found[1]
+        counts.append(found[2])
+    if layers is None:
+        raise FileNotFoundError(f"{folder} holds no step")
+    try:
+        return np.concatenate(steps), layers, np.concatenate(counts)
+    except ValueError:
+        raise DataError(f"{folder}: its files differ in their number of experts") from None
+
+
+def _as_arrays(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
+    """Steps, layers and counts of rows in their order; None where they are anything but whole steps."""
+    step, layer, expert, count = (table[name].to_numpy() for name in ("step", "layer", "expert", "count"))
+    steps, layers, experts = np.unique(step), np.unique(layer), np.unique(expert)
+    shape = len(steps), len(layers), len(experts)
+    if len(count) != np.prod(shape):
+        return None
+    rows = [axis.reshape(shape) for axis in (step, layer, expert)]
+    whole = np.broadcast_arrays(steps[:, None, None], layers[None, :, None], experts[None, None])
+    if not all(np.array_equal(row, axis) for row, axis in zip(rows, whole, strict=True)):
+        return None
+    return steps, layers.astype(np.int64), count.reshape(shape)
 
 
 def rewind_expert_load(run_folder: Path, step: int) -> None:

@@ -1,0 +1,152 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a run's folder holds, while the run goes on or after it, whole or cut off by a crash."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from jaxtyping import Float, Int
+
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, read_load_arrays
+from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, read_metrics
+
+CONFIG_FILE_NAME = "config.yaml"
+EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
+
+
+@dataclass(frozen=True)
+class Series:
+    """One metric.
+
+    Attributes:
+        steps: Ascending.
+        values: Of those steps; may be NaN or infinite.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    values: Float[np.ndarray, " steps"]
+
+
+@dataclass(frozen=True)
+class ExpertLoadHistory:
+    """The load of every expert.
+
+    Attributes:
+        steps: Ascending.
+        layers: Index of each MoE layer in the whole model, ascending.
+        counts: Assignments that each expert got.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    layers: Int[np.ndarray, " layers"]
+    counts: Int[np.ndarray, "steps layers experts"]
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        return int(self.counts.shape[2])
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run.
+
+    Attributes:
+        folder: Its folder.
+        metrics: Complete key to its series.
+        expert_load: None where the run did not track its experts.
+        config: The resolved configuration; empty where the folder has none.
+        moe_configuration: The router settings that were in force; empty for a dense model.
+        notes: What of the folder could not be read, a line each.
+    """
+
+    folder: Path
+    metrics: dict[str, Series]
+    expert_load: ExpertLoadHistory | None
+    config: dict[str, Any] = field(default_factory=dict)
+    moe_configuration: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Short, for people: the folder and the one that it is in."""
+        resolved = self.folder.resolve()
+        return f"{resolved.parent.name}/{resolved.name}"
+
+    @property
+    def last_step(self) -> int:
+        """The last step that anything is known of."""
+        return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
+
+    @property
+    def topk(self) -> int | None:
+        """Experts that a token goes to."""
+        found = self.moe_configuration.get("moe_router_topk")
+        return found if isinstance(found, int) else None
+
+
+def read_run(folder: Path) -> RunData:
+    """Reads a run's folder.
+
+    Raises:
+        DataError: It is no run's folder, or its metrics are damaged before their end.
+    """
+    path = folder / METRICS_FILE_NAME
+    if not path.is_file():
+        raise DataError(f"{folder}: holds no {METRICS_FILE_NAME}{_hint(folder)}")
+    notes: list[str] = []
+    return RunData(
+        folder=folder,
+        metrics=_metrics(path),
+        expert_load=_expert_load(folder, notes),
+        config=_mapping(folder / CONFIG_FILE_NAME, notes),
+        moe_configuration=_mapping(folder / EFFECTIVE_MOE_FILE_NAME, notes),
+        notes=notes,
+    )
+
+
+def _hint(folder: Path) -> str:
+    """The runs below a log folder, where that was meant."""
+    runs = sorted(path.parent.name for path in folder.glob(f"*/{METRICS_FILE_NAME}")) if folder.is_dir() else []
+    return f"; did you mean {folder / runs[-1]}?" if runs else "; expected a run's folder, such as logs/sft/exp_001"
+
+
+def _metrics(path: Path) -> dict[str, Series]:
+    steps: dict[str, list[int]] = {}
+    values: dict[str, list[float]] = {}
+    for record in read_metrics(path):
+        for key, value in record.metrics.items():
+            steps.setdefault(key, []).append(record.step)
+            values.setdefault(key, []).append(value)
+    return {key: Series(np.array(steps[key]), np.array(values[key], dtype=np.float64)) for key in sorted(steps)}
+
+
+def _expert_load(folder: Path, notes: list[str]) -> ExpertLoadHistory | None:
+    if not (folder / FOLDER_NAME).is_dir():
+        return None
+    try:
+        steps, layers, counts = read_load_arrays(folder)
+    except FileNotFoundError:
+        return None
+    except DataError as error:
+        notes.extend(error.problems)
+        return None
+    return ExpertLoadHistory(steps, layers, counts)
+
+
+def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
+    """A YAML or JSON file that holds a mapping; JSON is YAML."""
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text(encoding="utf-8")
+        found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        notes.append(f"{path}: cannot be read: {' '.join(str(error).split())}")
+        return {}
+    return found if isinstance(found, dict) else {}
