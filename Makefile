@@ -32,7 +32,7 @@ IN_PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint types test-unit test-functional test-other-megatron test-slow clean
+.PHONY: help install demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -77,8 +77,18 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 		$(PYTEST_ARGUMENTS)
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) $(PYTEST_ARGUMENTS)
 
+test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
+	@$(PYTEST) -m slow tests/functional/test_report_browser.py $(PYTEST_ARGUMENTS)
+
 test-slow: $(STAMP) ## tests that take minutes each, which `make test` leaves out
 	@$(PYTEST) -m slow $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]  # 5: there is none
+
+# Not --quiet: a strict build counts the warnings that are shown.
+docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked
+	@echo "[docs] build/docs"
+	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
+	@$(VENV)/bin/python docs/check_site.py build/docs
+	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
 	rm -rf $(VENV) $(OTHER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

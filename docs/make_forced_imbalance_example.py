@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The example in moe-metrics.md: a run whose routers are free beside the same run with a forced hot rank.
+"""The example in forced-imbalance.md: a run whose routers are free beside the same run with a forced hot rank.
 
     pip install matplotlib
     python docs/make_forced_imbalance_example.py logs/drill_free/exp_001 logs/drill_forced/exp_001
 
-Prints the table of both runs' numbers as Markdown and draws the load of every expert. moe-metrics.md has the commands
-that make the two runs.
+Prints the table of both runs' numbers as Markdown and draws the load of every expert. forced-imbalance.md has the
+commands that make the two runs.
 """
 
 import argparse

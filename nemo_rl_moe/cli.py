@@ -23,6 +23,8 @@ from nemo_rl_moe.errors import (
 )
 from nemo_rl_moe.launch.attempt import RunAttempt
 from nemo_rl_moe.launch.stop_signals import StopSignals, exit_code_of_signal
+from nemo_rl_moe.report import command as report_command
+from nemo_rl_moe.report import watch as watch_command
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import MasterConfig
@@ -44,6 +46,8 @@ examples:
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
   nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=beforehand
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
+  nemo-rl-moe report logs/sft_tiny_moe/exp_001
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
 """
 
@@ -66,8 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = [word for word in rest if word.startswith("-")]
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    overrides = [*options.overrides, *rest]  # argparse leaves over those that stand behind an option
     try:
+        # argparse leaves over words that stand behind an option
+        if options.command in _OF_RUN_FOLDERS:
+            _OF_RUN_FOLDERS[options.command].run(options, rest)
+            return 0
+        overrides = [*options.overrides, *rest]
         if options.config is None:
             raise ConfigurationError(_config_is_missing(options.command))
         if options.command in _COMMANDS:
@@ -138,6 +146,17 @@ def _build_parser() -> argparse.ArgumentParser:
             command.add_argument("--run-id", help=argparse.SUPPRESS)
             command.add_argument("--attempt", type=int, default=1, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
+    for name, module in _OF_RUN_FOLDERS.items():
+        module.add_arguments(
+            commands.add_parser(
+                name,
+                help=module.SUMMARY,
+                description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
+                epilog=module.EXAMPLES,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+                allow_abbrev=False,
+            )
+        )
     return parser
 
 
@@ -235,6 +254,7 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
 
 
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
+_OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command}
 _RUNS = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
 
 

@@ -47,7 +47,7 @@ class Observers:
 
     Attributes:
         logger: Gets one record for each step.
-        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked.
+        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked; before the step's record.
         log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
     """
 
@@ -138,9 +138,9 @@ class RunKeeper:
             if self._saves(is_last=is_last):
                 with clock.phase("checkpoint"):
                     self._checkpoints.start(state, metrics)
-        self._record(state.step, metrics | clock.metrics(), outcome.samples)
         if outcome.result.expert_load is not None:
             self._observers.log_expert_load(state.step, outcome.result.expert_load)
+        self._record(state.step, metrics | clock.metrics(), outcome.samples)
         if self._has_diverged:
             raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))
         return not is_last and self.stopped_for is None

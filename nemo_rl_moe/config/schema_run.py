@@ -83,6 +83,29 @@ class MlflowConfig(StrictModel):
     """The store; null: `mlflow.db` beside the log folder."""
 
 
+class ExpertLoadPicturesConfig(StrictModel):
+    """Pictures of how the tokens are spread over the experts, for TensorBoard, Weights & Biases and MLflow."""
+
+    every_steps: NonNegativeInt | None
+    """Draw them at the first step and each time this many steps are done; null or 0: never. Needs
+    `policy.megatron_cfg.track_moe_metrics`."""
+
+
+class AlertsConfig(StrictModel):
+    """From where on the routing counts as sick; the user is told of each episode once. Of each limit, null: never."""
+
+    enabled: bool
+    """Warn on the console, and by an alert of Weights & Biases where that is enabled."""
+    dead_expert_steps: PositiveInt | None
+    """Steps in a row that an expert gets no token, beyond what chance would explain."""
+    excess_cv: PositiveFloat | None
+    """Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`."""
+    overload_factor: PositiveFloat | None
+    """Work of the busiest expert-parallel rank over that of the mean one, `avg_overload_factor`."""
+    sustained_steps: PositiveInt
+    """Steps in a row that `excess_cv` or `overload_factor` must be exceeded."""
+
+
 class LoggerConfig(StrictModel):
     """Where metrics go. The JSONL file in the run's folder is always written."""
 
@@ -96,6 +119,10 @@ class LoggerConfig(StrictModel):
     """Write a Weights & Biases run; offline unless the user is logged in."""
     mlflow_enabled: bool
     """Write an MLflow run."""
+    expert_load_pictures: ExpertLoadPicturesConfig
+    """Pictures of the expert load."""
+    alerts: AlertsConfig
+    """Warnings about sick routing."""
     wandb: WandbConfig
     """Read when `wandb_enabled`."""
     mlflow: MlflowConfig

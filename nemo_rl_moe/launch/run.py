@@ -31,6 +31,7 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.run_folder import collect_versions, create_run_folder, find_run_folder, write_run_files
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 FINAL_WEIGHTS_FOLDER = "final"
@@ -172,7 +173,8 @@ def open_run(run: Run, policy: MegatronPolicy) -> Iterator[tuple[Path, FanOutLog
     resumed_at = None if resume is None or resume.step == _NOTHING_KEPT else resume.step
     write_run_files(run_folder, resolved, {EFFECTIVE_MOE_FILE: policy.moe_configuration}, resumed_at)
     announce(run.console, policy.moe_configuration, run_folder)
-    with build_loggers(run.config.logger, run_folder, run.console, resume) as loggers:
+    topk = policy.moe_configuration.get("moe_router_topk")
+    with build_loggers(run.config.logger, run_folder, run.console, resume, topk=topk) as loggers:
         loggers.log_config(resolved)
         yield run_folder, loggers
 
@@ -208,6 +210,11 @@ def keeping(
     with run.stop_signals.graceful(), ExitStack() as stack:
         expert_load = ExpertLoadWriter(run_folder, run.console.warn, run.console.message)
         stack.callback(expert_load.close)
+
+        def log_expert_load(step: int, load: ExpertLoad) -> None:
+            expert_load.write(step, load)
+            loggers.log_expert_load(step, load)
+
         checkpointer = None
         if settings.enabled:
             checkpointer = _open_checkpointer(run, policy, run_folder, loggers, stack)
@@ -219,7 +226,7 @@ def keeping(
             return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
 
         keeper = RunKeeper(
-            Observers(loggers, expert_load.write, log_samples),
+            Observers(loggers, log_expert_load, log_samples),
             checkpointer,
             stop_reason,
             run.config.policy.max_consecutive_skipped_updates,

@@ -110,7 +110,7 @@ class ConsoleLogger:
             text: What is being done, for example `starting workers`.
         """
         started = self._clock()
-        spinner = Spinner("dots", Text(f"{_printable(text)} ..."))
+        spinner = Spinner("dots", Text(f"{printable(text)} ..."))
         if self._is_live:
             self._phases.append(spinner)
             self._refresh()
@@ -128,7 +128,7 @@ class ConsoleLogger:
 
     def _print(self, text: str, style: str = "") -> None:
         # Soft wrap leaves long lines whole, for files and for the terminal's own wrapping.
-        self._console.print(Text(_printable(text), style=style), soft_wrap=True)
+        self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
         """Brings the live display in line with what there is to show: starts it, renews it or takes it away."""
@@ -157,6 +157,11 @@ class ConsoleLogger:
         return Group(*rows)
 
 
-def _printable(text: str) -> str:
-    """Control characters written out, so that text from elsewhere cannot move the cursor or colour the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Control characters written out, so that text from elsewhere cannot move the cursor or colour the terminal.
+
+    Args:
+        text: Any.
+        kept: Characters that stay as they are.
+    """
+    return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -125,16 +125,20 @@ def read_expert_load(run_folder: Path) -> pa.Table:
 
 
 def read_load_arrays(
-    run_folder: Path,
+    run_folder: Path, first_step: int = 0
 ) -> tuple[Int[np.ndarray, " steps"], Int[np.ndarray, " layers"], Int[np.ndarray, "steps layers experts"]]:
     """The same as arrays: steps, layers' indices, and counts. Takes a fraction of the memory of all rows.
+
+    Args:
+        run_folder: The run's folder.
+        first_step: The first step to read.
 
     Raises:
         FileNotFoundError: The run has written none.
         DataError: A file is damaged, or its steps differ in their layers or experts.
     """
     folder = run_folder / FOLDER_NAME
-    in_force = _files_in_force(folder)
+    in_force = [(first, last) for first, last in _files_in_force(folder) if last >= first_step]
     if not in_force:
         raise FileNotFoundError(f"{folder} holds no step")
     steps, counts = [], []
@@ -142,7 +146,7 @@ def read_load_arrays(
     for span in in_force:
         path = _path(folder, *span)
         try:
-            table = pq.read_table(path, schema=_SCHEMA)
+            table = pq.read_table(path, schema=_SCHEMA, filters=[("step", ">=", first_step)])
         except FileNotFoundError:  # joined with others meanwhile; what the run goes on with is read the next time
             continue
         except (OSError, pa.ArrowException) as error:

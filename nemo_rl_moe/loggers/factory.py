@@ -10,11 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from nemo_rl_moe.loggers.alerts import AlertSettings, AlertWatch
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import Backend, MetricLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, JsonlLogger, StepRecord, read_metrics
+from nemo_rl_moe.loggers.load_pictures import LoadPictures
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.loggers.run_folder import read_logger_run_ids, store_logger_run_ids
@@ -42,6 +44,13 @@ class MlflowSettings(Protocol):
     def tracking_uri(self) -> str | None: ...
 
 
+class PictureSettings(Protocol):
+    """`logger.expert_load_pictures`: how often (None or 0: never)."""
+
+    @property
+    def every_steps(self) -> int | None: ...
+
+
 class LoggerSettings(Protocol):
     """What the loggers need of the configuration's `logger` section."""
 
@@ -57,6 +66,10 @@ class LoggerSettings(Protocol):
     def wandb(self) -> WandbSettings: ...
     @property
     def mlflow(self) -> MlflowSettings: ...
+    @property
+    def expert_load_pictures(self) -> PictureSettings: ...
+    @property
+    def alerts(self) -> AlertSettings: ...
 
 
 @dataclass(frozen=True)
@@ -78,6 +91,7 @@ def build_loggers(
     console: ConsoleLogger,
     resume: LoggerResume | None = None,
     patience: Patience | None = None,
+    topk: int | None = None,
 ) -> FanOutLogger:
     """Opens the loggers that the configuration asks for; the console and `metrics.jsonl` always take part.
 
@@ -90,14 +104,15 @@ def build_loggers(
         console: Shows the steps, and the warnings about loggers that fail; closed with the others.
         resume: Where a resumed run goes on; None for one that starts anew.
         patience: How long the loggers other than these two are waited for; None: the usual times.
+        topk: Experts that a token goes to; None: a dense model, or not known.
     """
     notices = Notices(console.message, console.warn)
     run_ids = {**resume.run_ids, **read_logger_run_ids(run_folder)} if resume else {}
     patience = patience or Patience()
     isolated: list[IsolatedLogger] = []
+    earlier = partial(_steps_until, run_folder / METRICS_FILE_NAME, resume.step) if resume else tuple
 
     def isolate(name: str, open_backend: Callable[[], Backend], abandon: Callable[[], None] | None = None) -> None:
-        earlier = partial(_steps_until, run_folder / METRICS_FILE_NAME, resume.step) if resume else tuple
         isolated.append(
             IsolatedLogger(
                 name,
@@ -127,7 +142,8 @@ def build_loggers(
         wandb = logger_config.wandb
         is_resumed = WandbLogger.name in run_ids
         run_id = run_ids.setdefault(WandbLogger.name, choose_run_id(os.environ))
-        open_wandb = partial(WandbLogger, run_folder, wandb.project, wandb.name, run_id, is_resumed=is_resumed)
+        names = wandb.project, wandb.name, run_id
+        open_wandb = partial(WandbLogger, run_folder, *names, is_resumed=is_resumed, earlier_steps=earlier)
         isolate(WandbLogger.name, open_wandb, abandon_service)
     if logger_config.mlflow_enabled:
         isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
@@ -135,7 +151,15 @@ def build_loggers(
         JsonlLogger.name: partial(JsonlLogger, run_folder, notices.warn, notices.message),
         ConsoleLogger.name: lambda: console,
     }
-    loggers = FanOutLogger(direct, notices, isolated, earlier_run_ids=run_ids, closing_s=patience.closing_s)
+    loggers = FanOutLogger(
+        direct,
+        notices,
+        isolated,
+        earlier_run_ids=run_ids,
+        closing_s=patience.closing_s,
+        pictures=LoadPictures(logger_config.expert_load_pictures.every_steps, notices),
+        alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume),
+    )
     if loggers.run_ids:
         # Only a run that is killed before its first checkpoint needs them.
         with suppress(OSError):
@@ -155,6 +179,17 @@ def _open_mlflow(logger_config: LoggerSettings, resumed_run_id: str | None) -> M
     settings = logger_config.mlflow
     uri = mlflow_tracking_uri(logger_config)
     return MlflowLogger(uri, settings.experiment_name, settings.run_name, resumed_run_id)
+
+
+def _alert_watch(
+    settings: AlertSettings, topk: int | None, run_folder: Path, resume: LoggerResume | None
+) -> AlertWatch | None:
+    if not settings.enabled:
+        return None
+    watch = AlertWatch(settings, topk)
+    if resume is not None:
+        watch.replay(run_folder, resume.step)
+    return watch
 
 
 def _steps_until(path: Path, step: int) -> list[StepRecord]:

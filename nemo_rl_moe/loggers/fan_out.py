@@ -6,11 +6,20 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType, TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_rl_moe.loggers.alerts import AlertWatch
 from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger, RunOutcome
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
+from nemo_rl_moe.loggers.load_pictures import LoadPictures
 from nemo_rl_moe.loggers.notices import Notices, reason_of
+
+if TYPE_CHECKING:
+    # A logger needs no torch.
+    from nemo_rl_moe.models.policy.interfaces import ExpertLoad
 
 _CLOSING_S = 10.0
 
@@ -27,6 +36,8 @@ class FanOutLogger:
         isolated: Loggers with threads of their own; they are opening already.
         earlier_run_ids: The run's ids at services of earlier attempts.
         closing_s: Seconds that `close` waits for all isolated loggers together.
+        pictures: Draws the expert load for the isolated loggers; None: there are no pictures.
+        alerts: Watches the steps; None: there are no alerts.
     """
 
     name = "all loggers"
@@ -39,6 +50,8 @@ class FanOutLogger:
         *,
         earlier_run_ids: Mapping[str, str] = MappingProxyType({}),
         closing_s: float = _CLOSING_S,
+        pictures: LoadPictures | None = None,
+        alerts: AlertWatch | None = None,
     ):
         self._notices = notices
         self._closing_s = closing_s
@@ -46,6 +59,8 @@ class FanOutLogger:
         self._isolated = list(isolated)
         self._earlier_run_ids = dict(earlier_run_ids)
         self._warned_keys: set[str] = set()
+        self._pictures, self._alerts = pictures, alerts
+        self._load: tuple[int, Sequence[int], NDArray[np.int64]] | None = None
         for name, open_logger in direct.items():
             try:
                 self._direct[name] = open_logger()
@@ -69,7 +84,17 @@ class FanOutLogger:
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:
             isolated.log_step(step, numbers)
+        self._send_alerts(step, numbers)
         self._notices.show()
+
+    def log_expert_load(self, step: int, load: "ExpertLoad") -> None:
+        """Takes the load matrix of a step, before the step itself: its pictures belong into the step's row."""
+        counts = np.asarray(load.counts)
+        self._load = step, load.layers, counts
+        draw = self._pictures.of_step(step, load.layers, counts) if self._pictures is not None else None
+        if draw is not None:
+            for isolated in self._isolated:
+                isolated.log_pictures(step, draw)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Sends the configuration to every logger that still takes part."""
@@ -114,6 +139,21 @@ class FanOutLogger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close("finished" if error is None else "failed" if isinstance(error, Exception) else "killed")
+
+    def _send_alerts(self, step: int, numbers: Mapping[str, float]) -> None:
+        if self._alerts is None:
+            return
+        layers, counts = self._load[1:] if self._load is not None and self._load[0] == step else ((), None)
+        try:
+            alerts = self._alerts.observe(step, numbers, layers, counts)
+        except Exception as error:
+            self._alerts = None
+            self._notices.warn(f"no more alerts: the findings of step {step} failed: {reason_of(error)}")
+            return
+        for alert in alerts:
+            self._notices.warn(alert.line)
+            for isolated in self._isolated:
+                isolated.send_alert(alert.title, alert.text)
 
     def _numbers(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """A copy in plain floats, which no later change by the caller reaches."""

@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every logger can do; the training loop knows nothing else about them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 RunOutcome = Literal["finished", "failed", "killed"]
+
+DrawPictures = Callable[[], Mapping[str, bytes]]
+"""Draws the pictures of a step: key, such as `pictures/expert_load`, to PNG file. The first time takes seconds."""
 
 
 class MetricLogger(Protocol):
@@ -73,4 +76,22 @@ class Backend(MetricLogger, Protocol):
     @property
     def seconds_to_close(self) -> float:
         """How long `close` may take when all is well; 0: not worth telling."""
+        ...
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Takes the pictures of a step, before the step's metrics.
+
+        Args:
+            step: Their step; there are none for most steps.
+            pictures: Key, such as `pictures/expert_load`, to PNG file.
+        """
+        ...
+
+
+@runtime_checkable
+class SendsAlerts(Protocol):
+    """A backend that reaches the user outside of the console."""
+
+    def send_alert(self, title: str, text: str) -> None:
+        """Sends plain text; of one title, the service may hold back all but one within a minute."""
         ...

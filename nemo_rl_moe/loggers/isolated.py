@@ -8,11 +8,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nemo_rl_moe.loggers.accepted_keys import write_what_is_accepted
-from nemo_rl_moe.loggers.interface import Backend, RunOutcome
+from nemo_rl_moe.loggers.interface import Backend, DrawPictures, RunOutcome, SendsAlerts
 from nemo_rl_moe.loggers.jsonl import StepRecord
+from nemo_rl_moe.loggers.load_pictures import PictureSender
 from nemo_rl_moe.loggers.notices import Notices, reason_of
 
 _REFUSALS_BEFORE_A_KEY_IS_LEFT_OUT = 3
@@ -28,12 +29,21 @@ class Patience:
         silence_s: Seconds without an answer after which the user is told.
         closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
         most_waiting: Steps that wait for a backend before further ones are dropped.
+        most_pictures_waiting: Steps whose pictures wait before those of further ones are dropped.
     """
 
     opening_s: float = 60.0
     silence_s: float = 30.0
     closing_s: float = 10.0
     most_waiting: int = 1000
+    most_pictures_waiting: int = 4
+
+
+@dataclass(frozen=True)
+class _Job:
+    kind: Literal["step", "pictures", "other"]
+    what: str
+    action: Callable[[Backend], None]
 
 
 class IsolatedLogger:
@@ -74,14 +84,15 @@ class IsolatedLogger:
         self._backend: Backend | None = None
         # What the caller and the thread both touch; `_changed` guards it.
         self._changed = threading.Condition()
-        self._waiting: deque[tuple[str, Callable[[Backend], None]]] = deque()
+        self._waiting: deque[_Job] = deque()
         self._outcome: RunOutcome | None = None
         self._asked_at = time.monotonic()
         self._busy: tuple[str, float] | None = ("opening", time.monotonic())
         self._is_active, self._is_silent = True, False
-        self._num_dropped = 0
+        self._dropped: Counter[str] = Counter()
         # What only the thread touches.
         self._refusals: Counter[str] = Counter()
+        self._picture_sender = PictureSender(name, notices)
         self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
         self._thread.start()
@@ -107,11 +118,19 @@ class IsolatedLogger:
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one step; the mapping is not to be changed afterwards."""
-        self._put(f"step {step}", lambda backend: self._write_step(backend, step, metrics), may_drop=True)
+        self._put("step", f"step {step}", lambda backend: self._write_step(backend, step, metrics))
+
+    def log_pictures(self, step: int, draw: DrawPictures) -> None:
+        """Queues the pictures of a step, to be drawn in the thread; called before the step itself."""
+        self._put("pictures", f"the pictures of step {step}", lambda b: self._picture_sender.send(b, step, draw))
+
+    def send_alert(self, title: str, text: str) -> None:
+        """Queues an alert, for a backend that sends any."""
+        self._put("other", "an alert", lambda backend: self._send_alert(backend, title, text))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Queues the configuration."""
-        self._put("the configuration", lambda backend: self._write_config(backend, config), may_drop=False)
+        self._put("other", "the configuration", lambda backend: self._write_config(backend, config))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         """Asks the backend to close and waits for it."""
@@ -144,15 +163,16 @@ class IsolatedLogger:
                     self._thread.join(longer)
         finally:
             self.let_go()
-            if self._num_dropped:
-                self._notices.warn(f"logger {self.name}: {self._num_dropped} steps were dropped while it was silent")
+            for kind, lost in (("step", "steps"), ("pictures", "steps' pictures")):
+                if number := self._dropped[kind]:
+                    self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
     def let_go(self) -> None:
         """No longer waits for a backend that has not ended; tells what it lacks, and lets the process end."""
         with self._changed:
             if not self._thread.is_alive() or not self._is_active:
                 return
-            num_waiting = sum(what.startswith("step ") for what, _ in self._waiting)
+            num_waiting = self._num_waiting("step")
             self._waiting.clear()
             self._is_active = False
         self._notices.warn(
@@ -163,16 +183,17 @@ class IsolatedLogger:
             with contextlib.suppress(Exception):
                 self._abandon()
 
-    def _put(self, what: str, action: Callable[[Backend], None], *, may_drop: bool) -> None:
+    def _put(self, kind: Literal["step", "pictures", "other"], what: str, action: Callable[[Backend], None]) -> None:
+        limits = {"step": self._patience.most_waiting, "pictures": self._patience.most_pictures_waiting}
         with self._changed:
             if not self._is_active:
                 return
-            if may_drop and len(self._waiting) >= self._patience.most_waiting:
-                if not self._num_dropped:
+            if kind in limits and self._num_waiting(kind) >= limits[kind]:
+                if kind == "step" and not self._dropped[kind]:
                     self._notices.warn(f"logger {self.name} does not answer: steps are dropped from {what} on")
-                self._num_dropped += 1
+                self._dropped[kind] += 1
             else:
-                self._waiting.append((what, action))
+                self._waiting.append(_Job(kind, what, action))
                 self._changed.notify()
             if self._busy is not None and not self._is_silent:
                 doing, since = self._busy
@@ -199,9 +220,8 @@ class IsolatedLogger:
                     self._set_busy(f"step {record.step}")
                     self._write_step(backend, record.step, record.metrics)
             while job := self._next_job():
-                what, action = job
-                doing = f"failed at {what}"
-                action(backend)
+                doing = f"failed at {job.what}"
+                job.action(backend)
             if self._is_active:
                 doing = "failed to close"
                 self._set_busy("closing")
@@ -211,7 +231,10 @@ class IsolatedLogger:
         finally:
             self._is_open.set()
 
-    def _next_job(self) -> tuple[str, Callable[[Backend], None]] | None:
+    def _num_waiting(self, kind: str) -> int:
+        return sum(job.kind == kind for job in self._waiting)
+
+    def _next_job(self) -> _Job | None:
         with self._changed:
             self._busy = None
             if self._is_silent and self._is_active:
@@ -222,7 +245,7 @@ class IsolatedLogger:
             if not self._waiting or not self._is_active:
                 return None
             job = self._waiting.popleft()
-            self._busy = (job[0], time.monotonic())
+            self._busy = (job.what, time.monotonic())
             return job
 
     def _set_busy(self, what: str) -> None:
@@ -235,6 +258,14 @@ class IsolatedLogger:
         except Exception as error:
             # It may mind one value of the configuration, and take every step.
             self._notices.warn(f"logger {self.name} lacks the configuration: {reason_of(error)}")
+
+    def _send_alert(self, backend: Backend, title: str, text: str) -> None:
+        if not isinstance(backend, SendsAlerts):
+            return
+        try:
+            backend.send_alert(title, text)
+        except Exception as error:
+            self._notices.warn(f"logger {self.name} could not send an alert: {reason_of(error)}")
 
     def _write_step(self, backend: Backend, step: int, metrics: Mapping[str, float]) -> None:
         left_out = {key for key, times in self._refusals.items() if times >= _REFUSALS_BEFORE_A_KEY_IS_LEFT_OUT}

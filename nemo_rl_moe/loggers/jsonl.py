@@ -78,16 +78,25 @@ def read_metrics(path: Path) -> list[StepRecord]:
     """
     lines = path.read_bytes().split(b"\n")
     # What follows the last line feed is empty for a whole file, and the cut line for a broken one.
-    return [_parse(line, path, number) for number, line in enumerate(lines[:-1], start=1) if line.strip()]
+    return [parse_record(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line.strip()]
 
 
-def _parse(line: bytes, path: Path, number: int) -> StepRecord:
+def parse_record(line: bytes, place: str) -> StepRecord:
+    """One line of the file.
+
+    Args:
+        line: With or without its line feed.
+        place: Where it stands, for the error.
+
+    Raises:
+        DataError: It is no step record.
+    """
     try:
         record = json.loads(line)
         metrics = {str(key): float(value) for key, value in record["metrics"].items()}
         return StepRecord(int(record["step"]), float(record["time"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f'{path}:{number}: not a step record {{"step", "time", "metrics"}}: {error!r}') from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {error!r}') from error
 
 
 def json_number(value: float) -> float | str:

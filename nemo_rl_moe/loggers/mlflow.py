@@ -4,13 +4,15 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.loggers.interface import RunOutcome
+from nemo_rl_moe.loggers.quiet import quiet
 
 # The most that one request may carry, and the lengths that servers in use accept.
 _METRICS_PER_BATCH = 1000
@@ -18,6 +20,9 @@ _PARAMS_PER_BATCH = 100
 _LONGEST_KEY = 250
 _LONGEST_VALUE = 500
 _SQLITE_PREFIX = "sqlite:///"
+PICTURES_FOLDER = "images"
+# How MLflow names the pictures of a step; older versions put % where newer ones put +.
+PICTURE_NAME = re.compile(r"(?P<key>.+?)[+%]step[+%](?P<step>\d+)[+%]timestamp[+%].*\.png")
 
 
 class MlflowLogger:
@@ -26,7 +31,8 @@ class MlflowLogger:
     NaN is kept. A local store keeps infinities as plus and minus the largest float64.
 
     A resumed run goes on in its MLflow run. MLflow cannot take values back: steps that an earlier attempt has logged
-    keep the values of that attempt, and are not logged again. A run that is no longer in the store gets a new one.
+    keep the values and pictures of that attempt, and are not logged again. A run that is no longer in the store gets a
+    new one.
 
     Args:
         tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
@@ -47,11 +53,14 @@ class MlflowLogger:
         from mlflow.tracking import MlflowClient
 
         self._metric_type, self._param_type = Metric, Param
-        with _quiet("mlflow", "alembic"):
+        # Notes on the tables of a new database, for example.
+        with quiet("mlflow", "alembic", least=logging.WARNING):
             self._client = MlflowClient(tracking_uri)
             experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
         self._last_steps: dict[str, int] = {}
         self._stored_params: frozenset[str] = frozenset()
+        # Asked for when the first pictures come: a store without a place for them is no reason to lose metrics.
+        self._stored_pictures: frozenset[tuple[str, int]] | None = None
         run = None if resumed_run_id is None else self._resumed(resumed_run_id)
         if run is None:
             run = self._client.create_run(experiment_id, run_name=run_name)
@@ -67,6 +76,16 @@ class MlflowLogger:
         for batch in _batches(entries, _METRICS_PER_BATCH):
             self._client.log_batch(self.run_id, metrics=batch)
             self._last_steps.update((entry.key, step) for entry in batch)
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Stores each picture as the step's image, which MLflow shows with a slider over the steps."""
+        import PIL.Image
+
+        if self._stored_pictures is None:
+            self._stored_pictures = frozenset(picture_of(path) for path in stored_pictures(self._client, self.run_id))
+        for key, content in pictures.items():
+            if (key, step) not in self._stored_pictures:
+                self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Stores the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
@@ -114,6 +133,20 @@ class MlflowLogger:
         return str(experiment.experiment_id)
 
 
+def stored_pictures(client: Any, run_id: str) -> list[str]:
+    """The paths, below the run's artifacts, of the pictures that `MlflowLogger` has stored."""
+    paths = [entry.path for entry in client.list_artifacts(run_id, PICTURES_FOLDER)]
+    return [path for path in paths if PICTURE_NAME.fullmatch(path.removeprefix(f"{PICTURES_FOLDER}/"))]
+
+
+def picture_of(path: str) -> tuple[str, int]:
+    """Key and step of such a path."""
+    found = PICTURE_NAME.fullmatch(path.removeprefix(f"{PICTURES_FOLDER}/"))
+    assert found is not None, path
+    # A slash cannot stand in the name of a file.
+    return re.sub("[~#]", "/", found["key"]), int(found["step"])
+
+
 def local_store_uri(folder: Path) -> str:
     """The tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,20 +181,8 @@ def _set_environment_defaults() -> None:
     """Settings that MLflow reads from the environment; what the user set stays."""
     # Metrics go to the store that the user chose and nowhere else.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # Its bars would mix with the lines of the console.
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     # By default a server that has gone away would hold up a training step for several minutes.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "15")
-
-
-@contextmanager
-def _quiet(*logger_names: str) -> Iterator[None]:
-    """Holds back the notes, such as those on the tables of a new database, that would mix with the console's lines."""
-    loggers = [logging.getLogger(name) for name in logger_names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

@@ -1,15 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads back what the loggers wrote: every function returns metric key -> [(step, value), ...], steps ascending."""
+"""Reads back what the loggers wrote: key -> [(step, value), ...], steps ascending; of a picture, its PNG file."""
 
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.jsonl import read_metrics
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_rows
+from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_images, wandb_rows
 
 MetricHistory = dict[str, list[tuple[int, float]]]
+PictureHistory = dict[str, list[tuple[int, bytes]]]
 
 
 def read_jsonl(path: Path) -> MetricHistory:
@@ -36,6 +40,16 @@ def read_tensorboard(folder: Path) -> MetricHistory:
     return _sorted({key: [(event.step, event.value) for event in accumulator.Scalars(key)] for key in keys})
 
 
+def read_tensorboard_pictures(folder: Path) -> PictureHistory:
+    """Reads the images of all event files in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(folder), size_guidance={"images": 0})
+    accumulator.Reload()
+    keys = accumulator.Tags()["images"]
+    return {key: [(event.step, event.encoded_image_string) for event in accumulator.Images(key)] for key in keys}
+
+
 def read_wandb_offline(folder: Path) -> MetricHistory:
     """Reads the history of the one W&B run below a folder, such as `<run folder>/wandb`.
 
@@ -45,11 +59,8 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
     Raises:
         DataError: There is no `.wandb` file, those of several runs, or one that is damaged before its end.
     """
-    files = wandb_files(folder)
-    if len(ids := {path.name for path in files}) != 1:
-        raise DataError(f"{folder}: expected the run-*.wandb files of one run, found {len(ids)} runs")
     rows: list[tuple[int, dict[str, float]]] = []
-    for path in files:
+    for path in _files_of_one_wandb_run(folder):
         later = list(wandb_rows(path))
         first = min((step for step, _ in later), default=None)
         rows = [row for row in rows if first is None or row[0] < first] + later
@@ -60,12 +71,59 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
     return _sorted(history)
 
 
+def read_wandb_offline_pictures(folder: Path) -> PictureHistory:
+    """Reads the images in that history.
+
+    Raises:
+        DataError: As above.
+    """
+    pictures: PictureHistory = {}
+    for path in _files_of_one_wandb_run(folder):
+        first = min((step for step, _ in wandb_rows(path)), default=None)
+        for points in pictures.values():
+            points[:] = [point for point in points if first is None or point[0] < first]
+        for step, images in wandb_images(path):
+            for key, image in images.items():
+                pictures.setdefault(key, []).append((step, image.read_bytes()))
+    return {key: points for key, points in pictures.items() if points}
+
+
+def _files_of_one_wandb_run(folder: Path) -> list[Path]:
+    files = wandb_files(folder)
+    if len(ids := {path.name for path in files}) != 1:
+        raise DataError(f"{folder}: expected the run-*.wandb files of one run, found {len(ids)} runs")
+    return files
+
+
 def read_mlflow(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> MetricHistory:
     """Reads the newest run of an MLflow experiment, or the newest one that has a certain name.
 
     Raises:
         DataError: There is no such experiment or run.
     """
+    client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
+    history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+    return _sorted({key: [(entry.step, _unclamped(entry.value)) for entry in history[key]] for key in history})
+
+
+def read_mlflow_pictures(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> PictureHistory:
+    """Reads the images that such a run has for its steps.
+
+    Raises:
+        DataError: There is no such experiment or run.
+    """
+    client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
+    pictures: PictureHistory = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for path in stored_pictures(client, run.info.run_id):
+            key, step = picture_of(path)
+            content = Path(client.download_artifacts(run.info.run_id, path, folder)).read_bytes()
+            pictures.setdefault(key, []).append((step, content))
+    return {key: sorted(points, key=lambda point: point[0]) for key, points in sorted(pictures.items())}
+
+
+def _mlflow_run(tracking_uri: str, experiment_name: str, run_name: str | None) -> tuple[Any, Any]:
+    """A client, and the newest run of a name."""
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(tracking_uri)
@@ -74,8 +132,7 @@ def read_mlflow(tracking_uri: str, experiment_name: str, run_name: str | None = 
     run = next((run for run in runs if run_name is None or run.info.run_name == run_name), None)
     if run is None:
         raise DataError(f"{tracking_uri}: no run {run_name or ''} in the experiment {experiment_name!r}")
-    history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-    return _sorted({key: [(entry.step, _unclamped(entry.value)) for entry in history[key]] for key in history})
+    return client, run
 
 
 def _unclamped(value: float) -> float:

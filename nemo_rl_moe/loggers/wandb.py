@@ -6,13 +6,16 @@ import netrc
 import os
 import threading
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from nemo_rl_moe.loggers.interface import RunOutcome
+from nemo_rl_moe.loggers.jsonl import StepRecord
 from nemo_rl_moe.loggers.plain import to_plain
+from nemo_rl_moe.loggers.wandb_charts import OutlierChart, define_charts
 from nemo_rl_moe.loggers.wandb_files import last_wandb_step
 
 _DEFAULT_HOST_URL = "https://api.wandb.ai"
@@ -30,7 +33,7 @@ class WandbLogger:
 
     A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from
     its first step on (`readers.read_wandb_offline`). Online it goes on where the server's history ends: W&B takes no
-    step twice, so steps that an earlier attempt has logged keep the values of that attempt.
+    step twice, so steps that an earlier attempt has logged keep the values and pictures of that attempt.
 
     Args:
         run_folder: An existing folder.
@@ -38,11 +41,21 @@ class WandbLogger:
         run_name: The run's name; None leaves it to W&B.
         run_id: The run's id at W&B, see `choose_run_id`.
         is_resumed: Whether a run of that id may exist.
+        earlier_steps: Reads the steps that were logged before this attempt of the run, for charts over all steps.
     """
 
     name = "wandb"
 
-    def __init__(self, run_folder: Path, project: str, run_name: str | None, run_id: str, *, is_resumed: bool = False):
+    def __init__(
+        self,
+        run_folder: Path,
+        project: str,
+        run_name: str | None,
+        run_id: str,
+        *,
+        is_resumed: bool = False,
+        earlier_steps: Callable[[], Iterable[StepRecord]] = tuple,
+    ):
         mode = choose_mode(os.environ)
         if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
             # W&B's error reports and usage statistics go over the network in offline mode too, unless told not to;
@@ -74,13 +87,34 @@ class WandbLogger:
             if self._run.url:
                 self.announcement = f"W&B run: {self._run.url}"
         self.seconds_to_close = 0.0 if self._run.offline else _SECONDS_TO_UPLOAD
+        define_charts(self._run)
+        self._outliers = OutlierChart()
+        for record in earlier_steps():
+            if record.step <= self.last_step:
+                self._outliers.add(record.step, record.metrics)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the step as one row of the run's history; a step that the server has is passed over."""
         if step < self._first_step:
             return
+        self._outliers.add(step, metrics)
         # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        """Puts the pictures into the step's row, with the chart of the outliers of the steps before it."""
+        if step < self._first_step:
+            return
+        import PIL.Image
+        import wandb
+
+        images = {key: wandb.Image(PIL.Image.open(BytesIO(content))) for key, content in pictures.items()}
+        # The row is committed with the step's metrics, which follow.
+        self._run.log({**images, **self._outliers.draw()}, step=step, commit=False)
+
+    def send_alert(self, title: str, text: str) -> None:
+        """Has W&B write to the user: by mail or Slack, as set up there."""
+        self._run.alert(title, text, level="WARN")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Stores the configuration as the run's config."""

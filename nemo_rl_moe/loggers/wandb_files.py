@@ -33,15 +33,46 @@ def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     Raises:
         DataError: The file is damaged before its end.
     """
+    for step, row in _history(path):
+        numbers = {path[0]: float(value) for path, value in row.items() if len(path) == 1 and _is_number(value)}
+        yield step, {key: value for key, value in numbers.items() if not key.startswith("_")}
+
+
+def wandb_images(path: Path) -> Iterator[tuple[int, dict[str, Path]]]:
+    """The images of the history in a run file: step, and key to the file beside it.
+
+    Raises:
+        DataError: The run file is damaged before its end.
+    """
+    for step, row in _history(path):
+        keys = [key for (key, *part), value in row.items() if part == ["_type"] and value == "image-file"]
+        if keys:
+            yield step, {key: path.parent / "files" / row[key, "path"] for key in keys}
+
+
+def wandb_records(path: Path, kind: str) -> Iterator[Any]:
+    """The records of one kind in a run file, such as `history`, `metric` or `alert`.
+
+    Raises:
+        DataError: The file is damaged before its end.
+    """
     messages: Any = importlib.import_module("wandb.proto.wandb_internal_pb2")
     for data in _wandb_records(path):
         record = messages.Record()
         record.ParseFromString(data)
-        if record.WhichOneof("record_type") != "history":
-            continue
-        row = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-        numbers = {key: float(value) for key, value in row.items() if isinstance(value, int | float)}
-        yield int(row["_step"]), {key: value for key, value in numbers.items() if not key.startswith("_")}
+        if record.WhichOneof("record_type") == kind:
+            yield getattr(record, kind)
+
+
+def _history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
+    """Step, and the path to each value of a row: the key, and for an image, which has several, the value's name."""
+    for history in wandb_records(path, "history"):
+        row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
+        yield int(row["_step",]), row
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float)
 
 
 def last_wandb_step(folder: Path, run_id: str) -> int:

@@ -7,18 +7,24 @@ at which it is not. Chance is not a finding: a router that sends tokens to exper
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
-from nemo_rl_moe.report.load_statistics import coefficient_of_variation, dead, null_coefficient_of_variation
+from nemo_rl_moe.report.load_statistics import (
+    coefficient_of_variation,
+    dead,
+    highest_coefficient_of_variation_by_chance,
+    null_coefficient_of_variation,
+)
 
 FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing"]
-CHANCE = 1e-3
-"""A finding of dead experts needs to be less probable than this for a router that chooses at random."""
+CHANCE = 1e-9
+"""How probable a finding may be, at one place and time, for a router that chooses at random. There are many places and
+times: a thousand steps of a hundred layers."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,8 @@ class Thresholds:
     Attributes:
         dead_expert_steps: Steps in a row that an expert gets no token.
         excess_cv: Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`.
-        overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`.
+        overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. It counts
+            as it stands, by chance or not: the other ranks wait all the same.
         sustained_steps: Steps in a row that the last two must be above their thresholds.
     """
 
@@ -91,9 +98,8 @@ class FindingTracker:
 
     def __init__(self, thresholds: Thresholds, topk: int | None):
         self._thresholds, self._topk = thresholds, topk
-        # Steps in a row, and since when, of what is above its threshold.
-        self._streaks: dict[tuple[str, int | None], tuple[int, int]] = {}
-        self._idle: dict[int, _IdleExperts] = {}
+        self._overloaded, self._skipped, self._imbalanced = _Streaks(1), _Streaks(1), _Streaks(0)
+        self._idle = _IdleExperts((0, 0))
         self._going_on: dict[tuple[str, int | None], Finding] = {}
         self._over: list[Finding] = []
 
@@ -101,7 +107,7 @@ class FindingTracker:
     def findings(self) -> list[Finding]:
         """All so far, in the order in which they began."""
         found = [*self._over, *self._going_on.values()]
-        return sorted(found, key=lambda finding: (finding.first_step, finding.kind, finding.layer or -1))
+        return sorted(found, key=_order)
 
     def observe(self, observation: StepObservation) -> list[Finding]:
         """Takes the next step.
@@ -109,110 +115,127 @@ class FindingTracker:
         Returns:
             The findings that begin with it.
         """
-        present: dict[tuple[str, int | None], Finding] = {}
-        for finding in self._of_step(observation):
-            present[finding.key] = finding
+        present = {finding.key: finding for finding in self._of_step(observation)}
         begun = [finding for key, finding in present.items() if key not in self._going_on]
-        for key, finding in list(self._going_on.items()):
-            if key not in present:
-                self._over.append(replace(finding, is_over=True))
-                del self._going_on[key]
+        for key in self._going_on.keys() - present.keys():
+            self._over.append(replace(self._going_on.pop(key), is_over=True))
         for key, finding in present.items():
             earlier = self._going_on.get(key)
             self._going_on[key] = replace(finding, first_step=earlier.first_step if earlier else finding.first_step)
         return begun
 
-    def _of_step(self, observation: StepObservation) -> list[Finding]:
-        found = [self._overload(observation), self._skipped(observation)]
+    def _of_step(self, observation: StepObservation) -> Iterator[Finding]:
+        yield from self._overload(observation)
+        yield from self._skipped_updates(observation)
         if observation.counts is not None:
-            for layer, counts in zip(observation.layers, observation.counts, strict=True):
-                found += [self._dead_experts(observation.step, layer, counts)]
-                found += [self._imbalance(observation.step, layer, counts)]
-        return [finding for finding in found if finding is not None]
+            if len(observation.counts) != len(observation.layers):
+                raise ValueError(f"{len(observation.layers)} layers and counts of {len(observation.counts)}")
+            if self._idle.shape != observation.counts.shape:
+                self._idle = _IdleExperts(observation.counts.shape)
+                self._imbalanced = _Streaks(len(observation.layers))
+            yield from self._dead_experts(observation.step, observation.layers, observation.counts)
+            yield from self._imbalance(observation.step, observation.layers, observation.counts)
 
-    def _streak(self, key: tuple[str, int | None], step: int, *, is_above: bool) -> tuple[int, int] | None:
-        """Steps in a row and the first of them; None below the threshold."""
-        if not is_above:
-            self._streaks.pop(key, None)
-            return None
-        length, first = self._streaks.get(key, (0, step))
-        self._streaks[key] = length + 1, first
-        return self._streaks[key]
-
-    def _overload(self, observation: StepObservation) -> Finding | None:
+    def _overload(self, observation: StepObservation) -> Iterator[Finding]:
         limit = self._thresholds.overload_factor
         value = observation.metrics.get("train/moe/avg_overload_factor")
         if limit is None or value is None:
-            return None
-        streak = self._streak(("overload", None), observation.step, is_above=value > limit)
-        if streak is None or streak[0] < self._thresholds.sustained_steps:
-            return None
-        text = f"the busiest expert-parallel rank has {value:.2f} times the work of the mean one since step {streak[1]}"
-        return Finding("overload", None, streak[1], observation.step, False, text)
+            return
+        self._overloaded.observe(observation.step, np.array([value > limit]))
+        if self._overloaded.length[0] >= self._thresholds.sustained_steps:
+            since = int(self._overloaded.since[0])
+            text = f"the busiest expert-parallel rank has {value:.2f} times the work of the mean one since step {since}"
+            yield Finding("overload", None, since, observation.step, False, text)
 
-    def _skipped(self, observation: StepObservation) -> Finding | None:
-        skipped = observation.metrics.get("train/skipped_updates", 0.0)
-        streak = self._streak(("skipped_updates", None), observation.step, is_above=skipped > 0)
-        if streak is None:
-            return None
-        text = f"updates have been left out since step {streak[1]}: their loss or gradient was NaN or infinite"
-        return Finding("skipped_updates", None, streak[1], observation.step, False, text)
+    def _skipped_updates(self, observation: StepObservation) -> Iterator[Finding]:
+        self._skipped.observe(observation.step, np.array([observation.metrics.get("train/skipped_updates", 0.0) > 0]))
+        if self._skipped.length[0] > 0:
+            since = int(self._skipped.since[0])
+            text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
+            yield Finding("skipped_updates", None, since, observation.step, False, text)
 
-    def _imbalance(self, step: int, layer: int, counts: Int[np.ndarray, " experts"]) -> Finding | None:
+    def _imbalance(
+        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
+    ) -> Iterator[Finding]:
         limit = self._thresholds.excess_cv
         if limit is None or self._topk is None:
-            return None
-        cv = float(coefficient_of_variation(counts[None])[0])
-        null = float(null_coefficient_of_variation(counts[None], self._topk)[0])
-        excess = math.sqrt(max(0.0, cv**2 - null**2))
-        streak = self._streak(("imbalance", layer), step, is_above=excess > limit)
-        if streak is None or streak[0] < self._thresholds.sustained_steps:
-            return None
-        text = (
-            f"layer {layer}: the loads of its experts have spread by {cv:.2f} of their mean since step {streak[1]}; "
-            f"by chance it would be {null:.2f}"
-        )
-        return Finding("imbalance", layer, streak[1], step, False, text)
+            return
+        cv, null = coefficient_of_variation(counts), null_coefficient_of_variation(counts, self._topk)
+        excess = np.sqrt(np.maximum(0.0, cv**2 - null**2))
+        # Few tokens spread far beyond the null now and then.
+        by_chance = highest_coefficient_of_variation_by_chance(counts, self._topk, CHANCE)
+        self._imbalanced.observe(step, (excess > limit) & (cv > by_chance))
+        for row in np.flatnonzero(self._imbalanced.length >= self._thresholds.sustained_steps).tolist():
+            since = int(self._imbalanced.since[row])
+            text = (
+                f"layer {layers[row]}: the loads of its experts have spread by {cv[row]:.2f} of their mean since step "
+                f"{since}; by chance it would be {null[row]:.2f}"
+            )
+            yield Finding("imbalance", int(layers[row]), since, step, False, text)
 
-    def _dead_experts(self, step: int, layer: int, counts: Int[np.ndarray, " experts"]) -> Finding | None:
+    def _dead_experts(
+        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
+    ) -> Iterator[Finding]:
         limit = self._thresholds.dead_expert_steps
         if limit is None:
-            return None
-        idle = self._idle.setdefault(layer, _IdleExperts(len(counts)))
-        idle.observe(step, counts)
-        number, since = idle.longer_than(limit)
-        if number == 0:
-            return None
-        text = f"layer {layer}: {number} of {len(counts)} experts dead since step {since}; beyond sampling noise"
-        return Finding("dead_experts", layer, since, step, False, text)
+            return
+        self._idle.observe(step, counts)
+        chosen = self._idle.longer_than(limit)
+        for row in np.flatnonzero(chosen.any(1)).tolist():
+            since = int(self._idle.since[row][chosen[row]].min())
+            text = (
+                f"layer {layers[row]}: {int(chosen[row].sum())} of {counts.shape[1]} experts dead since step {since}; "
+                "beyond sampling noise"
+            )
+            yield Finding("dead_experts", int(layers[row]), since, step, False, text)
+
+
+def _order(finding: Finding) -> tuple[int, str, int]:
+    return finding.first_step, finding.kind, -1 if finding.layer is None else finding.layer
+
+
+class _Streaks:
+    """For how many steps in a row something has been the case, at each of several places, and since when.
+
+    Args:
+        num_places: How many.
+    """
+
+    def __init__(self, num_places: int):
+        self.length = np.zeros(num_places, dtype=np.int64)
+        self.since = np.zeros(num_places, dtype=np.int64)
+
+    def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
+        """Takes the next step."""
+        self.since = np.where(is_so & (self.length == 0), step, self.since)
+        self.length = np.where(is_so, self.length + 1, 0)
 
 
 class _IdleExperts:
-    """For how long the experts of one layer have had no token, and how many they should have had meanwhile.
+    """For how long each expert has had no token, and how many it should have had meanwhile.
 
     Args:
-        num_experts: Experts of the layer.
+        shape: Layers and experts of each.
     """
 
-    def __init__(self, num_experts: int):
-        self._steps = np.zeros(num_experts, dtype=np.int64)
-        self._since = np.zeros(num_experts, dtype=np.int64)
-        self._expected = np.zeros(num_experts)
+    def __init__(self, shape: tuple[int, ...]):
+        self.shape = shape
+        self.since = np.zeros(shape, dtype=np.int64)
+        self._steps = np.zeros(shape, dtype=np.int64)
+        self._expected = np.zeros(shape)
 
-    def observe(self, step: int, counts: Int[np.ndarray, " experts"]) -> None:
-        """Takes the next step; one without any load says nothing."""
-        total = int(counts.sum())
-        if total == 0:
-            return
-        is_dead = dead(counts[None])[0]
-        self._since = np.where(is_dead & (self._steps == 0), step, self._since)
-        self._steps = np.where(is_dead, self._steps + 1, 0)
-        self._expected = np.where(is_dead, self._expected + total / len(counts), 0.0)
+    def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
+        """Takes the next step; a layer without any load says nothing."""
+        fair_share = counts.sum(1, keepdims=True) / counts.shape[1]
+        is_dead, has_load = dead(counts), counts > 0
+        self.since = np.where(is_dead & (self._steps == 0), step, self.since)
+        self._steps = np.where(has_load, 0, self._steps + is_dead)
+        self._expected = np.where(has_load, 0.0, self._expected + fair_share)
 
-    def longer_than(self, num_steps: int) -> tuple[int, int]:
-        """How many experts have been dead for so many steps and beyond chance, and since when the first of them."""
-        # By chance an expert misses all of its expected tokens with probability exp(-expected), in this layer some
+    def longer_than(self, num_steps: int) -> Bool[np.ndarray, "layers experts"]:
+        """The experts that have been dead for so many steps, and beyond chance."""
+        # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
         # expert with at most E times that.
-        beyond_chance = self._expected > math.log(len(self._expected) / CHANCE)
-        chosen = (self._steps >= num_steps) & beyond_chance
-        return int(chosen.sum()), int(self._since[chosen].min()) if chosen.any() else 0
+        beyond_chance = self._expected > math.log(max(self.shape[1], 1) / CHANCE)
+        chosen: Bool[np.ndarray, "layers experts"] = (self._steps >= max(num_steps, 1)) & beyond_chance
+        return chosen

@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of a load matrix, for all steps at once. Definitions are those of docs/moe-metrics.md."""
 
+import math
+from statistics import NormalDist
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -37,6 +40,27 @@ def excess_coefficient_of_variation(
     """Imbalance beyond sampling noise, `sqrt(max(0, cv^2 - cv_null^2))`."""
     cv, null = coefficient_of_variation(counts), null_coefficient_of_variation(counts, topk)
     return np.sqrt(np.maximum(0.0, cv**2 - null**2))
+
+
+def highest_coefficient_of_variation_by_chance(
+    counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
+) -> Float[np.ndarray, "*steps layers"]:
+    """What it exceeds with about this probability if the same tokens were routed at random.
+
+    The sum of the squared deviations, over that of random routing, has the distribution of chi-square over its `E - 1`
+    degrees of freedom; its quantile is that of Wilson and Hilferty.
+
+    Args:
+        counts: Assignments.
+        topk: Experts that a token goes to.
+        probability: Below a half.
+    """
+    num_experts = counts.shape[-1]
+    degrees = max(num_experts - 1, 1)
+    deviation = NormalDist().inv_cdf(1 - probability)
+    quantile = (1 - 2 / (9 * degrees) + deviation * math.sqrt(2 / (9 * degrees))) ** 3
+    # The null leaves out that the sample variance divides by E - 1.
+    return math.sqrt(quantile * num_experts / degrees) * null_coefficient_of_variation(counts, topk)
 
 
 def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "*steps layers experts"]:

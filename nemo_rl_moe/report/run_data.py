@@ -3,7 +3,7 @@
 """What a run's folder holds, while the run goes on or after it, whole or cut off by a crash."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, read_metrics
 
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
+ALGORITHMS = ("sft", "dpo", "grpo")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Series:
 
     steps: Int[np.ndarray, " steps"]
     values: Float[np.ndarray, " steps"]
+
+    @classmethod
+    def empty(cls) -> "Series":
+        """A metric that was never logged."""
+        return cls(np.zeros(0, dtype=np.int64), np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,25 @@ class RunData:
         return max((int(series.steps[-1]) for series in self.metrics.values()), default=0)
 
     @property
+    def algorithm(self) -> str | None:
+        """What the run does, `sft` for example: the section of the configuration that is named after it."""
+        return next((name for name in ALGORITHMS if isinstance(self.config.get(name), dict)), None)
+
+    @property
+    def planned_steps(self) -> int | None:
+        """How many steps the configuration allows for; None where it does not say."""
+        found = self.config[self.algorithm].get("max_num_steps") if self.algorithm else None
+        return found if isinstance(found, int) else None
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that a layer's experts are dealt out to."""
+        found: Any = self.config
+        for name in ("policy", "megatron_cfg", "expert_model_parallel_size"):
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, int) and found > 0 else 1
+
+    @property
     def topk(self) -> int | None:
         """Experts that a token goes to."""
         found = self.moe_configuration.get("moe_router_topk")
@@ -100,10 +125,17 @@ def read_run(folder: Path) -> RunData:
     if not path.is_file():
         raise DataError(f"{folder}: holds no {METRICS_FILE_NAME}{_hint(folder)}")
     notes: list[str] = []
+    expert_load, described = _expert_load(folder, notes), describe_run(folder)
+    return replace(described, metrics=_metrics(path), expert_load=expert_load, notes=[*notes, *described.notes])
+
+
+def describe_run(folder: Path) -> RunData:
+    """What stands in a run's folder before its first step: how it is configured; no metrics and no load."""
+    notes: list[str] = []
     return RunData(
         folder=folder,
-        metrics=_metrics(path),
-        expert_load=_expert_load(folder, notes),
+        metrics={},
+        expert_load=None,
         config=_mapping(folder / CONFIG_FILE_NAME, notes),
         moe_configuration=_mapping(folder / EFFECTIVE_MOE_FILE_NAME, notes),
         notes=notes,
@@ -123,7 +155,13 @@ def _metrics(path: Path) -> dict[str, Series]:
         for key, value in record.metrics.items():
             steps.setdefault(key, []).append(record.step)
             values.setdefault(key, []).append(value)
-    return {key: Series(np.array(steps[key]), np.array(values[key], dtype=np.float64)) for key in sorted(steps)}
+    return {key: _series(steps[key], values[key]) for key in sorted(steps)}
+
+
+def _series(steps: list[int], values: list[float]) -> Series:
+    """In the order of the steps; of a step that stands there twice, the value that was written last."""
+    found, from_the_end = np.unique(np.array(steps[::-1], dtype=np.int64), return_index=True)
+    return Series(found, np.array(values[::-1], dtype=np.float64)[from_the_end])
 
 
 def _expert_load(folder: Path, notes: list[str]) -> ExpertLoadHistory | None:
@@ -146,7 +184,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path}: cannot be read: {' '.join(str(error).split())}")
         return {}
     return found if isinstance(found, dict) else {}

@@ -109,3 +109,15 @@ def test_checkpoint_saving_prints_one_line_of_measured_times(repository_root: Pa
     # Weights and two moments of 1.9 million parameters in float32, and the index.
     assert 22.8 < result["checkpoint_megabytes"] < 25
     assert result["step_ratio"] > 0
+
+
+def test_report_prints_one_line_of_time_memory_and_size(repository_root: Path, tmp_path: Path) -> None:
+    sizes = ("--steps", "60", "--layers", "4", "--experts", "16", "--runs", "2")
+    kept = tmp_path / "report.html"
+    result = result_of(run_benchmark(repository_root, "report", *sizes, "--output", str(kept)))
+    assert [result[key] for key in ("benchmark", "steps", "layers", "experts", "runs")] == ["report", 60, 4, 16, 2]
+    assert result["cpu_seconds"] > 0
+    assert 0 < result["seconds"] < 60
+    assert 50 < result["peak_megabytes"] < 400
+    assert result["file_megabytes"] == round(kept.stat().st_size / 1e6, 2)
+    assert 1.9 < result["file_megabytes"] < 5

@@ -50,6 +50,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         policy__megatron_cfg__moe_router_force_hot_rank=HOT_RANK,
         policy__megatron_cfg__scheduler__lr_warmup_iters=0,
         checkpointing__enabled=False,
+        logger__alerts__dead_expert_steps=2,
+        logger__alerts__sustained_steps=2,
         **sft_runs.only_jsonl(),
     )
     done = subprocess.run(
@@ -71,6 +73,20 @@ def test_the_console_warns(run: FinishedRun) -> None:
     assert "what it trains is worthless" in " ".join(run.output.split())
     before_training = run.output[: run.output.index("FORCED ROUTING")]
     assert f"step {NUM_STEPS}" not in before_training
+
+
+def test_each_finding_is_told_once(run: FinishedRun) -> None:
+    lines = run.output.splitlines()
+    alerts = [line for line in lines if line.startswith("warning: step ")]
+    assert len(alerts) == 3
+    dead, imbalance, overload = alerts
+    likewise = "(likewise layers 1, 2, 3)"
+    assert dead == f"warning: step 2: layer 0: 4 of 8 experts dead since step 1; beyond sampling noise {likewise}"
+    assert imbalance.startswith("warning: step 2: layer 0: ")
+    assert imbalance.endswith(likewise)
+    assert overload.startswith("warning: step 2: the busiest expert-parallel rank has 2.00 times the work")
+    after_which = [line for line in lines[: lines.index(dead)] if line.startswith("step ")][-1]
+    assert after_which.startswith(f"step 2/{NUM_STEPS} ")
 
 
 def test_the_runs_files_are_marked(run: FinishedRun) -> None:

@@ -6,15 +6,30 @@ import json
 import re
 import subprocess
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import PIL.Image
 import pyarrow.dataset
 import pytest
 import torch
 
 from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
+from nemo_rl_moe.loggers.readers import (
+    MetricHistory,
+    read_jsonl,
+    read_mlflow,
+    read_mlflow_pictures,
+    read_tensorboard,
+    read_tensorboard_pictures,
+    read_wandb_offline,
+    read_wandb_offline_pictures,
+)
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
+from nemo_rl_moe.report.pictures import HEATMAP_KEY, HeatmapGeometry, cell_colors
+from nemo_rl_moe.report.run_data import read_run
 from tests.functional import sft_runs
 
 NUM_STEPS = 40
@@ -68,6 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         policy__train_micro_batch_size=16,
         policy__megatron_cfg__scheduler__lr_warmup_iters=10,
         policy__megatron_cfg__moe_z_loss_coeff=1e-3,
+        logger__expert_load_pictures__every_steps=20,
     )
     # Started where the user may not want files: whatever is not asked for would show up here.
     (folder / "work").mkdir()
@@ -127,6 +143,32 @@ def test_four_loggers_hold_the_same_metrics(run: FinishedRun) -> None:
     for key, points in history.items():
         assert [step for step, _ in tensorboard[key]] == [step for step, _ in points]
         assert values_of(tensorboard, key) == pytest.approx(values_of(history, key), rel=FLOAT32_EPSILON), key
+
+
+def test_three_loggers_hold_pictures_of_the_load(run: FinishedRun) -> None:
+    load = read_run(run.run_folder).expert_load
+    assert load is not None
+    pictures = [
+        read_tensorboard_pictures(run.run_folder / "tensorboard"),
+        read_wandb_offline_pictures(run.run_folder / "wandb"),
+        read_mlflow_pictures(f"sqlite:///{run.folder / 'mlflow.db'}", "nemo-rl-moe"),
+    ]
+    geometry = HeatmapGeometry(*load.counts.shape[1:])
+    for found in pictures:
+        assert [step for step, _ in found[HEATMAP_KEY]] == [1, 20, 40]
+        for step, content in found[HEATMAP_KEY]:
+            image = PIL.Image.open(BytesIO(content)).convert("RGB")
+            wanted = cell_colors(load.counts[load.steps.tolist().index(step)])
+            for row, expert in np.ndindex(*wanted.shape[:2]):
+                x, y = geometry.center(row, expert)
+                # Above the number in the middle.
+                assert image.getpixel((x, y - 15)) == pytest.approx(255 * wanted[row, expert], abs=1)
+
+
+def test_a_healthy_run_has_no_alert(run: FinishedRun) -> None:
+    assert "warning" not in run.output
+    (file,) = wandb_files(run.run_folder / "wandb")
+    assert list(wandb_records(file, "alert")) == []
 
 
 def test_each_training_step_has_each_metric(run: FinishedRun) -> None:

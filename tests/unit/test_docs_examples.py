@@ -5,15 +5,19 @@
 import re
 import runpy
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_dpo_config, load_grpo_config
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+from nemo_rl_moe.loggers.isolated import IsolatedLogger
+from nemo_rl_moe.loggers.jsonl import StepRecord
+from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.gloo_ranks import run_ranks
@@ -36,16 +40,19 @@ def blocks(page: Path, language: str) -> list[str]:
 
 LAUNCHERS = {"examples/run_sft.py": "sft", "examples/run_dpo.py": "dpo", "examples/run_grpo.py": "grpo"}
 COMMAND = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S+ )*(?:nemo-rl-moe|python (?={'|'.join(LAUNCHERS)})) ?(.+)")
+# The script for Slurm adds the number of machines, which Slurm tells it.
+BATCH_JOB = re.compile(r"sbatch --nodes=(\d+) (?:--\S+ )*examples/slurm/train\.sbatch (.+)")
 
 
 def commands(page: Path) -> list[list[str]]:
     """Words of each call of the command, from `sft`, `grpo`, ... on.
 
-    In the text, and in plain blocks, where a backslash continues a line; of `examples/run_*.py` as well.
+    In the text, and in plain blocks, where a backslash continues a line; of `examples/run_*.py` and of batch jobs too.
     """
     in_text = re.findall(r"`([^`\n]+)`", page.read_text(encoding="utf-8"))
     in_blocks = "\n".join(blocks(page, "")).replace("\\\n", " ").splitlines()
     calls = [match[1] for line in [*in_text, *in_blocks] if (match := COMMAND.fullmatch(line))]
+    calls += [f"{match[2]} cluster.num_nodes={match[1]}" for line in in_blocks if (match := BATCH_JOB.fullmatch(line))]
     return [[LAUNCHERS.get(name, name), *rest] for name, *rest in (shlex.split(call, comments=True) for call in calls)]
 
 
@@ -79,6 +86,29 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
         "# What is it?\n[a](#what-is-it) [b](#what) [c](none.md) [d](page.md#what-is-it) [e](https://x.org)\n"
     )
     assert broken_links(page) == ["#what", "none.md"]
+
+
+NAMED_FILE = re.compile(r"`((?:[\w-]+/)+[\w*-]+\.(?:py|yaml|sbatch))(?:::\w+)?`")
+
+
+def missing_files(page: Path) -> list[str]:
+    """Files of the repository that a page names in its text, and that are not there."""
+    places = [REPOSITORY_ROOT, *(REPOSITORY_ROOT / "nemo_rl_moe" / room for room in (".", "models/megatron"))]
+    named = NAMED_FILE.findall(page.read_text(encoding="utf-8"))
+    return [
+        name for name in named if "/NAME." not in name and not any(next(place.glob(name), None) for place in places)
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_that_are_named_are_there(page: Path) -> None:
+    assert missing_files(page) == []
+
+
+def test_missing_files_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("`examples/run_sft.py` `moe/none.py` `moe/recorder.py` `docs/make_*.py` `families/NAME.py`\n")
+    assert missing_files(page) == ["moe/none.py"]
 
 
 COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--config" in words]
@@ -129,11 +159,14 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config")),
         ("checkpoints.md", "sft"),
-        ("moe-metrics.md", "sft"),
+        ("configuration.md", "config"),
+        ("forced-imbalance.md", "sft"),
+        *(("multi-node.md", command) for command in ("sft", "grpo", "plan")),
+        *(("quickstart.md", command) for command in ("sft", "config", "plan")),
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 4
+    assert len(PYTHON_BLOCKS) == 6
 
 
 def write_demo_run() -> None:
@@ -164,18 +197,47 @@ PYTHON_BLOCKS = {f"{page.name}-{number}": text for page in PAGES for number, tex
 
 
 # Begins with its name, and is not run but imported.
-MODULES = [name for name, text in PYTHON_BLOCKS.items() if re.match(r"# \w+\.py\n", text)]
+MODULES = {
+    match[1]: name for name, text in PYTHON_BLOCKS.items() if (match := re.match(r"# (\w+)\.py\n", text)) is not None
+}
 
 
 def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
-    (name,) = MODULES
-    score = run_block(PYTHON_BLOCKS[name], tmp_path)["score"]
+    score = run_block(PYTHON_BLOCKS[MODULES["my_module"]], tmp_path)["score"]
     assert callable(score)
     for response, reward in ((" 606\n", 1.0), ("607", 0.0)):
         assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
 
 
-@pytest.mark.parametrize("name", sorted(PYTHON_BLOCKS.keys() - set(MODULES)))
+def test_environment_that_is_added_scores(tmp_path: Path) -> None:
+    make = run_block(PYTHON_BLOCKS[MODULES["pattern"]], tmp_path)["PatternEnvironment"]
+    assert callable(make)
+    environment = make("6+")
+    for response, is_correct in ((" 66\n", True), ("67", False), ("66 7", False)):
+        score = environment.score(ScoringItem("a", "33+33=", response, False, {}))
+        assert score == Score(float(is_correct), is_correct)
+    with pytest.raises(ConfigurationError, match=r"env\.pattern\.regex: got '\('"):
+        make("(")
+
+
+def test_logger_that_is_added_logs_and_resumes(tmp_path: Path) -> None:
+    """Behind the thread that every backend gets, and once more as a run that goes on."""
+    make = run_block(PYTHON_BLOCKS[MODULES["csv_table"]], tmp_path)["CsvLogger"]
+    assert callable(make)
+    steps = [StepRecord(step, 0.0, {"train/loss": step / 2, "val/loss": float("nan")}) for step in (1, 2, 3)]
+    for earlier, step in (((), 1), (steps[:2], 3)):
+        notices = Notices(pytest.fail, pytest.fail)
+        logger = IsolatedLogger("csv", partial(make, tmp_path), notices, earlier_steps=partial(tuple, earlier))
+        logger.wait_until_open()
+        logger.log_config({})
+        logger.log_step(step, steps[step - 1].metrics)
+        logger.close("finished")
+        notices.show()
+    rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
+    assert rows == [[str(s), *row] for s in (1, 2, 3) for row in (["train/loss", str(s / 2)], ["val/loss", "nan"])]
+
+
+@pytest.mark.parametrize("name", sorted(PYTHON_BLOCKS.keys() - set(MODULES.values())))
 def test_code_runs(name: str, in_folder_of_runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_block(PYTHON_BLOCKS[name], in_folder_of_runs)
     assert capsys.readouterr().out.strip()

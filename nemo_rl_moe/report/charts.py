@@ -1,0 +1,153 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which charts of metrics a report has. Each says in its caption what healthy looks like."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Line:
+    """Metrics that are drawn alike.
+
+    Attributes:
+        pattern: A metric's key; `*` stands for anything.
+        label: What the legend calls it; None: what stands for the `*`.
+    """
+
+    pattern: str
+    label: str | None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart; runs that lack all of its metrics leave it out.
+
+    Attributes:
+        section: Under which heading.
+        title: A few words.
+        caption: What it tells, and what healthy looks like.
+        lines: What is drawn.
+        reference: A value to compare with, and its name.
+        from_zero: Whether the axis begins at 0.
+    """
+
+    section: str
+    title: str
+    caption: str
+    lines: Sequence[Line]
+    reference: tuple[float, str] | None = None
+    from_zero: bool = False
+
+
+TRAINING, BALANCE = "Training", "Balance of the experts"
+CHARTS = (
+    Chart(
+        TRAINING,
+        "Reward and accuracy",
+        "Of a step's responses, or of those to the validation set. Healthy: they rise, with noise.",
+        [
+            Line("train/reward", "reward"),
+            Line("train/accuracy", "accuracy"),
+            Line("val/accuracy", "validation accuracy"),
+        ],
+    ),
+    Chart(
+        TRAINING,
+        "Loss",
+        "Healthy: supervised losses fall and flatten, on validation too; a policy-gradient loss says "
+        "little: look at the reward.",
+        [Line("train/loss", "training"), Line("val/loss", "validation")],
+    ),
+    Chart(
+        TRAINING,
+        "Gradient norm",
+        "Before clipping. Healthy: it settles after the warmup; single spikes are normal, growth is not.",
+        [Line("train/grad_norm", "gradient norm")],
+        from_zero=True,
+    ),
+    Chart(
+        TRAINING,
+        "Seconds of each phase",
+        "How long each phase of a step takes. Healthy: flat; imbalance between ranks shows here as longer training.",
+        [Line("timing/*/seconds", None)],
+        from_zero=True,
+    ),
+    Chart(
+        TRAINING,
+        "Tokens a second",
+        "Speed of each phase. Healthy: flat, apart from the first steps.",
+        [Line("timing/*/tokens_per_second", None)],
+        from_zero=True,
+    ),
+    Chart(
+        BALANCE,
+        "Spread of the expert loads (cv)",
+        "Standard deviation of the loads over their mean, average of the layers, beside what random routing of the "
+        "same tokens would have. Healthy: it falls towards that line.",
+        [
+            Line("train/moe/cv_mean", "cv"),
+            Line("train/moe/cv_null_mean", "by chance"),
+            Line("train/moe/cv_excess_mean", "beyond chance"),
+        ],
+        from_zero=True,
+    ),
+    Chart(
+        BALANCE,
+        "Overload of the busiest rank",
+        "Work of the busiest expert-parallel rank over that of the mean one; the others wait for it. Healthy: near 1.",
+        [Line("train/moe/avg_overload_factor", "average"), Line("train/moe/max_overload_factor", "worst microbatch")],
+        (1.0, "no waiting"),
+    ),
+    Chart(
+        BALANCE,
+        "Auxiliary losses",
+        "What the optimizer sees of balance, before coefficients. Healthy: load balancing losses settle near 1.",
+        [
+            Line("train/moe/load_balancing_loss", "load balancing"),
+            Line("train/moe/seq_load_balancing_loss", "load balancing, by sequence"),
+            Line("train/moe/global_load_balancing_loss", "load balancing, global"),
+            Line("train/moe/z_loss", "z-loss"),
+        ],
+        (1.0, "perfect balance"),
+    ),
+    Chart(
+        BALANCE,
+        "Dead experts",
+        "Share of the experts that got no token in a step, average of the layers. Healthy: 0.",
+        [Line("train/moe/dead_expert_frac_mean", "dead experts")],
+        from_zero=True,
+    ),
+)
+
+
+def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
+    """The charts that these metrics fill, as the page's script knows them; `lines` has a key and a label each."""
+    in_order = sorted(keys)
+    found = []
+    for chart in CHARTS:
+        lines = [
+            {"key": key, "label": line.label if line.label is not None else _wildcard(key, line.pattern)}
+            for line in chart.lines
+            for key in in_order
+            if fnmatchcase(key, line.pattern)
+        ]
+        if lines:
+            found.append(
+                {
+                    "section": chart.section,
+                    "title": chart.title,
+                    "caption": chart.caption,
+                    "lines": lines,
+                    "reference": chart.reference,
+                    "from_zero": chart.from_zero,
+                }
+            )
+    return found
+
+
+def _wildcard(key: str, pattern: str) -> str:
+    before, after = pattern.split("*")
+    return key[len(before) : len(key) - len(after)]

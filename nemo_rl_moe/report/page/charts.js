@@ -1,0 +1,114 @@
+// Copyright (c) 2026 The nemo_rl_moe authors.
+// SPDX-License-Identifier: Apache-2.0
+// Lines over the steps.
+
+const PLOT_HEIGHT = 290;
+const LEGEND_LINE = 19;
+
+function lineTrace(run, runNumber, lineNumber, line, numRuns) {
+  const metric = run.metrics[line.key];
+  const values = numbers(metric.values);
+  const isRare = values.length <= 30;
+  const color = colorOf(numRuns > 1 ? runNumber : lineNumber);
+  return {
+    type: "scatter",
+    mode: isRare ? "lines+markers" : "lines",
+    x: numbers(metric.steps),
+    y: values,
+    name: plain(numRuns > 1 ? `${run.name} · ${line.label}` : line.label),
+    line: { color, width: 1.8, dash: numRuns > 1 ? DASHES[lineNumber % DASHES.length] : "solid" },
+    marker: { color, size: 5 },
+    hovertemplate: "%{y:.5~g}",
+  };
+}
+
+// A dashed line behind the others, at a value to compare them with.
+function referenceTrace(traces, reference) {
+  if (!reference || traces.length === 0) {
+    return [];
+  }
+  const [value, name] = reference;
+  const first = Math.min(...traces.map((trace) => trace.x[0]));
+  const last = Math.max(...traces.map((trace) => trace.x[trace.x.length - 1]));
+  const line = { color: themeColor("muted"), width: 1, dash: "dash" };
+  return [
+    { type: "scatter", mode: "lines", x: [first, last], y: [value, value], name: plain(name), line, hoverinfo: "skip" },
+  ];
+}
+
+// What the lines of a chart cannot show: values that are no numbers, and points that were left out.
+function remarksOn(runs, lines) {
+  const remarks = [];
+  for (const run of runs) {
+    for (const line of lines.filter((line) => line.key in run.metrics)) {
+      const metric = run.metrics[line.key];
+      const values = numbers(metric.values);
+      const first = values.findIndex((value) => !Number.isFinite(value));
+      if (first >= 0) {
+        remarks.push(
+          `${run.name}: ${line.key} is NaN or infinite at step ${numbers(metric.steps)[first]} for the first time.`,
+        );
+      }
+      if (values.length < metric.number) {
+        const shown = `${values.length} of ${metric.number} points, the lowest and highest of each stretch`;
+        remarks.push(`${run.name}: ${line.key} shows ${shown}.`);
+      }
+    }
+  }
+  return remarks;
+}
+
+function drawLines(place, runs, { lines, reference, from_zero: fromZero }) {
+  const traces = runs.flatMap((run, runNumber) =>
+    lines.flatMap((line, lineNumber) =>
+      line.key in run.metrics ? [lineTrace(run, runNumber, lineNumber, line, runs.length)] : [],
+    ),
+  );
+  // A long legend must not squeeze the chart.
+  place.style.height = `${PLOT_HEIGHT + LEGEND_LINE * Math.max(0, Math.ceil(traces.length / 2) - 2)}px`;
+  const layout = {
+    xaxis: axis({ title: { text: "step", standoff: 2 } }),
+    yaxis: axis({ rangemode: fromZero ? "tozero" : "normal" }),
+    hovermode: "x unified",
+    showlegend: traces.length > 1,
+  };
+  return drawPlot(place, [...referenceTrace(traces, reference), ...traces], layout).then(() => shareSteps(place));
+}
+
+function remarkElement(remarks) {
+  const shown = remarks.slice(0, 3).concat(remarks.length > 3 ? [`... and ${remarks.length - 3} more.`] : []);
+  return element("p", { class: "notes" }, shown.join(" "));
+}
+
+function addChart(parent, runs, chart) {
+  const place = element("div", { class: "plot", "data-chart": chart.title });
+  const remarks = remarksOn(runs, chart.lines);
+  parent.append(card(chart.title, chart.caption, place, ...(remarks.length ? [remarkElement(remarks)] : [])));
+  drawings.push(() => drawLines(place, runs, chart));
+}
+
+function addAnyMetric(parent, runs, keys) {
+  const place = element("div", { class: "plot", "data-chart": "any metric" });
+  const choice = element(
+    "select",
+    { "aria-label": "metric" },
+    ...keys.map((key) => element("option", { value: key }, key)),
+  );
+  const remark = element("div", {});
+  parent.append(
+    card(
+      "Any metric",
+      "Everything that the runs have logged, by its own name.",
+      element("div", { class: "controls" }, choice),
+      place,
+      remark,
+    ),
+  );
+  const draw = () => {
+    const lines = [{ key: choice.value, label: choice.value }];
+    remark.replaceChildren(remarkElement(remarksOn(runs, lines)));
+    return drawLines(place, runs, { lines });
+  };
+  choice.addEventListener("change", draw);
+  drawings.push(draw);
+}

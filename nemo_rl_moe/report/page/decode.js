@@ -1,0 +1,46 @@
+// Copyright (c) 2026 The nemo_rl_moe authors.
+// SPDX-License-Identifier: Apache-2.0
+// The page's own data: one JSON document, and arrays of numbers packed as report/arrays.py packs them.
+
+const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
+const blobs = new Map();
+
+function textOfBlock(name) {
+  return document.getElementById(name).textContent;
+}
+
+async function inflatedBlock(name) {
+  const packed = Uint8Array.from(atob(textOfBlock(name)), (character) => character.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  return new Uint8Array(await new Response(stream).arrayBuffer());
+}
+
+async function loadBlobs() {
+  const names = Array.from(document.querySelectorAll('script[type="application/gzip"]'), (block) => block.id);
+  for (const name of names.filter((name) => name !== "plotly")) {
+    blobs.set(name, await inflatedBlock(name));
+  }
+}
+
+// All numbers of an array; of one with several axes, row after row.
+function numbers(reference) {
+  const Kind = KINDS[reference.dtype];
+  const width = Kind.BYTES_PER_ELEMENT;
+  const length = reference.shape.reduce((product, size) => product * size, 1);
+  const packed = blobs.get(reference.blob);
+  const bytes = new Uint8Array(length * width);
+  for (let place = 0; place < width; place++) {
+    const plane = reference.offset + place * length;
+    for (let index = 0; index < length; index++) {
+      bytes[index * width + place] = packed[plane + index];
+    }
+  }
+  return new Kind(bytes.buffer);
+}
+
+// A script that the policy of this page names by its hash: no other text would run.
+async function runPlotly() {
+  const script = document.createElement("script");
+  script.textContent = new TextDecoder().decode(await inflatedBlock("plotly"));
+  document.head.append(script);
+}

@@ -1,0 +1,72 @@
+// Copyright (c) 2026 The nemo_rl_moe authors.
+// SPDX-License-Identifier: Apache-2.0
+// What all charts share: colours for light and dark, and one range of steps for all charts over the steps.
+
+const IS_DARK = window.matchMedia("(prefers-color-scheme: dark)");
+// Okabe and Ito's colours, which the colour-blind can tell apart too.
+const LIGHT_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7A5195"];
+const DARK_COLORS = ["#4FA8E8", "#FF8A4C", "#2FC79A", "#E59AC4", "#F5BE4A", "#8FD3FF", "#B08CD0"];
+const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];
+const drawings = [];
+const overSteps = new Set();
+
+function colorOf(number) {
+  const colors = IS_DARK.matches ? DARK_COLORS : LIGHT_COLORS;
+  return colors[number % colors.length];
+}
+
+function themeColor(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+function axis(more) {
+  const line = themeColor("line");
+  return { gridcolor: line, zerolinecolor: line, linecolor: line, automargin: true, minexponent: 5, ...more };
+}
+
+function layoutOf(more) {
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { color: themeColor("text"), size: 12, family: "system-ui, sans-serif" },
+    margin: { l: 48, r: 14, t: 8, b: 36 },
+    legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom", x: 0 },
+    hoverlabel: { bgcolor: themeColor("card"), bordercolor: themeColor("line"), font: { color: themeColor("text") } },
+    ...more,
+  };
+}
+
+// How each chart is drawn: first when all places for charts have their widths, and again in other colours.
+async function drawAll() {
+  for (const draw of drawings) {
+    await draw();
+  }
+}
+
+IS_DARK.addEventListener("change", drawAll);
+
+function drawPlot(place, traces, layout) {
+  return Plotly.react(place, traces, layoutOf(layout), { responsive: true, displaylogo: false, displayModeBar: false });
+}
+
+// A range of steps that is chosen in one chart is chosen in all; a double click shows all steps again.
+function shareSteps(place) {
+  if (overSteps.has(place)) {
+    return;
+  }
+  overSteps.add(place);
+  place.on("plotly_relayout", (change) => {
+    const range = change["xaxis.range[0]"] === undefined ? null : [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+    if (range === null && !change["xaxis.autorange"]) {
+      return;
+    }
+    const update = range === null ? { "xaxis.autorange": true } : { "xaxis.range": range };
+    for (const other of overSteps) {
+      const own = other.layout.xaxis;
+      const isSame = range === null ? own.autorange : own.range[0] === range[0] && own.range[1] === range[1];
+      if (other !== place && !isSame) {
+        Plotly.relayout(other, update);
+      }
+    }
+  });
+}

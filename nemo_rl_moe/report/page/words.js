@@ -1,0 +1,33 @@
+// Copyright (c) 2026 The nemo_rl_moe authors.
+// SPDX-License-Identifier: Apache-2.0
+// Words and elements. What comes from a run only ever becomes the text of an element.
+
+function element(tag, attributes, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    made.setAttribute(name, value);
+  }
+  made.append(...children.map((child) => (child instanceof Node ? child : document.createTextNode(String(child)))));
+  return made;
+}
+
+function card(title, caption, ...children) {
+  return element(
+    "section",
+    { class: "card" },
+    element("h3", {}, title),
+    element("p", { class: "caption" }, caption),
+    ...children,
+  );
+}
+
+// Plotly reads some markup in its texts: with entities for it, it shows what stands there.
+function plain(text) {
+  return String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+function chip(color) {
+  const made = element("span", { class: "chip" });
+  made.style.background = color;
+  return made;
+}

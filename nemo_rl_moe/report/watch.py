@@ -1,0 +1,176 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe watch`: one run in the terminal, while it goes on."""
+
+import argparse
+import io
+import math
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleDimensions, Group
+    from rich.text import Text
+
+    from nemo_rl_moe.report.watch_state import RunWatcher
+
+SUMMARY = "a run in the terminal while it goes on: sparklines, the load of the experts, findings in words"
+EXAMPLES = """\
+what it shows:
+  step, pace and whether the run still writes; reward, loss, cv (the spread of the expert loads; "cv excess" is what
+  chance does not explain), overload (work of the busiest expert-parallel rank over the mean one's) and gradient norm;
+  layers x experts of the newest step, where white is the fair share, red more, blue less, and yellow or x a dead
+  expert; and what is wrong with the routing, by the limits in logger.alerts of the run's own configuration.
+  Ctrl-C ends it, and never touches the run. Where the output is no terminal, one frame is printed as plain text.
+
+examples:
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001 --interval 5
+  nemo-rl-moe watch logs/sft_tiny_moe/exp_001 --once | less
+"""
+_LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What the command takes."""
+    parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
+    parser.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time from look to look; default: 1"
+    )
+    parser.add_argument("--once", action="store_true", help="print one frame and end")
+
+
+def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
+    """Shows a run until Ctrl-C, or once.
+
+    Args:
+        options: What `add_arguments` asks for.
+        more: Words that stand behind an option; there are to be none.
+
+    Raises:
+        ConfigurationError: More than one run is named.
+        DataError: The folder is no run's.
+    """
+    from nemo_rl_moe.loggers.console import printable
+
+    if more:
+        raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
+    try:
+        _check(options.run)
+        from nemo_rl_moe.report.watch_state import RunWatcher
+
+        watcher = RunWatcher(options.run)
+        console = _console()
+        is_live = console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty()
+        if options.once or not is_live:
+            _print(console, _frame(console, watcher, has_height=is_live))
+        else:
+            _watch(console, watcher, options.interval)
+    except KeyboardInterrupt:
+        # That is how it ends.
+        return
+
+
+def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
+    from rich.live import Live
+
+    lines: list[Text] = []
+    try:
+        with (
+            _ended_by_sigterm(),
+            Live(
+                console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+            ) as live,
+        ):
+            size: ConsoleDimensions | None = None
+            while True:
+                shown, lines = (size, lines), _frame(console, watcher, has_height=True)
+                size = console.size
+                if (size, lines) != shown:
+                    live.update(_together(lines), refresh=True)
+                time.sleep(interval)
+    finally:
+        # The screen of its own is gone by now; the last frame stays.
+        _print(console, lines)
+
+
+def _frame(console: "Console", watcher: "RunWatcher", *, has_height: bool) -> "list[Text]":
+    from nemo_rl_moe.report.watch_frame import Room, frame
+
+    room = Room(
+        width=max(console.width, 20),
+        height=max(console.height - 1, 1) if has_height else None,
+        in_color=console.color_system in ("256", "truecolor") and not console.no_color,
+        is_unicode=console.encoding.lower().startswith("utf"),
+    )
+    return frame(watcher.look(), time.time(), room)
+
+
+def _print(console: "Console", lines: "Sequence[Text]") -> None:
+    if lines:
+        console.print(_together(lines), soft_wrap=True)
+
+
+def _together(lines: "Sequence[Text]") -> "Group":
+    from rich.console import Group
+
+    for line in lines:
+        line.no_wrap = True
+    return Group(*lines)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal cannot write is no reason to end.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    return Console(highlight=False, markup=False, emoji=False)
+
+
+def _check(folder: Path) -> None:
+    """Whether there is a run, or will be one."""
+    from nemo_rl_moe.loggers.console import printable
+    from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME
+    from nemo_rl_moe.loggers.run_folder import RUN_FILE_NAME, newest_run_folders
+
+    if any((folder / name).is_file() for name in (METRICS_FILE_NAME, RUN_FILE_NAME)):
+        return
+    what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"
+    newest = next(iter(newest_run_folders(folder if folder.is_dir() else folder.parent)), None)
+    hint = f"did you mean {newest}, the newest run there?" if newest else "expected a run's, such as logs/sft/exp_001"
+    raise DataError(printable(f"{folder}: {what}; {hint}", kept=""))
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not _LEAST_INTERVAL <= seconds <= _LONGEST_INTERVAL:
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}, expected a number of seconds from {_LEAST_INTERVAL:g} to {_LONGEST_INTERVAL:g}"
+        )
+    return seconds
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM leave the terminal as it was."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,180 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run on one screen: what it is, sparklines, the load of its experts, and what is wrong with it."""
+
+import math
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from nemo_rl_moe.loggers.console import printable
+from nemo_rl_moe.loggers.step_text import clock_text
+from nemo_rl_moe.report import sparkline
+from nemo_rl_moe.report.run_findings import Episodes
+from nemo_rl_moe.report.terminal_heatmap import terminal_heatmap
+from nemo_rl_moe.report.watch_state import SHOWN_METRICS, WatchedRun
+
+_LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET = 30.0, 10
+_LEAST_WIDTH_WITH_RANGES = 80
+_LABEL_WIDTH, _VALUE_WIDTH, _RANGE_WIDTH = 10, 10, 24
+_LEAST_HEATMAP_LINES = 5
+_MOST_LAYERS_NAMED = 8
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the terminal can show.
+
+    Attributes:
+        width: Characters of a line.
+        height: Lines; None: as many as there are.
+        in_color: Whether it has at least 256 colours.
+        is_unicode: Whether it has block characters.
+    """
+
+    width: int
+    height: int | None
+    in_color: bool
+    is_unicode: bool
+
+
+def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
+    """The lines of the screen.
+
+    Args:
+        run: The run.
+        now: Unix seconds.
+        room: What there is room for.
+    """
+    header = _header(run, now, room.width)
+    if run.step is None:
+        return _cropped([*header, Text("nothing has been written yet; waiting for the first step")], room)
+    sparklines = _sparklines(run, room)
+    findings = _findings(run, room.width)
+    if room.height is not None and len(findings) > (most := max(2, room.height // 4)):
+        findings = [*findings[: most - 1], Text(f"and {len(findings) - most + 1} more lines", style="dim")]
+    heatmap: list[Text] = []
+    if run.load is not None:
+        num_layers = len(run.load.layers)
+        left = num_layers + _LEAST_HEATMAP_LINES
+        if room.height is not None:
+            left = room.height - len(header) - len(sparklines) - len(findings) - 3
+        if left >= _LEAST_HEATMAP_LINES:
+            heatmap = terminal_heatmap(run.load, room.width, left, room.in_color, room.is_unicode)
+    blocks = [block for block in (header, sparklines, heatmap, findings) if block]
+    return _cropped([line for block in blocks for line in [*block, Text()]][:-1], room)
+
+
+def status(run: WatchedRun, now: float) -> str:
+    """Whether the run still writes, in a few words."""
+    planned = run.described.planned_steps
+    if planned is not None and run.step is not None and run.step >= planned:
+        return "all steps done"
+    age = max(0.0, now - run.last_time)
+    if age > max(_LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET * (run.seconds_per_step or 0.0)):
+        return f"quiet for {clock_text(age)}"
+    return "writing"
+
+
+def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
+    """A line for each kind of finding that goes on, and for each that is over, however many layers have it."""
+    groups: dict[tuple[bool, str], list[Episodes]] = {}
+    for episode in episodes:
+        groups.setdefault((episode.latest.is_over, episode.latest.kind), []).append(episode)
+    return [_finding_line(group) for _, group in sorted(groups.items(), key=lambda item: item[0][0])]
+
+
+def packed(parts: Iterable[str], width: int) -> list[str]:
+    """As many parts on a line as fit, two spaces apart."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(part)
+    return lines
+
+
+def _header(run: WatchedRun, now: float, width: int) -> list[Text]:
+    described = run.described
+    name = printable(described.name, kept="")
+    parts = [name if len(name) <= width else f"...{name[3 - width :]}"]
+    if described.algorithm is not None:
+        parts.append(described.algorithm)
+    if run.step is not None:
+        planned, pace = described.planned_steps, run.seconds_per_step
+        has_total = planned is not None and planned >= run.step
+        parts.append(f"step {run.step}/{planned}" if has_total else f"step {run.step}")
+        if pace is not None:
+            parts.append(f"{pace:.3g} s/step")
+        if run.tokens_per_second is not None:
+            parts.append(f"training {run.tokens_per_second:,.0f} tok/s")
+        parts.append(f"elapsed {clock_text(max(0.0, run.last_time - run.first_time))}")
+        state = status(run, now)
+        if state == "writing" and has_total and pace is not None and planned is not None:
+            parts.append(f"eta {clock_text((planned - run.step) * pace)}")
+        parts.append(state)
+    lines = [Text(line) for line in packed(parts, width)]
+    lines[0].stylize("bold", 0, len(parts[0]))
+    return lines
+
+
+def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
+    levels = sparkline.BLOCKS if room.is_unicode else sparkline.ASCII
+    has_ranges = room.width >= _LEAST_WIDTH_WITH_RANGES
+    width = room.width - _LABEL_WIDTH - _VALUE_WIDTH - (_RANGE_WIDTH if has_ranges else 0)
+    lines = []
+    for key, label in SHOWN_METRICS.items():
+        if key not in run.series:
+            continue
+        _, values = run.series[key]
+        line = Text.assemble(
+            (f"{label:<{_LABEL_WIDTH}}", "dim"),
+            (f"{sparkline.sparkline(values, width, levels):<{max(width, 0)}}", "cyan"),
+            (f"{values[-1]:>{_VALUE_WIDTH}.4g}", "bold"),
+        )
+        if has_ranges:
+            finite = [value for value in values if math.isfinite(value)]
+            span = f"{min(finite):.4g} to {max(finite):.4g}" if finite else ""
+            line.append(f"  {span}", "dim")
+        lines.append(line)
+    return lines
+
+
+def _findings(run: WatchedRun, width: int) -> list[Text]:
+    lines = []
+    for text in finding_lines(run.episodes) or ["no findings"]:
+        style = "" if text == "no findings" else "dim" if text.startswith("over: ") else "yellow"
+        lines += _wrapped(text, width, style)
+    for note in run.notes:
+        lines += _wrapped(f"note: {note}", width, "dim")
+    return lines
+
+
+def _wrapped(text: str, width: int, style: str) -> list[Text]:
+    wrapped = textwrap.wrap(printable(text, kept=""), max(width, 10), initial_indent="- ", subsequent_indent="  ")
+    return [Text(line, style=style) for line in wrapped]
+
+
+def _finding_line(group: Sequence[Episodes]) -> str:
+    first, *others = group
+    line = first.latest.text
+    if first.latest.is_over:
+        line = f"over: {line}, until step {first.latest.last_step}"
+    if first.number > 1:
+        line += f" ({first.number} times since step {first.first_step})"
+    if others:
+        named = [str(episode.latest.layer) for episode in others[:_MOST_LAYERS_NAMED]]
+        more = [f"{len(others) - _MOST_LAYERS_NAMED} more"] if len(others) > _MOST_LAYERS_NAMED else []
+        line += f" (likewise layer{'s' if len(others) > 1 else ''} {', '.join(named + more)})"
+    return line
+
+
+def _cropped(lines: Sequence[Text], room: Room) -> list[Text]:
+    for line in lines:
+        if not room.in_color:
+            line.rstrip()
+        line.truncate(room.width, overflow="ellipsis" if room.is_unicode else "crop")
+    return list(lines if room.height is None else lines[: room.height])

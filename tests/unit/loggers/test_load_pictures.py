@@ -1,0 +1,200 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures on their way to the backends: drawn once, out of the caller's way, and lost before any metric is."""
+
+import threading
+import time
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.interface import DrawPictures
+from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.loggers.load_pictures import LoadPictures
+from nemo_rl_moe.loggers.notices import Notices
+from nemo_rl_moe.report import pictures
+from tests.unit.loggers.helpers import load_of
+
+LOAD = load_of([3, 1], [0, 4])
+DRAWING_S = 0.05
+PATIENT = Patience(most_pictures_waiting=99)
+FAILS = "logger x does not take the pictures of step {}: OSError: no space; its metrics go on"
+
+
+class Backend:
+    """Keeps what it is given, in order; waits at `gate`, and takes no pictures from some step on."""
+
+    name = "x"
+    run_id = None
+    last_step = -1
+    announcement = None
+    seconds_to_close = 0.0
+
+    def __init__(self, gate: threading.Event | None = None, fails_at: Collection[int] = ()):
+        self.calls: list[tuple[str, int]] = []
+        self.pictures: dict[int, Mapping[str, bytes]] = {}
+        self.asked_at: list[int] = []
+        self._gate, self._fails_at = gate, fails_at
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._gate is not None:
+            self._gate.wait()
+        self.calls.append(("step", step))
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        self.asked_at.append(step)
+        if step in self._fails_at:
+            raise OSError("no space")
+        self.calls.append(("pictures", step))
+        self.pictures[step] = pictures
+
+    def log_config(self, config: Mapping[str, Any]) -> None: ...
+    def close(self, outcome: str = "finished") -> None: ...
+
+
+@pytest.fixture
+def warnings() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Closed; opened at the end, so that no thread stays behind."""
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def drawn_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The thread of each drawing; takes a moment for each."""
+    threads: list[threading.Thread] = []
+
+    def draw(step: int, layers: object, counts: object) -> dict[str, bytes]:
+        threads.append(threading.current_thread())
+        time.sleep(DRAWING_S)
+        return {"pictures/a": b"%d" % step}
+
+    monkeypatch.setattr(pictures, "expert_load_pictures", draw)
+    return threads
+
+
+def fan_out(backends: list[Backend], warnings: list[str], every: int | None, patience: Patience) -> FanOutLogger:
+    notices = Notices(pytest.fail, warnings.append)
+    isolated = [IsolatedLogger("x", partial(own, backend), notices, patience=patience) for backend in backends]
+    return FanOutLogger({}, notices, isolated, pictures=LoadPictures(every, notices))
+
+
+def own(backend: Backend) -> Backend:
+    """What opens a backend that is there already."""
+    return backend
+
+
+def log(loggers: FanOutLogger, steps: range) -> float:
+    """Logs the load and the metrics of each step; returns the seconds of the longest one."""
+    longest = 0.0
+    for step in steps:
+        started = time.perf_counter()
+        loggers.log_expert_load(step, LOAD)
+        loggers.log_step(step, {"train/loss": 1.0})
+        longest = max(longest, time.perf_counter() - started)
+    return longest
+
+
+def test_each_is_drawn_once_for_all_backends_and_not_by_the_caller(
+    warnings: list[str], drawn_in: list[threading.Thread]
+) -> None:
+    backends = [Backend(), Backend()]
+    loggers = fan_out(backends, warnings, 3, PATIENT)
+    log(loggers, range(1, 8))
+    loggers.close()
+    for backend in backends:
+        steps = [("pictures", 1), *(("step", i) for i in (1, 2)), ("pictures", 3), *(("step", i) for i in (3, 4, 5))]
+        assert backend.calls == [*steps, ("pictures", 6), ("step", 6), ("step", 7)]
+        assert backend.pictures == {step: {"pictures/a": b"%d" % step} for step in (1, 3, 6)}
+    assert len(drawn_in) == 3
+    assert threading.current_thread() not in drawn_in
+    assert warnings == []
+
+
+@pytest.mark.parametrize("every", [None, 0])
+def test_never_means_never(every: int | None, warnings: list[str], drawn_in: list[threading.Thread]) -> None:
+    backend = Backend()
+    loggers = fan_out([backend], warnings, every, Patience())
+    log(loggers, range(1, 60))
+    loggers.close()
+    assert (backend.asked_at, drawn_in) == ([], [])
+
+
+def test_a_slow_backend_loses_pictures_and_no_step(
+    warnings: list[str], gate: threading.Event, drawn_in: list[threading.Thread]
+) -> None:
+    backend = Backend(gate)
+    loggers = fan_out([backend], warnings, 2, Patience(most_waiting=40, most_pictures_waiting=2))
+    log(loggers, range(1, 2))
+    while loggers._isolated[0]._waiting:  # the thread hangs at step 1
+        time.sleep(0.001)
+    assert log(loggers, range(2, 42)) < 0.5
+    gate.set()
+    loggers.close()
+    assert [step for kind, step in backend.calls if kind == "step"] == list(range(1, 42))
+    assert [step for kind, step in backend.calls if kind == "pictures"] == [1, 2, 4]
+    assert warnings == ["logger x: 18 steps' pictures were dropped while it was silent"]
+
+
+def test_a_backend_that_takes_no_pictures_is_told_once_and_keeps_its_metrics(
+    warnings: list[str], drawn_in: list[threading.Thread]
+) -> None:
+    backend = Backend(fails_at=range(3, 99))
+    loggers = fan_out([backend], warnings, 1, PATIENT)
+    log(loggers, range(1, 12))
+    loggers.close()
+    assert [step for kind, step in backend.calls if kind == "step"] == list(range(1, 12))
+    assert backend.asked_at == [1, 2, 3, 4, 5], "after three failures in a row it is not asked again"
+    assert len(drawn_in) == 5
+    assert warnings == [FAILS.format(3)]
+
+
+def test_passing_failures_of_a_backend_do_not_end_its_pictures(
+    warnings: list[str], drawn_in: list[threading.Thread]
+) -> None:
+    backend = Backend(fails_at=(2, 3, 5, 6))
+    loggers = fan_out([backend], warnings, 1, PATIENT)
+    log(loggers, range(1, 9))
+    loggers.close()
+    assert sorted(backend.pictures) == [1, 4, 7, 8]
+    assert warnings == [FAILS.format(2)]
+
+
+def test_drawing_that_fails_is_told_once_for_all_backends(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(step: int, layers: object, counts: object) -> dict[str, bytes]:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(pictures, "expert_load_pictures", draw)
+    backends = [Backend(), Backend()]
+    loggers = fan_out(backends, warnings, 2, PATIENT)
+    log(loggers, range(1, 6))
+    loggers.close()
+    assert warnings == ["the expert load of step 1 cannot be drawn: RuntimeError: no fonts; metrics go on"]
+    for backend in backends:
+        assert backend.calls == [("step", step) for step in range(1, 6)]
+
+
+def test_the_load_of_the_step_is_what_is_drawn(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, tuple[int, ...], list[list[int]]]] = []
+
+    def draw(step: int, layers: tuple[int, ...], counts: np.ndarray) -> dict[str, bytes]:
+        seen.append((step, layers, counts.tolist()))
+        return {}
+
+    monkeypatch.setattr(pictures, "expert_load_pictures", draw)
+    maker: DrawPictures | None = LoadPictures(5, Notices(print, print)).of_step(5, LOAD.layers, LOAD.counts.numpy())
+    assert maker is not None
+    assert seen == []
+    maker()
+    maker()
+    assert seen == [(5, (1, 2), [[3, 1], [0, 4]])]

@@ -1,0 +1,70 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs' folders for tests, written by the writers that runs use."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+
+from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+from nemo_rl_moe.loggers.jsonl import JsonlLogger
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.report.findings import Thresholds
+
+TOPK = 2
+THRESHOLDS = Thresholds(dead_expert_steps=3, excess_cv=0.5, overload_factor=1.5, sustained_steps=2)
+
+
+def random_counts(
+    num_steps: int, num_layers: int, num_experts: int, num_tokens: int, topk: int = TOPK, seed: int = 0
+) -> NDArray[np.int64]:
+    """Counts `[steps, layers, experts]` of a router that sends each token to `topk` experts at random."""
+    generator = np.random.default_rng(seed)
+    scores = generator.random((num_steps, num_layers, num_tokens, num_experts))
+    chosen = scores.argpartition(topk - 1, axis=-1)[..., :topk]
+    return np.stack([(chosen == expert).sum((-1, -2)) for expert in range(num_experts)], axis=-1)
+
+
+def make_run(
+    folder: Path,
+    metrics: Mapping[int, Mapping[str, float]],
+    counts: NDArray[np.int64] | None = None,
+    *,
+    layers: Sequence[int] | None = None,
+    config: Mapping[str, Any] | None = None,
+    in_force: Mapping[str, Any] | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+) -> Path:
+    """Writes a run's folder.
+
+    Args:
+        folder: Is made.
+        metrics: Step to metrics.
+        counts: Loads of the steps 1, 2, ...
+        layers: Index of each layer in the model; None: from 0.
+        config: The resolved configuration.
+        in_force: The router settings that were in force; None: `moe_router_topk` is 2.
+        samples: Lines of `samples.jsonl`.
+    """
+    folder.mkdir(parents=True)
+    logger = JsonlLogger(folder, print, print)
+    for step, values in metrics.items():
+        logger.log_step(step, values)
+    logger.close()
+    if counts is not None:
+        writer = ExpertLoadWriter(folder, print)
+        for step, of_step in enumerate(counts, start=1):
+            writer.write(step, ExpertLoad(tuple(layers or range(len(of_step))), torch.from_numpy(of_step.copy())))
+        writer.close()
+    (folder / "config.yaml").write_text(yaml.safe_dump(dict(config or {"sft": {"max_num_steps": 10}})))
+    settings = {"moe_router_topk": TOPK} if in_force is None else dict(in_force)
+    (folder / "effective_moe_configuration.json").write_text(json.dumps(settings))
+    if samples:
+        (folder / "samples.jsonl").write_text("".join(f"{json.dumps(sample)}\n" for sample in samples))
+    return folder

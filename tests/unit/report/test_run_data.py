@@ -1,0 +1,93 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.report.run_data import read_run
+from tests.unit.report.made_runs import make_run, random_counts
+
+
+def test_reads_back_what_a_run_wrote(tmp_path: Path) -> None:
+    counts = random_counts(3, 2, 4, 50)
+    config = {"grpo": {"max_num_steps": 9}, "policy": {"megatron_cfg": {"expert_model_parallel_size": 2}}}
+    metrics = {1: {"train/loss": 2.0}, 2: {"train/loss": 1.5, "val/loss": 9.0}, 3: {"train/loss": math.nan}}
+    run = read_run(make_run(tmp_path / "logs" / "exp_001", metrics, counts, layers=[1, 3], config=config))
+    assert run.name == "logs/exp_001"
+    assert run.metrics.keys() == {"train/loss", "val/loss"}
+    np.testing.assert_array_equal(run.metrics["train/loss"].steps, [1, 2, 3])
+    np.testing.assert_array_equal(run.metrics["train/loss"].values, [2.0, 1.5, math.nan])
+    np.testing.assert_array_equal(run.metrics["val/loss"].steps, [2])
+    assert run.expert_load is not None
+    np.testing.assert_array_equal(run.expert_load.counts, counts)
+    assert (run.expert_load.steps.tolist(), run.expert_load.layers.tolist()) == ([1, 2, 3], [1, 3])
+    assert (run.algorithm, run.planned_steps, run.expert_parallel_size, run.topk) == ("grpo", 9, 2, 2)
+    assert (run.last_step, run.notes) == (3, [])
+
+
+def test_a_last_line_that_a_crash_cut_is_passed_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 2.0}, 2: {"train/loss": 1.0}}, random_counts(1, 1, 4, 9))
+    path = folder / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    (folder / "expert_load.parquet" / ".steps-00000002-00000002.parquet.incomplete").write_bytes(b"PAR1")
+    run = read_run(folder)
+    assert run.metrics["train/loss"].steps.tolist() == [1]
+    assert run.last_step == 1
+
+
+def test_of_a_step_that_stands_twice_the_later_line_counts(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 5.0}, 2: {"train/loss": 4.0}, 3: {"train/loss": 3.0}})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 2, "time": 0, "metrics": {"train/loss": 4.5}}) + "\n")
+    series = read_run(folder).metrics["train/loss"]
+    assert (series.steps.tolist(), series.values.tolist()) == ([1, 2, 3], [5.0, 4.5, 3.0])
+
+
+def test_a_run_at_its_very_beginning(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    run = read_run(tmp_path)
+    assert (run.metrics, run.expert_load, run.config, run.last_step) == ({}, None, {}, 0)
+    assert (run.algorithm, run.planned_steps, run.expert_parallel_size, run.topk) == (None, None, 1, None)
+
+
+def test_what_is_damaged_is_noted_and_the_rest_is_read(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, random_counts(2, 1, 4, 9))
+    (folder / "config.yaml").write_text("sft: [1,\n")
+    (folder / "effective_moe_configuration.json").write_text("{")
+    (folder / "expert_load.parquet" / "steps-00000002-00000002.parquet").write_bytes(b"PAR1 nothing PAR1")
+    run = read_run(folder)
+    assert run.metrics["train/loss"].values.tolist() == [1.0]
+    assert (run.config, run.moe_configuration, run.expert_load) == ({}, {}, None)
+    damaged = ["steps-00000002-00000002.parquet", "config.yaml", "effective_moe_configuration.json"]
+    for note, name in zip(run.notes, damaged, strict=True):
+        assert f"{name}: cannot be read" in note
+
+
+def test_settings_of_a_wrong_kind_are_as_good_as_none(tmp_path: Path) -> None:
+    config = {"sft": {"max_num_steps": "many"}, "policy": {"megatron_cfg": [1]}}
+    run = read_run(make_run(tmp_path / "run", {}, config=config, in_force={"moe_router_topk": "two"}))
+    assert (run.planned_steps, run.expert_parallel_size, run.topk) == (None, 1, None)
+
+
+def test_a_folder_above_the_runs_names_the_last_one(tmp_path: Path) -> None:
+    for name in ("exp_001", "exp_002"):
+        make_run(tmp_path / name, {})
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl; did you mean .*exp_002\?$"):
+        read_run(tmp_path)
+    with pytest.raises(DataError, match="expected a run's folder, such as logs/sft/exp_001"):
+        read_run(tmp_path / "nowhere")
+
+
+def test_reading_and_reporting_need_no_torch() -> None:
+    program = (
+        "import sys, nemo_rl_moe.report.page_data, nemo_rl_moe.report.page, nemo_rl_moe.report.command\n"
+        "print([name for name in ('torch', 'ray', 'megatron', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

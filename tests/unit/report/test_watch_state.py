@@ -1,0 +1,154 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
+from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.report.run_data import read_run
+from nemo_rl_moe.report.run_findings import episodes_of, findings_of
+from nemo_rl_moe.report.watch_state import RunWatcher
+from tests.unit.report.made_runs import make_run, random_counts
+
+ALERTS = {"dead_expert_steps": 3, "excess_cv": 0.5, "overload_factor": 1.5, "sustained_steps": 2}
+CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}
+
+
+def write_step(folder: Path, step: int, metrics: Mapping[str, Any], counts: NDArray[np.int64] | None = None) -> None:
+    """As a run does: the load first; a step takes two seconds."""
+    if counts is not None:
+        writer = ExpertLoadWriter(folder, print)
+        writer.write(step, ExpertLoad(tuple(range(len(counts))), torch.from_numpy(counts.copy())))
+        writer.close()
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": step, "time": 100.0 + 2 * step, "metrics": metrics}) + "\n")
+
+
+def sick_counts() -> NDArray[np.int64]:
+    """Of 20 steps; an expert is dead from step 5 to 9 and from step 14 on."""
+    counts = random_counts(20, 2, 8, 400)
+    counts[4:9, 1, 3] = counts[13:, 1, 3] = 0
+    return counts
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    return {"train/loss": 1 / step, "train/moe/avg_overload_factor": 2.0 if 7 <= step < 11 else 1.0}
+
+
+@pytest.mark.parametrize("steps_at_a_time", [1, 3, 20])
+def test_findings_are_those_of_the_report_however_the_run_is_read(tmp_path: Path, steps_at_a_time: int) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    write_step(folder, 0, {"val/loss": 3.0})
+    watcher = RunWatcher(folder)
+    for step, counts in enumerate(sick_counts(), start=1):
+        write_step(folder, step, metrics_of(step), counts)
+        if step % steps_at_a_time == 0:
+            watcher.look()
+    run = watcher.look()
+    expected = findings_of(read_run(folder))
+    assert len(expected) == 3
+    assert list(run.episodes) == episodes_of(expected)
+
+
+def test_what_is_shown_is_what_the_run_wrote(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    counts = sick_counts()
+    for step in range(1, 6):
+        write_step(folder, step, metrics_of(step) | {"timing/train/tokens_per_second": 10.0 * step}, counts[step - 1])
+    run = RunWatcher(folder).look()
+    assert run.step == 5
+    assert run.series["train/loss"] == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert (run.seconds_per_step, run.tokens_per_second) == (2.0, 50.0)
+    assert run.last_time - run.first_time == 8.0
+    assert run.load is not None
+    assert (run.load.step, list(run.load.layers)) == (5, [0, 1])
+    np.testing.assert_array_equal(run.load.counts, counts[4])
+
+
+def test_a_resumed_run_is_taken_from_where_it_goes_on(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    counts = sick_counts()
+    for step in range(1, 9):
+        write_step(folder, step, metrics_of(step), counts[step - 1])
+    watcher = RunWatcher(folder)
+    assert {episode.latest.kind for episode in watcher.look().episodes} == {"dead_experts", "overload"}
+    rewind_run_folder(folder, 4)
+    run = watcher.look()
+    assert (run.step, run.episodes, run.load and run.load.step) == (4, [], 4)
+    write_step(folder, 5, {"train/loss": 9.0}, counts[0])
+    run = watcher.look()
+    assert run.series["train/loss"] == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4, 9.0])
+    assert run.load is not None
+    np.testing.assert_array_equal(run.load.counts, counts[0])
+
+
+def test_loads_from_before_a_resumption_are_not_taken(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    counts = sick_counts()
+    for step in range(1, 6):
+        write_step(folder, step, metrics_of(step), counts[step - 1])
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_bytes(b"".join(lines[:2]))
+    watcher = RunWatcher(folder)
+    run = watcher.look()
+    assert run.load is not None
+    assert run.load.step == 2
+    rewind_run_folder(folder, 2)
+    write_step(folder, 3, {"train/loss": 9.0}, counts[10])
+    run = watcher.look()
+    assert run.load is not None
+    np.testing.assert_array_equal(run.load.counts, counts[10])
+
+
+def test_a_run_that_has_not_written_yet_is_waited_for(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    watcher = RunWatcher(folder)
+    assert watcher.look().step is None
+    assert watcher.look().described.planned_steps is None
+    folder.rmdir()
+    make_run(folder, {}, config=CONFIG, in_force={"moe_router_topk": 2, "moe_router_force_hot_rank": 1})
+    assert watcher.look().described.planned_steps == 30
+    write_step(folder, 1, {"train/loss": 1.0}, sick_counts()[0])
+    run = watcher.look()
+    assert run.step == 1
+    assert [episode.latest.kind for episode in run.episodes] == ["forced_routing"]
+
+
+def test_a_step_that_stands_there_twice_counts_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
+        write_step(folder, step, {"train/loss": loss})
+    assert RunWatcher(folder).look().series["train/loss"] == ([1, 2], [5.0, 4.5])
+
+
+def test_what_cannot_be_read_is_noted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, sick_counts()[:3])
+    (folder / "expert_load.parquet" / "steps-00000002-00000002.parquet").write_bytes(b"PAR1")
+    (folder / "effective_moe_configuration.json").write_text("{")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("no record\n")
+    write_step(folder, 3, {"train/loss": 1.0})
+    run = RunWatcher(folder).look()
+    assert run.step == 3
+    settings, lines, load = run.notes
+    assert "effective_moe_configuration.json: cannot be read" in settings
+    assert lines == "metrics.jsonl: lines that are no records: 1"
+    assert "steps-00000002-00000002.parquet: cannot be read" in load
+
+
+def test_times_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    for step, time in ((1, "NaN"), (2, "100"), (3, "Infinity"), (4, "NaN"), (5, "106")):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f'{{"step": {step}, "time": "{time}", "metrics": {{"train/loss": 1.0}}}}\n')
+    run = RunWatcher(folder).look()
+    assert (run.first_time, run.last_time, run.seconds_per_step) == (100.0, 106.0, 2.0)
