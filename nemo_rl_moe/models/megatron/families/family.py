@@ -27,7 +27,8 @@ class ModelFamily:
         config_fields: Which fields of `config.json` mean something here.
         router_fields: TransformerConfig's router fields that the model decides about, to the field of `config.json`
             that each comes from; None where the architecture leaves no choice.
-        unused_tensors: Patterns of tensors that a checkpoint may hold and the model has no use for, each with why.
+        unused_tensors: Regular expressions of tensors that a checkpoint may hold and the model has no use for, each
+            with why. A whole name must match.
         change_block: Puts the family's own modules into a block's layer specs: (config, block) to block.
     """
 
