@@ -49,6 +49,8 @@ def setting_sources(
     for name in effective_moe_configuration(config):
         if name in FORCED_ROUTING_FIELDS or name in chosen:
             sources[name] = f"policy.megatron_cfg{_what_it_replaces(name, own, chosen)}"
+        elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
+            sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
         elif name in family.router_fields:
             sources[name] = _source_in_model(family.router_fields[name], family.name, hf_config, config_json)
         elif name in own and (name.startswith("moe_") or name == "num_moe_experts"):
@@ -65,6 +67,8 @@ def _source_in_model(field: str | None, family: str, hf_config: Any, config_json
         return f"always so in {family}"
     if _is_in_file(field, hf_config, config_json):
         return f"config.json: {field}"
+    if not hasattr(hf_config, field):
+        return f"config.json says nothing of {field}"
     return f"transformers' default of {field}, of which config.json says nothing"
 
 
@@ -126,6 +130,7 @@ def exported_config(
     """
     # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
+    content |= {name: value for name, value in family_of(hf_config).exported_fields.items() if name in content}
     content["torch_dtype" if "torch_dtype" in content else "dtype"] = dtype_name
     if config.num_moe_experts is None:
         return ExportedConfig(content, ())

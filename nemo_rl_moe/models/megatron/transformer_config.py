@@ -102,6 +102,9 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     ]
     problems += _problems_with_layers(fields)
     if "num_moe_experts" in fields:
+        if chosen.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
+            # The model trains without; who asks for a coefficient asks for a loss.
+            fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
         if "moe_router_group_topk" in family.router_fields:

@@ -52,6 +52,10 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
         ConfigurationError: Positions are scaled in a way that is not supported, or heads share keys.
     """
     heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
+    rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
+    if head_dim not in (None, rotated):
+        # transformers takes the rotary frequencies from it.
+        raise ConfigurationError(f"{WHERE} head_dim: got {head_dim}, expected qk_rope_head_dim, which is {rotated}")
     if hf_config.num_key_value_heads != heads:
         raise ConfigurationError(
             f"{WHERE} num_key_value_heads: got {hf_config.num_key_value_heads}, expected the {heads} attention heads"

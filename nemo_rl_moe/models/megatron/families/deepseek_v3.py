@@ -63,5 +63,6 @@ FAMILY = ModelFamily(
     config_fields=ConfigFields(deepseek.READ_FIELDS, FIXED_FIELDS, WITHOUT_EFFECT, deepseek.ADVICE),
     router_fields=ROUTER_FIELDS,
     unused_tensors=deepseek.unused_tensors,
+    exported_fields={"num_nextn_predict_layers": 0},
     change_block=deepseek.change_block,
 )

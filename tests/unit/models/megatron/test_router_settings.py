@@ -149,3 +149,27 @@ def test_a_value_that_transformers_refuses_is_named() -> None:
     # The rate is for training alone; one expert a token has another weight here than in transformers.
     assert exported.not_expressed == ("moe_router_topk",)
     assert exported.content["num_experts_per_tok"] == hf_config.num_experts_per_tok
+
+
+def test_a_coefficient_alone_turns_the_loss_on() -> None:
+    policy = policy_with(moe_aux_loss_coeff=0.25)
+    hf_config, config = settings_of(policy, router_aux_loss_coef=0.0)
+    assert (config.moe_router_load_balancing_type, config.moe_aux_loss_coeff) == ("aux_loss", 0.25)
+    sources = setting_sources(policy, hf_config, {}, config)
+    assert sources["moe_router_load_balancing_type"] == "follows from policy.megatron_cfg.moe_aux_loss_coeff"
+    none = policy_with(moe_aux_loss_coeff=0.25, moe_router_load_balancing_type="none")
+    _, config = settings_of(none, router_aux_loss_coef=0.0)
+    assert config.moe_router_load_balancing_type == "none"
+
+
+def test_layers_that_are_left_out_are_not_promised() -> None:
+    from transformers import DeepseekV3Config
+
+    hf_config = DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
+    config = build_transformer_config(policy_with(), hf_config)
+    config_json = {**hf_config.to_dict(), "num_nextn_predict_layers": 1}
+    assert exported_config(hf_config, config_json, config, "float32").content["num_nextn_predict_layers"] == 0
+    del config_json["num_nextn_predict_layers"]
+    assert "num_nextn_predict_layers" not in exported_config(hf_config, config_json, config, "float32").content
+    sources = setting_sources(policy_with(), hf_config, config_json, config)
+    assert sources["moe_aux_loss_coeff"] == "config.json says nothing of aux_loss_alpha"
