@@ -17,18 +17,16 @@ from nemo_rl_moe.models.hf_files import load_hf_config
 from tests.support.family_reference import Array, ModelOutputs, as_rows, token_ids
 
 
-class NoTokenizer:
-    """Stands where a tokenizer is written beside the weights."""
-
-    def save_pretrained(self, folder: Path) -> None:
-        (folder / "tokenizer_was_here").touch()
-
-
 def trainer_of(folder: Path, policy: PolicyConfig, num_steps: int = 1) -> Any:
     """This rank's trainer, with the weights of a folder."""
     from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
 
-    return MegatronTrainer(policy, load_hf_config(str(folder)), folder, num_steps=num_steps, tokenizer=NoTokenizer())
+    return MegatronTrainer(policy, load_hf_config(str(folder)), folder, num_steps=num_steps)
+
+
+def files_beside(folder: Path) -> dict[str, bytes]:
+    """What is to lie beside the weights of a folder's model when they are written."""
+    return {"config.json": (folder / "config.json").read_bytes()}
 
 
 def outputs_of_trainer(trainer: Any) -> ModelOutputs | None:

@@ -20,7 +20,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.family_outputs import outputs_of_trainer, trainer_of
+from tests.support.family_outputs import files_beside, outputs_of_trainer, trainer_of
 from tests.support.family_reference import (
     NUM_NEW_TOKENS,
     PROMPTS,
@@ -102,11 +102,11 @@ def run_family(folder: Path, policy: PolicyConfig, exports: Path) -> FamilyRun |
     forget_recorded_losses()
     trainer = trainer_of(folder, policy)
     outputs = outputs_of_trainer(trainer)
-    trainer.save_weights(exports / "same")
+    trainer.save_weights(exports / "same", files_beside(folder))
     responses = _responses(trainer)
     step = _train_step(trainer)
     trained = outputs_of_trainer(trainer)
-    trainer.save_weights(exports / "trained")
+    trainer.save_weights(exports / "trained", files_beside(folder))
     packed_step = None
     if policy.megatron_cfg.layer_spec != "local":
         packing = policy.sequence_packing.model_copy(update={"enabled": True})

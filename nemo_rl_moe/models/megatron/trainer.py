@@ -72,7 +72,7 @@ class MegatronTrainer:
         hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
-        tokenizer: Needed where weights are saved and where responses end with stop strings.
+        tokenizer: Needed where responses end with stop strings.
         keep_reference: Keep the first weights as the reference model.
 
     Attributes:
@@ -106,7 +106,6 @@ class MegatronTrainer:
         self._expert_bias = ExpertBias(self.chunks)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
-        self._tokenizer = tokenizer
         self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
         self.num_updates = 0
@@ -201,12 +200,12 @@ class MegatronTrainer:
         """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
         return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
 
-    def save_weights(self, folder: Path, model_files: Mapping[str, bytes] | None = None) -> list[str]:
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.
 
         Args:
             folder: Where to.
-            model_files: What lies beside the weights, file name to content; None: configuration and tokenizer.
+            model_files: What lies beside the weights, file name to content.
 
         Returns:
             Names of parameters that the family has no tensor for, which are left out.
@@ -216,12 +215,7 @@ class MegatronTrainer:
         """
 
         def write_beside(staging: Path) -> None:
-            if model_files is not None:
-                write_model_files(model_files, staging)
-                return
-            self.hf_config.save_pretrained(staging)
-            if self._tokenizer is not None:
-                self._tokenizer.save_pretrained(staging)
+            write_model_files(model_files, staging)
 
         return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
 

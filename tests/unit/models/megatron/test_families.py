@@ -119,7 +119,7 @@ def write_both_forms(name: str, root: str) -> None:
     write_reference(name, Path(root, "memory"), as_in_memory=True)
     policy = tiny_policy()
     with parallel_job(policy):
-        trainer_of(Path(root, "memory"), policy).save_weights(Path(root, "exported"))
+        trainer_of(Path(root, "memory"), policy).save_weights(Path(root, "exported"), {})
 
 
 @pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe"])

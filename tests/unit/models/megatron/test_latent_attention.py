@@ -185,7 +185,7 @@ def round_trip_in_bfloat16(folder: str, exported: str, policy: PolicyConfig) -> 
         write_reference_in_bfloat16(Path(folder))
     with parallel_job(policy):
         dist.barrier()
-        trainer_of(Path(folder), policy).save_weights(Path(exported))
+        trainer_of(Path(folder), policy).save_weights(Path(exported), {})
         dist.barrier()
         return os.environ["RANK"] != "0" or same_types_and_values(tensors_in(Path(exported)), tensors_in(Path(folder)))
 
