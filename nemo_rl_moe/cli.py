@@ -49,6 +49,24 @@ examples:
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
+  nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
+"""
+_CONVERT_DESCRIPTION = """\
+Convert a model's folder between Hugging Face's format and Megatron-Core's.
+
+hf        config.json, tokenizer, and weights in *.safetensors files, with an index where there are several
+megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
+          a checkpoint of a run (results/sft/step_50), or what this command has written
+
+Both can be trained as they are (policy.model_name=DIR policy.init=pretrained). The output appears whole or not at all.
+Works on the host, with as much memory as the weights take. Every tensor is accounted for: a missing or unknown one, a
+wrong shape, or a field of config.json that is not supported ends with a line that names it, and exit code 2.
+"""
+_CONVERT_EXAMPLES = """\
+examples:
+  nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
+  nemo-rl-moe convert --from hf --to megatron --input Qwen3-30B-A3B --output Qwen3-30B-A3B-megatron
+  nemo-rl-moe convert --from hf --to hf --input float32_model --output bfloat16_model --dtype bfloat16
 """
 
 
@@ -67,30 +85,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = _build_parser()
     options, rest = parser.parse_known_args(arguments)
+    if options.command == _CONVERT:
+        if rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        return _told(lambda: _convert(options))
     flags = [word for word in rest if word.startswith("-")]
     if flags:
         parser.error(f"unrecognized arguments: {' '.join(flags)}")
+    if options.command in _OF_RUN_FOLDERS:
+        return _told(lambda: _look_at_run_folders(options, rest))
+    overrides = [*options.overrides, *rest]  # argparse leaves over those that stand behind an option
+    return _told(lambda: _run_with_config(options, overrides))
+
+
+def _look_at_run_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _OF_RUN_FOLDERS[options.command].run(options, rest)
+    return 0
+
+
+def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    if options.config is None:
+        raise ConfigurationError(_config_is_missing(options.command))
+    if options.command in _COMMANDS:
+        _COMMANDS[options.command](options.config, overrides)
+        return 0
+    if options.run_id is None:
+        return _supervise(options.command, options.config, overrides)
+    with StopSignals() as stop_signals:
+        attempt = RunAttempt(options.run_id, options.attempt, options.started)
+        _drive(options.command, options.config, overrides, attempt, stop_signals)
+    return 0
+
+
+def _told(run: Callable[[], int]) -> int:
+    """Runs a command; tells what is wrong in lines of its own, and returns the exit code that goes with it."""
     try:
-        # argparse leaves over words that stand behind an option
-        if options.command in _OF_RUN_FOLDERS:
-            _OF_RUN_FOLDERS[options.command].run(options, rest)
-            return 0
-        overrides = [*options.overrides, *rest]
-        if options.config is None:
-            raise ConfigurationError(_config_is_missing(options.command))
-        if options.command in _COMMANDS:
-            _COMMANDS[options.command](options.config, overrides)
-        elif options.run_id is None:
-            return _supervise(options.command, options.config, overrides)
-        else:
-            with StopSignals() as stop_signals:
-                _drive(
-                    options.command,
-                    options.config,
-                    overrides,
-                    RunAttempt(options.run_id, options.attempt, options.started),
-                    stop_signals,
-                )
+        return run()
     except UserError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -105,7 +135,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.code == exit_code_of_signal(signal.SIGTERM):
             print("terminated", file=sys.stderr)
         raise
-    return 0
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -157,7 +186,44 @@ def _build_parser() -> argparse.ArgumentParser:
                 allow_abbrev=False,
             )
         )
+    _add_convert(commands)
     return parser
+
+
+def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    from nemo_rl_moe.launch.formats import NUMBER_FORMATS, WEIGHTS_FORMATS
+
+    command = commands.add_parser(
+        _CONVERT,
+        help="convert a model's folder between Hugging Face's format and Megatron-Core's",
+        description=_CONVERT_DESCRIPTION,
+        epilog=_CONVERT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for option, destination, what in (
+        ("--from", "source_format", "format of the input"),
+        ("--to", "target_format", "format of the output"),
+    ):
+        command.add_argument(option, dest=destination, choices=WEIGHTS_FORMATS, required=True, help=what)
+    command.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
+    command.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet")
+    command.add_argument(
+        "--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: as config.json says)"
+    )
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from nemo_rl_moe.launch.convert import Conversion, convert
+
+    convert(
+        Conversion(
+            options.source_format, options.target_format, Path(options.input), Path(options.output), options.dtype
+        )
+    )
+    return 0
 
 
 def _config_is_missing(command: str) -> str:
@@ -253,6 +319,7 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
     print_plan(config)
 
 
+_CONVERT = "convert"
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
 _OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command}
 _RUNS = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}

@@ -80,6 +80,8 @@ class Checkpointer:
         message: Gets a line for each checkpoint that was saved.
         records_are_on_disk: Forces the records of all steps to the disk, and says whether all are there: only then
             does a checkpoint come into existence. Called in another thread; `FanOutLogger.flush_to_disk` is one.
+        write_beside: Puts further files into a checkpoint's folder: those by which its weights can be loaded without
+            the run. Called in another thread.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class Checkpointer:
         warn: Tell,
         message: Tell,
         records_are_on_disk: Callable[[], bool] = lambda: True,
+        write_beside: Callable[[Path], None] = lambda folder: None,
     ):
         self._store = store
         self._policy = policy
@@ -100,6 +103,7 @@ class Checkpointer:
         self._message = message
         # Waiting for a disk, and deleting much, takes long: it happens beside the training.
         self._records_are_on_disk = records_are_on_disk
+        self._write_beside = write_beside
         self._disk = DiskThread()
         self._writing: int | None = None
         self._publishing: tuple[int, Future[Path | None]] | None = None
@@ -211,6 +215,7 @@ class Checkpointer:
     def _publish(self, step: int) -> Path | None:
         if not self._records_are_on_disk():
             return None
+        self._write_beside(self._store.staged(step))
         published = self._store.publish(step)
         if self._saving_since is not None:
             self._longest_save_s = max(self._longest_save_s, time.monotonic() - self._saving_since)

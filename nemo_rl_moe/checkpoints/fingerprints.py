@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME
+
 TRAINING_DATA = "training data"
 MODEL = "model"
 _DIGITS = 16
@@ -50,7 +52,7 @@ def model_fingerprint(model_name: str) -> str:
     config = folder / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob(f"{POLICY_FOLDER_NAME}/*.distcp")])
     for file in files:
         size = file.stat().st_size
         digest.update(f"\n{file.name} {size}\n".encode())

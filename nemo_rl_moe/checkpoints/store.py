@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder that holds checkpoints, each whole or not there at all, whenever the machine or the program stops.
 
-<checkpoint_dir>/step_50/{state.json, policy/..., files.json}   a checkpoint
+<checkpoint_dir>/step_50/{state.json, policy/..., config.json and the tokenizer, files.json}   a checkpoint
 <checkpoint_dir>/.step_50.incomplete/    being written
 <checkpoint_dir>/.step_50.replaced/      the one before, while another of the same step takes its place
 <checkpoint_dir>/.step_50.removed/       being deleted
@@ -10,15 +10,14 @@
 
 import contextlib
 import fcntl
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_rl_moe.checkpoints.inventory import check_inventory, write_inventory
 from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
+from nemo_rl_moe.disk_trees import delete, put_in_place, sync
 from nemo_rl_moe.errors import CheckpointError
 
 POLICY_FOLDER_NAME = "policy"
@@ -137,9 +136,13 @@ class CheckpointStore:
             OSError: It cannot be made.
         """
         staging = self._leftover(step, "incomplete")
-        _delete(staging)
+        delete(staging)
         staging.mkdir(parents=True)
         return staging
+
+    def staged(self, step: int) -> Path:
+        """The folder that `stage` has made."""
+        return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
         """Makes the staged checkpoint of a step exist: all of it is on the disk before it gets its name.
@@ -150,23 +153,9 @@ class CheckpointStore:
         Raises:
             OSError: The disk did not take it.
         """
-        staging, target = self._leftover(step, "incomplete"), self.path_of(step)
-        write_inventory(staging)
-        _sync_tree(staging)
-        replaced = self._leftover(step, "replaced")
-        _delete(replaced)
-        if target.exists():
-            target.rename(replaced)
-        try:
-            staging.rename(target)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(target)
-            raise
-        _sync(self.folder)
-        # The checkpoint exists: what is left of the one before is cleared away at the next start at the latest.
-        with contextlib.suppress(OSError):
-            _delete(replaced)
+        target = self.path_of(step)
+        write_inventory(self.staged(step))
+        put_in_place(self.staged(step), target, self._leftover(step, "replaced"))
         return target
 
     def discard(self, step: int) -> None:
@@ -175,7 +164,7 @@ class CheckpointStore:
         Raises:
             OSError: It cannot be deleted.
         """
-        _delete(self._leftover(step, "incomplete"))
+        delete(self._leftover(step, "incomplete"))
 
     def remove(self, step: int) -> None:
         """Deletes a checkpoint; half a deletion never looks like a checkpoint.
@@ -184,10 +173,10 @@ class CheckpointStore:
             OSError: It cannot be deleted.
         """
         removed = self._leftover(step, "removed")
-        _delete(removed)
+        delete(removed)
         self.path_of(step).rename(removed)
-        _sync(self.folder)
-        _delete(removed)
+        sync(self.folder)
+        delete(removed)
 
     def sweep(self) -> None:
         """Clears up after a run that was stopped while it wrote or deleted. Only for who holds the lock."""
@@ -201,7 +190,7 @@ class CheckpointStore:
                 if match[3] == "replaced" and not (self.folder / match[1]).exists():
                     entry.rename(self.folder / match[1])
                 else:
-                    _delete(entry)
+                    delete(entry)
             except OSError as error:  # a worker of the run before may still be writing there
                 self._warn_once(f"{entry}, left by a run that was stopped, cannot be cleared away: {error.strerror}")
 
@@ -221,25 +210,3 @@ class CheckpointStore:
         if text not in self._warned:
             self._warned.add(text)
             self._warn(text)
-
-
-def _delete(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, files in os.walk(folder, topdown=False):
-        for name in files:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What every run needs around its loop: the model checked, workers started and stopped, the end told."""
+"""What every run needs around its loop: workers started and stopped, the end told."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,34 +11,16 @@ from typing import Any
 from nemo_rl_moe.algorithms.loop import RunSummary
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.model import PreparedModel
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME
 from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
 from nemo_rl_moe.loggers.samples import SAMPLES_FILE_NAME
-from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
+_LONGEST_LIST_SHOWN = 4
 EFFECTIVE_MOE_FILE = "effective_moe_configuration"
-
-
-def check_model(config: MasterConfig, console: ConsoleLogger) -> None:
-    """Builds the TransformerConfig on the driver, so that whatever Megatron-Core refuses is refused before Ray starts.
-
-    Raises:
-        ConfigurationError: The model, a field or the layout is not supported, or a folder lacks the weights asked for.
-    """
-    hf_config = load_hf_config(config.policy.model_name)
-    folder = Path(config.policy.model_name)
-    if config.policy.init == "pretrained" and folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ConfigurationError(
-            f"policy.init: got 'pretrained', but {folder} holds no *.safetensors file; allowed with it: random"
-        )
-    with console.phase("checking the model"):
-        # Imported here: Megatron-Core takes seconds to import, which the phase tells.
-        from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
-
-        build_transformer_config(config.policy, hf_config)
+MOE_SOURCES_FILE = "effective_moe_configuration_sources"
 
 
 @contextmanager
@@ -58,40 +41,64 @@ def running_policy(
     config: MasterConfig,
     cluster: RayCluster,
     console: ConsoleLogger,
+    model: PreparedModel,
     *,
     seed: int,
     num_steps: int,
     keep_reference: bool = False,
 ) -> Iterator[MegatronPolicy]:
-    """Starts the workers, and stops them whatever happens."""
+    """Starts the workers, and stops them whatever happens.
+
+    Raises:
+        ConfigurationError: The model's weights cannot be used.
+    """
     with console.phase(f"starting {config.cluster.world_size} workers"):
-        policy = MegatronPolicy(config, cluster, seed=seed, num_steps=num_steps, keep_reference=keep_reference)
+        policy = MegatronPolicy(
+            config, cluster, seed=seed, num_steps=num_steps, keep_reference=keep_reference, model_files=model.files
+        )
+    for line in policy.notices:
+        console.message(line)
     try:
         yield policy
     finally:
         policy.shutdown()
 
 
-def announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], run_folder: Path) -> None:
+def announce(
+    console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str], run_folder: Path
+) -> None:
     """Shows the router settings that are really in force, and where the run is written."""
-    announce_moe(console, moe_configuration)
+    announce_moe(console, moe_configuration, sources)
     console.message(f"writing to {run_folder}")
 
 
-def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any]) -> None:
-    """Shows the router settings that are really in force, whoever set them."""
+def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Shows the router settings that are really in force.
+
+    Args:
+        console: Where to.
+        moe_configuration: Name to value.
+        sources: Name to who has set it; Megatron-Core's own defaults are not in it.
+    """
     if not moe_configuration:
         console.message("the model has no MoE layers: there is nothing to track")
         return
     in_force = {name: value for name, value in moe_configuration.items() if value is not None and value is not False}
     console.message("MoE configuration in force (null and false left out):")
     for name, value in in_force.items():
-        console.message(f"  {name}: {value}")
+        console.message(f"  {name}: {_short(value)}" + (f"  ({sources[name]})" if name in sources else ""))
     for name in sorted(name for name in in_force if name.startswith("moe_router_force_")):
         console.warn(
             f"FORCED ROUTING: policy.megatron_cfg.{name} is {in_force[name]}. The router's own choices are overruled: "
             "this run is a benchmark or a drill, and what it trains is worthless."
         )
+
+
+def _short(value: Any) -> Any:
+    """A long list as its runs of equal entries: `3 x 0, 58 x 1`."""
+    if not isinstance(value, list) or len(value) <= _LONGEST_LIST_SHOWN:
+        return value
+    return ", ".join(f"{len(list(run))} x {entry}" for entry, run in itertools.groupby(value))
 
 
 def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None) -> str:

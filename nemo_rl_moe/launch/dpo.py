@@ -16,10 +16,11 @@ from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.data.load_limit import load_limit
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_preferences
-from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
+from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
+from nemo_rl_moe.launch.common import running_cluster, running_policy
+from nemo_rl_moe.launch.model import prepare_model
 from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -96,8 +97,8 @@ def run_dpo(config: DPOMasterConfig, attempt: RunAttempt, stop_signals: StopSign
         WorkerDiedError: A worker failed.
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
-    check_model(config, console)
-    tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
+    model = prepare_model(config, console)
+    tokenizer = model.tokenizer
     training = load_pairs(config, config.data.train, tokenizer, console)
     held_out = load_pairs(config, config.data.validation, tokenizer, console) if config.data.validation else None
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
@@ -113,7 +114,7 @@ def run_dpo(config: DPOMasterConfig, attempt: RunAttempt, stop_signals: StopSign
         with (
             running_cluster(config, console) as cluster,
             running_policy(
-                config, cluster, console, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step
+                config, cluster, console, model, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step
             ) as policy,
         ):
             if not in_step:

@@ -15,19 +15,19 @@ from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
 from nemo_rl_moe.data.held_out_prompts import without_training_prompts
 from nemo_rl_moe.data.load_limit import load_limit
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts
-from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
+from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
 from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
 from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
+from nemo_rl_moe.launch.common import running_cluster, running_policy
+from nemo_rl_moe.launch.model import prepare_model
 from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.samples import SampleLog
-from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 _ENGINES = {"megatron": MegatronGeneration}
@@ -50,11 +50,10 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
     validate_environment(config.env)
-    check_model(config, console)
-    tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
+    model = prepare_model(config, console)
+    tokenizer = model.tokenizer
     padding = pad_token_id(tokenizer)
-    vocabulary_size = load_hf_config(config.policy.model_name).vocab_size
-    sampling = sampling_parameters(config.policy.generation, tokenizer, vocabulary_size)
+    sampling = sampling_parameters(config.policy.generation, tokenizer, model.hf_config.vocab_size)
     training = read_prompts(config, config.data.train, tokenizer, console)
     loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
     held_out = None
@@ -76,6 +75,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                 config,
                 cluster,
                 console,
+                model,
                 seed=config.grpo.seed,
                 num_steps=num_steps * config.updates_per_step,
                 keep_reference=keeps_reference,

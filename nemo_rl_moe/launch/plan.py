@@ -10,7 +10,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.common import announce_moe
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.megatron.memory_estimate import (
     WorkerMemory,
     active_parameters,
@@ -23,6 +23,7 @@ from nemo_rl_moe.models.megatron.memory_estimate import (
     worker_memory,
 )
 from nemo_rl_moe.models.megatron.moe_layers import layers_of_chunks, moe_layer_indices
+from nemo_rl_moe.models.megatron.router_settings import setting_sources
 from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
 
 # isort: split
@@ -51,7 +52,8 @@ def print_plan(config: MasterConfig) -> None:
     for line in memory_lines(config, transformer, hf_config):
         console.message(line)
     console.message("")
-    announce_moe(console, effective_moe_configuration(transformer))
+    sources = setting_sources(config.policy, hf_config, load_config_json(config.policy.model_name), transformer)
+    announce_moe(console, effective_moe_configuration(transformer), sources)
 
 
 def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:

@@ -23,7 +23,7 @@ from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.common import EFFECTIVE_MOE_FILE, announce, summarise
+from nemo_rl_moe.launch.common import EFFECTIVE_MOE_FILE, MOE_SOURCES_FILE, announce, summarise
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
@@ -31,6 +31,7 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.run_folder import collect_versions, create_run_folder, find_run_folder, write_run_files
+from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
@@ -171,8 +172,9 @@ def open_run(run: Run, policy: MegatronPolicy) -> Iterator[tuple[Path, FanOutLog
     run_folder, resume = _run_folder(run)
     resolved = dump_resolved(run.config)
     resumed_at = None if resume is None or resume.step == _NOTHING_KEPT else resume.step
-    write_run_files(run_folder, resolved, {EFFECTIVE_MOE_FILE: policy.moe_configuration}, resumed_at)
-    announce(run.console, policy.moe_configuration, run_folder)
+    moe_files = {EFFECTIVE_MOE_FILE: policy.moe_configuration, MOE_SOURCES_FILE: policy.moe_configuration_sources}
+    write_run_files(run_folder, resolved, moe_files, resumed_at)
+    announce(run.console, policy.moe_configuration, policy.moe_configuration_sources, run_folder)
     topk = policy.moe_configuration.get("moe_router_topk")
     with build_loggers(run.config.logger, run_folder, run.console, resume, topk=topk) as loggers:
         loggers.log_config(resolved)
@@ -254,6 +256,7 @@ def _open_checkpointer(
         run.console.warn,
         run.console.message,
         loggers.flush_to_disk,
+        partial(write_model_files, policy.model_files),
     )
     stack.callback(checkpointer.close)
     return checkpointer

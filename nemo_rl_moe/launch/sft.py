@@ -13,10 +13,11 @@ from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.data.dataset import load_sft_dataset
 from nemo_rl_moe.data.load_limit import load_limit
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
-from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
+from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.common import check_model, running_cluster, running_policy
+from nemo_rl_moe.launch.common import running_cluster, running_policy
+from nemo_rl_moe.launch.model import prepare_model
 from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -37,8 +38,8 @@ def run_sft(config: SFTMasterConfig, attempt: RunAttempt, stop_signals: StopSign
         WorkerDiedError: A worker failed.
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
-    check_model(config, console)
-    tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
+    model = prepare_model(config, console)
+    tokenizer = model.tokenizer
     training = load_dataset(config, config.data.train, tokenizer, console)
     batch_size = config.policy.train_global_batch_size
     padding = pad_token_id(tokenizer)
@@ -58,7 +59,7 @@ def run_sft(config: SFTMasterConfig, attempt: RunAttempt, stop_signals: StopSign
             return
         with (
             running_cluster(config, console) as cluster,
-            running_policy(config, cluster, console, seed=config.sft.seed, num_steps=num_steps) as policy,
+            running_policy(config, cluster, console, model, seed=config.sft.seed, num_steps=num_steps) as policy,
         ):
             restore(run, policy)
             with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:

@@ -19,6 +19,7 @@ from nemo_rl_moe.loggers.step_text import TimeLeft, train_line, validation_line
 
 LiveMode = Literal["auto", "always", "never"]
 _REFRESHES_PER_SECOND = 5
+_SECONDS_BETWEEN_SHARES = 10.0
 _BAR_WIDTH = 16
 
 
@@ -103,14 +104,25 @@ class ConsoleLogger:
         self._print(f"warning: {text}", "yellow")
 
     @contextmanager
-    def phase(self, text: str) -> Iterator[None]:
+    def phase(self, text: str) -> Iterator[Callable[[float], None]]:
         """Tells the user what takes so long, and at its end how long it took.
 
         Args:
             text: What is being done, for example `starting workers`.
+
+        Yields:
+            Takes the share that is done, where that is known.
         """
-        started = self._clock()
+        started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
+
+        def progress(share: float) -> None:
+            nonlocal last_shown
+            spinner.update(text=Text(f"{printable(text)} ... {share:.0%}"))
+            if not self._is_live and self._clock() - last_shown >= _SECONDS_BETWEEN_SHARES:
+                last_shown = self._clock()
+                self._print(f"{text} ... {share:.0%}")
+
         if self._is_live:
             self._phases.append(spinner)
             self._refresh()
@@ -118,7 +130,7 @@ class ConsoleLogger:
             self._print(f"{text} ...")
         outcome = "failed after"
         try:
-            yield
+            yield progress
             outcome = "done in"
         finally:
             if spinner in self._phases:

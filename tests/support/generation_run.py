@@ -15,7 +15,8 @@ from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-from tests.support.tiny_model import parallel_job, tiny_hf_config
+from tests.support.tiny_model import parallel_job
+from tests.support.training_run import hf_config_of
 
 WEIGHT_VERSION = 3
 PROMPT_LENGTHS = (3, 7, 1, 12, 7, 5)
@@ -31,14 +32,14 @@ class GenerationRun:
         sampling: How.
         shares: Prompts of each data-parallel rank.
         max_batch_size: Most sequences at a time.
-        model: Changes to the tiny model.
+        model: Changes to the tiny model, or the name of one of `FAMILY_MODELS`.
     """
 
     policy: PolicyConfig
     sampling: SamplingParameters = SAMPLING
     shares: Sequence[Sequence[int]] = (tuple(range(len(PROMPT_LENGTHS))),)
     max_batch_size: int | None = None
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] | str = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,9 @@ def request_of(indices: Sequence[int], sampling: SamplingParameters = SAMPLING) 
     )
 
 
-def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | None = None) -> MegatronTrainer:
+def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | str | None = None) -> MegatronTrainer:
     """The trainer of this rank, from random weights."""
-    return MegatronTrainer(policy, tiny_hf_config(**(model or {})), None, num_steps=10)
+    return MegatronTrainer(policy, hf_config_of(model or {}), None, num_steps=10)
 
 
 def generator_of(trainer: MegatronTrainer, tokenizer: Any = None) -> MegatronGenerator:

@@ -142,10 +142,11 @@ def parallel_job(policy: PolicyConfig) -> Iterator[int]:
         destroy_parallel_state()
         TopKRouter._apply_expert_bias = apply_expert_bias
         MoEAuxLossAutoScaler.main_loss_backward_scale = None
-        _forget_recorded_losses()
+        forget_recorded_losses()
 
 
-def _forget_recorded_losses() -> None:
+def forget_recorded_losses() -> None:
+    """Clears Megatron-Core's global record of auxiliary losses, whose size is the first model's number of layers."""
     from nemo_rl_moe.models.megatron.versions import HAS_MOE_METRICS_TRACKER
 
     if HAS_MOE_METRICS_TRACKER:

@@ -13,6 +13,7 @@ from nemo_rl_moe.algorithms.losses import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import MICROBATCHES, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config
 
 NUM_STEPS = 3
@@ -25,14 +26,14 @@ class RunSettings:
 
     Attributes:
         policy: The configuration.
-        model: Changes to the tiny model.
+        model: Changes to the tiny model, or the name of one of `FAMILY_MODELS`.
         microbatches: Sequences of each microbatch, over all data-parallel ranks.
         batch: Arguments of `tiny_batch`.
         num_steps: Optimizer steps.
     """
 
     policy: PolicyConfig
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] | str = field(default_factory=dict)
     microbatches: Sequence[Sequence[int]] = MICROBATCHES
     batch: Mapping[str, int] = field(default_factory=dict)
     num_steps: int = NUM_STEPS
@@ -77,7 +78,12 @@ def train_run(settings: RunSettings) -> RankRun:
 
 def build_trainer(settings: RunSettings) -> MegatronTrainer:
     """The trainer of this rank, from random weights."""
-    return MegatronTrainer(settings.policy, tiny_hf_config(**settings.model), None, num_steps=10)
+    return MegatronTrainer(settings.policy, hf_config_of(settings.model), None, num_steps=10)
+
+
+def hf_config_of(model: Mapping[str, Any] | str) -> Any:
+    """The configuration of the tiny model with changes, or of one of `FAMILY_MODELS`."""
+    return FAMILY_MODELS[model].hf_config() if isinstance(model, str) else tiny_hf_config(**model)
 
 
 def shard_of_step(trainer: MegatronTrainer, settings: RunSettings, step: int) -> Any:

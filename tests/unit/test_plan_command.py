@@ -66,7 +66,7 @@ def test_experts_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
     assert int(second.replace(",", "")) - int(first.replace(",", "")) == 2048
     assert rows["stage 0"] == "stage 1"
     assert [len(row.split()) for label, row in rows.items() if label.startswith("weights")] == [2]
-    assert "  moe_router_topk: 8\n" in printed
+    assert "  moe_router_topk: 8  (config.json: num_experts_per_tok)\n" in printed
     assert "key-value cache" not in printed
 
 
@@ -131,7 +131,7 @@ def test_unreadable_configuration_is_one_line(capsys: pytest.CaptureFixture[str]
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     code, _, errors = plan(capsys, "grpo_math_1B.yaml", f"policy.model_name={tmp_path}")
     assert code == 2
-    assert errors.startswith(f"error: policy.model_name: cannot read the configuration of '{tmp_path}': ")
+    assert errors.startswith("error: policy.model_name: config.json: model_type 'unheard-of' is not supported; ")
     assert errors.count("\n") == 1
 
 

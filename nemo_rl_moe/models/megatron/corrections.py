@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -29,10 +30,28 @@ def mark_expert_parameters(model: nn.Module) -> None:
     Megatron decides by `allreduce`, which it sets only where expert parallelism is on. With tensor parallel 2, expert
     parallel 1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them
     always also lets an optimizer checkpoint move between expert-parallel sizes.
+
+    The bias of an expert's second product it takes for one of a layer that is cut among tensor-parallel ranks: under
+    sequence parallelism it adds up these ranks' gradients, of different experts even (0.16.1 to 0.19.2), and only the
+    first rank counts them in the gradient norm (0.16.1).
     """
     for name, parameter in model.named_parameters():
         if is_routed_expert(name):
             parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            if not getattr(parameter, "tensor_model_parallel", False):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def mark_attention_sinks(model: nn.Module) -> None:
+    """Says of the sinks of attention, a number for each head, that tensor-parallel ranks hold those of their heads.
+
+    Megatron cuts them and does not say so: they would be taken for copies, and only the first rank's count in the
+    gradient norm (0.16.1 to 0.19.2).
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("core_attention.softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
 
 
 def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routers' expert bias, which Megatron-Core moves before the optimizer's step, whatever becomes of that."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -12,6 +13,25 @@ from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megat
 # isort: split
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.moe.router import TopKRouter
+
+
+@contextmanager
+def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Keeps the routers' buffers as they are while something converts the chunks to another type.
+
+    Megatron-Core converts them with the weights, and takes the bias alone back to float32, rounded by then. The numbers
+    of tokens that it counts stay in bfloat16, which has no odd number above 256.
+    """
+    kept = [
+        (router, name, buffer)
+        for chunk in chunks
+        for router in chunk.modules()
+        if isinstance(router, TopKRouter)
+        for name, buffer in router.named_buffers(recurse=False)
+    ]
+    yield
+    for router, name, buffer in kept:
+        setattr(router, name, buffer)
 
 
 class ExpertBias:

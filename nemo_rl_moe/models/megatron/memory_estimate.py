@@ -97,23 +97,53 @@ def rank_parameters(
 
 
 def _layer(config: TransformerConfig, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
-    attention = Parameters(dense=_attention(config, cut.tensor))
+    attention = Parameters(dense=_attention(config, cut.tensor) + _attention_vectors(config, cut.tensor))
+    biased = config.add_bias_linear
     if index not in moe_layer_indices(config):
-        return attention + Parameters(dense=_gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor)
-    router = config.num_moe_experts * config.hidden_size
+        matrices = _gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor
+        biases = 2 * config.ffn_hidden_size // cut.tensor + config.hidden_size if biased else 0
+        return attention + Parameters(dense=matrices + biases)
+    router = config.num_moe_experts * (config.hidden_size + (1 if biased else 0))
+    # Experts with biases are not cut.
+    expert = _routed_expert(config) // cut.expert_tensor
     return attention + Parameters(
         dense=_shared_experts(config, cut.tensor) + (0 if routers_frozen else router),
-        experts=config.num_moe_experts // cut.expert * _routed_expert(config) // cut.expert_tensor,
+        experts=config.num_moe_experts // cut.expert * expert,
         frozen=router if routers_frozen else 0,
     )
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
     """Query, key, value and output matrices, the norms of query and key, and the layer's two norms."""
+    if config.multi_latent_attention:
+        return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
     keys = config.num_query_groups * config.kv_channels
     matrices = config.hidden_size * (2 * queries + 2 * keys)
     return int(matrices // tensor + 2 * config.hidden_size + (2 * config.kv_channels if config.qk_layernorm else 0))
+
+
+def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
+    """Biases and sinks."""
+    keys = config.num_query_groups * config.kv_channels
+    queries = config.num_attention_heads * config.kv_channels
+    mixed = (queries + 2 * keys) // tensor if config.add_bias_linear or config.add_qkv_bias else 0
+    output = config.hidden_size if config.add_bias_linear else 0
+    sinks = config.num_attention_heads // tensor if config.softmax_type == "learnable" else 0
+    return int(mixed + output + sinks)
+
+
+def _latent_attention(config: TransformerConfig, tensor: int) -> int:
+    """The same with latents: what leads down to them is whole on every rank."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+    whole = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
+    up_from = hidden
+    if config.q_lora_rank is not None:
+        whole += hidden * config.q_lora_rank + config.q_lora_rank
+        up_from = config.q_lora_rank
+    of_a_head = up_from * head_dim + config.kv_lora_rank * (config.qk_head_dim + config.v_head_dim)
+    return int(whole + heads * (of_a_head + config.v_head_dim * hidden) // tensor)
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
@@ -127,7 +157,9 @@ def _shared_experts(config: TransformerConfig, tensor: int) -> int:
 
 
 def _routed_expert(config: TransformerConfig) -> int:
-    return _gated_mlp(config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size)
+    size = config.moe_latent_size or config.hidden_size
+    biases = 2 * config.moe_ffn_hidden_size + size if config.add_bias_linear else 0
+    return _gated_mlp(size, config.moe_ffn_hidden_size) + int(biases)
 
 
 def _gated_mlp(size: int, intermediate_size: int) -> int:
@@ -252,5 +284,8 @@ def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage
         return 0
     num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
     groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
-    a_token = 2 * num_layers * groups * transformer.kv_channels * transformer.params_dtype.itemsize
+    # Latents are not what is kept, but the keys and values made of them.
+    latent = transformer.multi_latent_attention
+    value_dim = transformer.v_head_dim if latent else transformer.kv_channels
+    a_token = num_layers * groups * (transformer.kv_channels + value_dim) * transformer.params_dtype.itemsize
     return int(a_token * generation_batch_size(config) * config.policy.max_total_sequence_length)

@@ -10,9 +10,15 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron import cpu_backend
-from nemo_rl_moe.models.megatron.corrections import correct_expert_bias_with_padding, mark_expert_parameters
+from nemo_rl_moe.models.megatron.corrections import (
+    correct_expert_bias_with_padding,
+    mark_attention_sinks,
+    mark_expert_parameters,
+)
 from nemo_rl_moe.models.megatron.cpu_layers.spec import FastGPTModel, block_spec
 from nemo_rl_moe.models.megatron.families import family_of
+from nemo_rl_moe.models.megatron.families.rotary import inverse_frequencies
+from nemo_rl_moe.models.megatron.group_limited_routing import limit_groups
 from nemo_rl_moe.models.megatron.transformer_config import use_transformer_engine
 
 # isort: split
@@ -93,6 +99,9 @@ def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_confi
         if not cpu_backend.ACTIVE:
             chunk.cuda(torch.cuda.current_device())
         mark_expert_parameters(chunk)
+        if "moe_router_group_topk" in family_of(hf_config).router_fields:
+            limit_groups(chunk)
+        mark_attention_sinks(chunk)
         if policy.megatron_cfg.freeze_moe_router:
             freeze_routers(chunk)
         chunks.append(chunk)
@@ -123,7 +132,17 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         vp_stage=vp_stage,
     )
     chunk.real_vocabulary_size = hf_config.vocab_size
+    _stretch_positions(chunk, hf_config)
     return chunk
+
+
+def _stretch_positions(chunk: GPTModel, hf_config: Any) -> None:
+    """Sets the rotary frequencies of models that stretch their positions; multi-latent attention has its own."""
+    if chunk.config.multi_latent_attention:
+        return
+    frequencies = inverse_frequencies(hf_config)
+    if frequencies is not None:
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq)
 
 
 def _block_spec(

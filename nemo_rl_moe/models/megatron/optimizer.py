@@ -9,6 +9,7 @@ import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.expert_bias import router_state_in_float32
 from nemo_rl_moe.models.megatron.transformer_config import DTYPES
 
 # isort: split
@@ -37,7 +38,8 @@ def wrap_data_parallel(
         use_distributed_optimizer=chosen.use_distributed_optimizer,
         check_for_nan_in_grad=False,
     )
-    modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    with router_state_in_float32(chunks):
+        modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
         # Buckets are for overlapping; the later chunks' gradients are complete first, so they need none.
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)

@@ -46,6 +46,11 @@ class ParameterPiece:
         """True where the rows are vocabulary entries, with padding rows at the end."""
         return self.name in ("embedding.word_embeddings.weight", "output_layer.weight")
 
+    @property
+    def is_expert_bias(self) -> bool:
+        """True for what a router adds to its scores when it chooses, which no gradient moves."""
+        return self.name.endswith(_EXPERT_BIAS)
+
     def pad_vocabulary(self, rows: Tensor) -> Tensor:
         """Adds zero rows up to the full (padded) shape; other parameters pass through."""
         missing = self.full_shape()[0] - rows.shape[0]

@@ -3,7 +3,7 @@
 """One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,15 @@ from nemo_rl_moe.models.megatron.expert_bias import ExpertBias
 from nemo_rl_moe.models.megatron.forced_routing import force_routing
 from nemo_rl_moe.models.megatron.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
-from nemo_rl_moe.models.megatron.hf_weights import load_weights, save_weights, tensors_of_this_rank
+from nemo_rl_moe.models.megatron.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.model import build_model_chunks
 from nemo_rl_moe.models.megatron.moe_report import MoEReport, MoEReportOptions, collect_moe_report
 from nemo_rl_moe.models.megatron.optimizer import build_optimizer, build_scheduler, step_if_finite, wrap_data_parallel
-from nemo_rl_moe.models.megatron.random_init import initialize_weights
 from nemo_rl_moe.models.megatron.reference_weights import ReferenceWeights
 from nemo_rl_moe.models.megatron.routing_recorder import attach_recorder
+from nemo_rl_moe.models.megatron.starting_weights import set_starting_weights
 from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad, LossFunction
 
 
@@ -71,11 +72,12 @@ class MegatronTrainer:
         hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
-        tokenizer: Needed where weights are saved and where responses end with stop strings.
+        tokenizer: Needed where responses end with stop strings.
         keep_reference: Keep the first weights as the reference model.
 
     Attributes:
         num_updates: Optimizer steps that changed the weights: their version.
+        notices: What a user should know of the weights that it starts with, a line each.
     """
 
     def __init__(
@@ -93,10 +95,7 @@ class MegatronTrainer:
         self.coordinates = project_parallel_state.parallel_coordinates()
         self.config = build_transformer_config(policy, hf_config)
         self.chunks = build_model_chunks(policy, self.config, hf_config)
-        if weights_folder is None:
-            initialize_weights(self.chunks, self.config, hf_config, policy.init_seed)
-        else:
-            load_weights(self.chunks, self.config, hf_config, weights_folder)
+        self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
         temperature = policy.generation.temperature if isinstance(policy, GRPOPolicyConfig) else 1.0
         for chunk in self.chunks:
             chunk.temperature = temperature
@@ -107,7 +106,6 @@ class MegatronTrainer:
         self._expert_bias = ExpertBias(self.chunks)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
-        self._tokenizer = tokenizer
         self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
         self.num_updates = 0
@@ -202,9 +200,24 @@ class MegatronTrainer:
         """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
         return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
 
-    def save_weights(self, folder: Path) -> None:
-        """Writes the weights as a Hugging Face folder. Every rank calls it."""
-        save_weights(self.chunks, self.config, self.hf_config, self._tokenizer, folder)
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
+        """Writes the weights as a Hugging Face folder. Every rank calls it.
+
+        Args:
+            folder: Where to.
+            model_files: What lies beside the weights, file name to content.
+
+        Returns:
+            Names of parameters that the family has no tensor for, which are left out.
+
+        Raises:
+            CheckpointError: A rank could not write its part. The same on every rank.
+        """
+
+        def write_beside(staging: Path) -> None:
+            write_model_files(model_files, staging)
+
+        return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""

@@ -15,7 +15,7 @@ from nemo_rl_moe.models.megatron.forced_routing import FORCED_ROUTING_FIELDS, fo
 from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, transformer_config_fields
 
 # isort: split
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -87,8 +87,12 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     Raises:
         ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
     """
-    fields = family_of(hf_config).transformer_fields(hf_config)
+    family = family_of(hf_config)
+    fields = family.transformer_fields(hf_config)
     fields |= _implementation_fields(policy) | _layout_fields(policy)
+    if fields["add_bias_linear"]:
+        # Transformer Engine's experts refuse it with biases.
+        fields["bias_dropout_fusion"] = False
     fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
     chosen = policy.megatron_cfg.moe_transformer_fields
     problems = [
@@ -98,8 +102,13 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     ]
     problems += _problems_with_layers(fields)
     if "num_moe_experts" in fields:
+        if chosen.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
+            # The model trains without; who asks for a coefficient asks for a loss.
+            fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
+        if "moe_router_group_topk" in family.router_fields:
+            problems += _problems_with_groups(fields)
     else:
         problems += _problems_without_experts(policy)
     if problems:
@@ -111,7 +120,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         # The router divides the loss by its coefficient when it records it: off means None.
         fields["moe_z_loss_coeff"] = None
     try:
-        config = TransformerConfig(**fields)
+        config = (MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig)(**fields)
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
     for name, value in added.items():
@@ -158,6 +167,16 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
     if fields["moe_grouped_gemm"] and not grouped_kernels:
         problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
     return problems
+
+
+def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
+    """Kernels that choose groups of experts as Megatron-Core does, where the model means another choice."""
+    if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
+        return []
+    return [
+        "policy.megatron_cfg.moe_router_fusion: got true, which chooses groups of experts otherwise than the model; "
+        "leave it out"
+    ]
 
 
 def _problems_without_experts(policy: PolicyConfig) -> list[str]:

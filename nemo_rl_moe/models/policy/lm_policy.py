@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy: shards each batch over the data-parallel ranks and calls the workers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -27,11 +29,11 @@ from nemo_rl_moe.distributed.microbatches import (
 from nemo_rl_moe.distributed.rank_batch import make_shard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.policy.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WorkerDescription
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.trainer import RankTrainResult
@@ -55,10 +57,27 @@ class MegatronPolicy:
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run.
         keep_reference: Keep the first weights as the reference model.
+        model_files: What lies beside weights that are saved, file name to content.
+
+    Attributes:
+        model_files: As given.
+        moe_configuration: The router and expert settings that are really in force.
+        moe_configuration_sources: Who has set each of them.
+        notices: What a user should know of the weights that were read, a line each.
+
+    Raises:
+        ConfigurationError: The model's weights cannot be used.
     """
 
     def __init__(
-        self, config: MasterConfig, cluster: RayCluster, *, seed: int, num_steps: int, keep_reference: bool = False
+        self,
+        config: MasterConfig,
+        cluster: RayCluster,
+        *,
+        seed: int,
+        num_steps: int,
+        keep_reference: bool = False,
+        model_files: Mapping[str, bytes] = MappingProxyType({}),
     ):
         self._policy = policy = config.policy
         self._batching = choose_batching(policy, policy.train_micro_batch_size)
@@ -79,14 +98,21 @@ class MegatronPolicy:
             },
             start_timeout_s=config.cluster.worker_start_timeout_s,
         )
-        descriptions = self._workers.call_all("describe")
-        self._coordinates = [description["coordinates"] for description in descriptions]
+        descriptions: list[WorkerDescription] = self._workers.call_all("describe")
+        first = descriptions[0]
+        if first.problems:
+            self._workers.shutdown()
+            raise ConfigurationError(first.problems)
+        self._coordinates = [description.coordinates for description in descriptions]
         self._data_parallel_size: int = self._coordinates[0].data_parallel_size
         megatron = config.policy.megatron_cfg
         # An interleaved schedule runs microbatches in groups of as many as there are stages.
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
-        self.moe_configuration: dict[str, Any] = descriptions[0]["moe_configuration"]
+        self.model_files = model_files
+        self.moe_configuration = first.moe_configuration
+        self.moe_configuration_sources = first.moe_configuration_sources
+        self.notices = first.notices
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
@@ -158,8 +184,14 @@ class MegatronPolicy:
             yield from tensors.items()
 
     def save_weights(self, directory: Path) -> None:
-        """Writes the weights as a Hugging Face folder."""
-        self._workers.call_all("save_weights", directory.absolute())
+        """Writes the weights as a Hugging Face folder; it appears whole or not at all.
+
+        Raises:
+            CheckpointSaveError: A rank could not write its part.
+        """
+        problems = self._workers.call_all("save_weights", directory.absolute(), self.model_files)
+        if any(problems):
+            raise CheckpointSaveError(next(filter(None, problems)))
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Takes a snapshot of the training state and begins to write it; training may go on at once."""

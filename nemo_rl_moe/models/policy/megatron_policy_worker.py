@@ -3,17 +3,37 @@
 """The Ray actor: one rank of the policy. Thin: everything it does is in `models/megatron/trainer.py`."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
 from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.errors import CheckpointError, UserError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.policy.interfaces import LossFunction
+
+
+@dataclass(frozen=True)
+class WorkerDescription:
+    """What a worker tells of itself once it has started.
+
+    Attributes:
+        problems: Why it cannot work, a line each; then there is nothing else.
+        coordinates: Its place in the layout, a `ParallelCoordinates`.
+        moe_configuration: The router and expert settings that are really in force.
+        moe_configuration_sources: Who has set each of them.
+        notices: What a user should know of the weights that were read.
+    """
+
+    problems: Sequence[str] = ()
+    coordinates: Any = None
+    moe_configuration: dict[str, Any] = field(default_factory=dict)
+    moe_configuration_sources: dict[str, str] = field(default_factory=dict)
+    notices: Sequence[str] = ()
 
 
 class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
@@ -26,7 +46,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run.
         keep_reference: Keep the first weights as the reference model.
-        decodes_text: Every rank needs the tokenizer, for stop strings; otherwise the first, which saves it.
+        decodes_text: Load the tokenizer, for stop strings.
     """
 
     def __init__(
@@ -53,24 +73,36 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         with shared_gloo_device():
             initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
         # Loading it imports parts of transformers that take more than a second.
-        settings, is_needed = policy.tokenizer, rank == 0 or decodes_text
-        self._trainer = MegatronTrainer(
-            policy,
-            load_hf_config(policy.model_name),
-            weights_folder(policy),
-            num_steps,
-            tokenizer=load_tokenizer(settings.name, settings.chat_template) if is_needed else None,
-            keep_reference=keep_reference,
-        )
+        settings = policy.tokenizer
+        self._problems: list[str] = []
+        try:
+            self._trainer = MegatronTrainer(
+                policy,
+                load_hf_config(policy.model_name),
+                weights_folder(policy),
+                num_steps,
+                tokenizer=load_tokenizer(settings.name, settings.chat_template) if decodes_text else None,
+                keep_reference=keep_reference,
+            )
+        except UserError as error:  # of the weights; every rank finds the same
+            self._problems = error.problems
 
-    def describe(self) -> dict[str, Any]:
-        """What this rank is: its place in the layout and the MoE configuration that is really in force."""
+    def describe(self) -> WorkerDescription:
+        """What this rank is, or why it cannot be."""
+        from nemo_rl_moe.models.hf_files import load_config_json
+        from nemo_rl_moe.models.megatron.router_settings import setting_sources
         from nemo_rl_moe.models.megatron.transformer_config import effective_moe_configuration
 
-        return {
-            "coordinates": self._trainer.coordinates,
-            "moe_configuration": effective_moe_configuration(self._trainer.config),
-        }
+        if self._problems:
+            return WorkerDescription(problems=self._problems)
+        trainer, policy = self._trainer, self._trainer.policy
+        config_json = load_config_json(policy.model_name)
+        return WorkerDescription(
+            coordinates=trainer.coordinates,
+            moe_configuration=effective_moe_configuration(trainer.config),
+            moe_configuration_sources=setting_sources(policy, trainer.hf_config, config_json, trainer.config),
+            notices=trainer.notices,
+        )
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:
         """One optimizer step for each global batch; a `RankTrainResult`."""
@@ -93,9 +125,13 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         """Full tensors by their Hugging Face names, over all ranks each once."""
         return self._trainer.export_weights()
 
-    def save_weights(self, folder: Path) -> None:
-        """Writes this rank's part of a Hugging Face folder."""
-        self._trainer.save_weights(folder)
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> str | None:
+        """Writes this rank's part of a Hugging Face folder; what went wrong on any rank, or None."""
+        try:
+            self._trainer.save_weights(folder, model_files)
+        except CheckpointError as error:
+            return str(error)
+        return None
 
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
         """Takes a snapshot of this rank's state and begins to write it."""

@@ -33,6 +33,8 @@ def test_a_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"12")
+    checkpoint = tmp_path / "policy"
+    checkpoint.mkdir()
     first = model_fingerprint(str(tmp_path))
     (tmp_path / "README.md").write_text("")
     os.utime(weights, ns=(10, 10))
@@ -45,10 +47,12 @@ def test_a_model_folder(tmp_path: Path) -> None:
         lambda: weights.write_bytes(b"3" + b"1" * 2_999_998 + b"2"),
         lambda: (tmp_path / "config.json").write_text("{ }"),
         lambda: (tmp_path / "model-2.safetensors").write_bytes(b""),
+        lambda: (checkpoint / "__0_0.distcp").write_bytes(b"1"),
+        lambda: (checkpoint / "__0_0.distcp").write_bytes(b"2"),
     ):
         change()
         seen.add(model_fingerprint(str(tmp_path)))
-    assert len(seen) == 7
+    assert len(seen) == 9
     assert model_fingerprint("Qwen/Qwen3-1.7B") == "Qwen/Qwen3-1.7B"
 
 

@@ -120,15 +120,21 @@ def sharded_contents(
 
 
 @torch.no_grad()
+def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None:
+    """Fills the model with what was read under the names of `sharded_model`."""
+    for name, sharded in sharded_model(chunks).items():
+        live: Tensor = sharded.data
+        live.copy_(loaded[name])
+
+
+@torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
     """Fills the objects with what was read.
 
     Returns:
         The counters; None where the weights alone were read.
     """
-    for name, sharded in sharded_model(objects.chunks).items():
-        live: Tensor = sharded.data
-        live.copy_(loaded["model"][name])
+    restore_model(objects.chunks, loaded["model"])
     if "counters" not in loaded:
         objects.optimizer.reload_model_params()
         return None

@@ -1,9 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint into the training objects of a rank, in the layout that wrote it or in another."""
+"""Reads a checkpoint into a rank's training objects or its model, in the layout that wrote it or in another."""
 
 import pickle
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from nemo_rl_moe.models.megatron.checkpoint.contents import (
     TrainerCounters,
     TrainingObjects,
     restore_contents,
+    restore_model,
     sharded_contents,
+    sharded_model,
 )
 from nemo_rl_moe.models.megatron.checkpoint.data_only import check_folder, data_only
 
 # isort: split
 from megatron.core import dist_checkpointing
+from megatron.core.models.gpt import GPTModel
 
 
 def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer: bool) -> TrainerCounters | None:
@@ -44,9 +48,27 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
     wanted = sharded_contents(objects, counters, saved=index.state_dict_metadata.keys())
+    return restore_contents(objects, _load(wanted, directory, index))
+
+
+def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
+    """Fills a model alone, before it has an optimizer. Every rank calls it.
+
+    Args:
+        chunks: What to fill.
+        directory: A folder that `start_write` has filled.
+
+    Raises:
+        CheckpointError: As of `load_checkpoint`.
+    """
+    index = _index_of_all_ranks(directory, with_optimizer=False)
+    restore_model(chunks, _load({"model": sharded_model(chunks)}, directory, index)["model"])
+
+
+def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str, Any]:
     try:
         with data_only(index):
-            loaded = dist_checkpointing.load(wanted, str(directory))
+            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory))
     except CheckpointError:
         raise
     # CheckpointException of torch is a BaseException; a damaged file can fail in any way.
@@ -54,7 +76,7 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         raise CheckpointError(f"{directory}: cannot be loaded: {_reason(error)}") from error
-    return restore_contents(objects, loaded)
+    return loaded
 
 
 def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:

@@ -37,7 +37,16 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Copies what this rank writes when it is planned, and writes the copies when it is told to."""
+    """Copies what this rank writes when it is planned, and writes the copies when it is told to.
+
+    Args:
+        directory: Where to.
+        copies_at_once: False copies each tensor when its turn comes, for a model that nothing changes meanwhile.
+    """
+
+    def __init__(self, directory: Path, *, copies_at_once: bool):
+        super().__init__(directory)
+        self._copies_at_once = copies_at_once
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The original makes the folder where a rank has none, and writes there what no other rank will find."""
@@ -49,8 +58,9 @@ class _SnapshotWriter(FileSystemWriterAsync):
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
         # From a GPU this is the copy; on the host the tensor is the live one.
         tensors: list[Any] = [planner.resolve_data(item) for item in plan.items]
-        copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-        self._snapshot = list(zip(plan.items, copies, strict=True))
+        if self._copies_at_once:
+            tensors = [_copy(tensor) for tensor in tensors]
+        self._snapshot = list(zip(plan.items, tensors, strict=True))
 
     def write(self) -> list[WriteResult]:
         """Writes this rank's file, and lets go of the copies."""
@@ -59,7 +69,15 @@ class _SnapshotWriter(FileSystemWriterAsync):
             return []
         with (Path(self.checkpoint_dir) / self._file_name).open("wb") as stream:
             results = [
-                _write_item(self.transforms, stream, tensor, item, self._file_name, SerializationFormat.TORCH_SAVE)
+                _write_item(
+                    self.transforms,
+                    stream,
+                    # A view would be written with all that it is a view of.
+                    tensor if self._copies_at_once else _copy(tensor),
+                    item,
+                    self._file_name,
+                    SerializationFormat.TORCH_SAVE,
+                )
                 for item, tensor in snapshot
             ]
             _to_disk(stream)
@@ -155,23 +173,29 @@ def _to_disk(stream: IO[bytes]) -> None:
     os.fsync(stream.fileno())
 
 
+def _copy(tensor: Any) -> Any:
+    """A copy on the host."""
+    return tensor.detach().to("cpu", copy=True)
+
+
 def _text(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def start_write(contents: dict[str, Any], directory: Path) -> CheckpointWrite:
+def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = True) -> CheckpointWrite:
     """Takes the snapshot and begins to write it. Every rank calls it; training may go on when it returns.
 
     Args:
         contents: What `sharded_contents` returned.
         directory: An existing, empty folder that every rank can reach.
+        snapshot: False saves the memory for it: nothing may change what is written until it is written.
     """
     sharded, _ = save_preprocess(contents)
     # What data-parallel ranks hold in common is written by all of them in parts, and not by the first alone.
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(*FORMAT), group).apply_saving_parallelization(sharded)
     sharded, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, True)
-    writer = _SnapshotWriter(directory)
+    writer = _SnapshotWriter(directory, copies_at_once=snapshot)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
     (_, plan, _), *_ = save_state_dict_async_plan(
         mcore_to_pyt_state_dict(sharded, False), writer, None, 0, planner=planner

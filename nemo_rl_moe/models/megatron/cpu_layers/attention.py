@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Core attention on `scaled_dot_product_attention`: causal, grouped queries, packed sequences, cached keys."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +19,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def causal_mask(queries: int, keys: int, device: torch.device | None = None) -> Tensor:
-    """True where a query may look at a key; the last query belongs to the last key. `[queries, keys]`."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+def causal_mask(queries: int, keys: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
+    """True where a query may look at a key; the last query belongs to the last key. `[queries, keys]`.
+
+    Args:
+        queries: Number of query positions.
+        keys: Number of key positions.
+        device: Where to make it.
+        window: How many keys a query sees, its own included; None: all up to its own.
+    """
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return allowed if window is None else allowed.triu_(keys - queries - window + 1)
 
 
 def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> None:
@@ -44,7 +53,9 @@ def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> No
         )
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int | None = None
+) -> Tensor:
     """Causal attention in Megatron's layout.
 
     With more keys than queries the queries are the last positions: decoding with cached keys.
@@ -52,53 +63,78 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | N
     Args:
         query: `[queries, batch, heads, dim]`.
         key: `[keys, batch, groups, dim]`, heads a multiple of groups.
-        value: As `key`.
+        value: `[keys, batch, groups, value_dim]`.
         scale: Factor of the scores; None means `dim ** -0.5`.
+        window: How many keys a query sees, its own included; None: all up to its own.
 
     Returns:
-        `[queries, batch, heads * dim]`.
+        `[queries, batch, heads * value_dim]`.
     """
     queries, batch, heads, dim = query.shape
+    width = heads * value.shape[-1]
+    if queries == 1 and window is not None:
+        key, value = key[-window:], value[-window:]
     keys, groups = key.shape[0], key.shape[2]
-    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
     if queries == 1:
         # Nothing is hidden from the last position, and the heads of one group can share a product.
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         query = query.reshape(batch, groups, heads // groups, dim)
-        return F.scaled_dot_product_attention(query, key, value, scale=scale).reshape(1, batch, heads * dim)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale).reshape(1, batch, width)
     # torch aligns its causal mask to the first key, which is right only for as many keys as queries.
-    mask = None if queries == keys else causal_mask(queries, keys, query.device)
-    context = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=heads != groups
-    )
-    return context.permute(2, 0, 1, 3).reshape(queries, batch, heads * dim)
+    plain = queries == keys and window is None
+    mask = None if plain else causal_mask(queries, keys, query.device, window)
+    return masked_attention(query, key, value, mask, scale).reshape(queries, batch, width)
 
 
-def packed_causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scale: float | None = None
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
 ) -> Tensor:
-    """Causal attention inside each sequence of a pack.
+    """Attention in Megatron's layout under a mask.
 
     Args:
-        query: `[tokens, heads, dim]`.
-        key: `[tokens, groups, dim]`.
-        value: As `key`.
-        lengths: Of the sequences, in order, adding up to `tokens`.
+        query: `[queries, batch, heads, dim]`.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: `[keys, batch, groups, value_dim]`.
+        mask: `[queries, keys]`, True where a query may look at a key; None means causal, for as many keys as queries.
         scale: Factor of the scores; None means `dim ** -0.5`.
 
     Returns:
-        `[tokens, heads * dim]`.
+        `[queries, batch, heads, value_dim]`.
+    """
+    shares_keys = query.shape[2] != key.shape[2]
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares_keys
+    )
+    return context.permute(2, 0, 1, 3)
+
+
+def packed_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+) -> Tensor:
+    """Attention inside each sequence of a pack.
+
+    Args:
+        attend: Of queries, keys and values as `causal_attention` takes them.
+        query: `[tokens, heads, dim]`.
+        key: `[tokens, groups, dim]`.
+        value: `[tokens, groups, value_dim]`.
+        lengths: Of the sequences, in order, adding up to `tokens`.
+
+    Returns:
+        `[tokens, heads * value_dim]`.
     """
     tensors = (query, key, value)
     if worth_padding(lengths):
         batch = PaddedBatch.of(lengths)
         query, key, value = (batch.pad(tensor) for tensor in tensors)
-        return batch.unpad(causal_attention(query, key, value, scale))
+        return batch.unpad(attend(query, key, value))
     sequences = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in tensors), strict=True)
-    return torch.cat([causal_attention(q, k, v, scale) for q, k, v in sequences]).squeeze(1)
+    return torch.cat([attend(q, k, v) for q, k, v in sequences]).squeeze(1)
 
 
 class SDPAttention(MegatronModule):
-    """Core attention for Megatron-Core's `SelfAttention`: causal only, no dropout.
+    """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout.
 
     Args:
         config: The model's configuration.
@@ -109,6 +145,7 @@ class SDPAttention(MegatronModule):
         softmax_scale: Factor of the scores; None means `dim ** -0.5`.
         cp_comm_type: Not used: no context parallelism here.
         pg_collection: Not used.
+        **_others: Sizes of a head (`k_channels`, `v_channels`), which the tensors tell.
 
     Raises:
         ValueError: Another `attn_mask_type`.
@@ -140,7 +177,7 @@ class SDPAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attends as `causal_attention` or, with `packed_seq_params`, as `packed_causal_attention`.
+        """Attends to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
 
         Raises:
             ValueError: A mask other than the causal one, or an attention bias.
@@ -154,7 +191,11 @@ class SDPAttention(MegatronModule):
         require_causal(attention_mask, queries, keys)
         if packed_seq_params is not None:
             lengths = packed_lengths(packed_seq_params, queries)
-            return packed_causal_attention(query, key, value, lengths, self.softmax_scale)
+            return packed_attention(self.attend, query, key, value, lengths)
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `causal_attention`."""
         return causal_attention(query, key, value, self.softmax_scale)
 
 

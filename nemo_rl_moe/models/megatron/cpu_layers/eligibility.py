@@ -14,7 +14,15 @@ from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megat
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 FastModule = Literal[
-    "norm", "linear", "core_attention", "self_attention", "experts", "local_routing", "cross_entropy", "cached_forward"
+    "norm",
+    "linear",
+    "core_attention",
+    "sink_attention",
+    "self_attention",
+    "experts",
+    "local_routing",
+    "cross_entropy",
+    "cached_forward",
 ]
 
 # Field to the one value that is supported. A field that a version of Megatron-Core lacks counts as having that value.
@@ -28,16 +36,14 @@ _EVERYWHERE: Mapping[str, Any] = {
     "overlap_moe_expert_parallel_comm": False,
     "use_kitchen": False,
     "experimental_attention_variant": None,
-    "multi_latent_attention": False,
 }
-_CORE_ATTENTION: Mapping[str, Any] = {
+_ANY_CORE_ATTENTION: Mapping[str, Any] = {
     "context_parallel_size": 1,
     "attention_dropout": 0.0,
-    "softmax_type": "vanilla",
-    "window_size": None,
     "apply_query_key_layer_scaling": False,
     "qk_clip": False,
 }
+_CORE_ATTENTION: Mapping[str, Any] = {**_ANY_CORE_ATTENTION, "softmax_type": "vanilla", "window_size": None}
 _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
     "norm": {
         "normalization": "RMSNorm",
@@ -50,6 +56,7 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         "defer_embedding_wgrad_compute": False,
     },
     "core_attention": _CORE_ATTENTION,
+    "sink_attention": _ANY_CORE_ATTENTION,
     "self_attention": {
         **_CORE_ATTENTION,
         "attention_output_gate": False,
@@ -57,6 +64,7 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         "fused_single_qkv_rope": False,
         "flash_decode": False,
         "mrope_section": None,
+        "multi_latent_attention": False,
         "no_rope_freq": None,
         "qk_l2_norm": False,
         "rotary_interleaved": False,
@@ -110,6 +118,7 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         # Padding would take the places of real tokens at experts that take only so many.
         "moe_expert_capacity_factor": None,
         "fp32_residual_connection": False,
+        "multi_latent_attention": False,
         # In other types every rounding would have to be that of training: a near tie in a router can flip.
         "params_dtype": torch.float32,
         "use_mup": False,
@@ -126,7 +135,13 @@ def _plain_load_balancing(config: TransformerConfig) -> bool:
     return config.moe_router_load_balancing_type == "aux_loss" or config.moe_router_load_balancing_type == "none"
 
 
+def _looks_back_only(config: TransformerConfig) -> bool:
+    window = config.window_size
+    return config.softmax_type in ("vanilla", "learnable") and (window is None or (window[0] >= 0 and window[1] == 0))
+
+
 _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
+    "sink_attention": _looks_back_only,
     "self_attention": _divides_query_groups,
     "local_routing": _plain_load_balancing,
 }

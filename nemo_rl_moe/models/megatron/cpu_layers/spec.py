@@ -18,6 +18,7 @@ from nemo_rl_moe.models.megatron.cpu_layers.linear import PlainColumnLinear, Pla
 from nemo_rl_moe.models.megatron.cpu_layers.norm import RMSNorm
 from nemo_rl_moe.models.megatron.cpu_layers.router import IndexTopKRouter
 from nemo_rl_moe.models.megatron.cpu_layers.self_attention import FastSelfAttention
+from nemo_rl_moe.models.megatron.cpu_layers.sink_attention import SinkAttention
 
 # isort: split
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -77,6 +78,8 @@ def fast_layer_spec(config: TransformerConfig, layer_spec: ModuleSpec) -> Module
     replacements = dict(linears)
     if eligible("core_attention", config):
         replacements[DotProductAttention] = SDPAttention
+    elif eligible("sink_attention", config):
+        replacements[DotProductAttention] = SinkAttention
     stock = attention.module is SelfAttention and attention.submodules.core_attention is DotProductAttention
     attention = dataclasses.replace(
         attention,

@@ -7,10 +7,34 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.families import qwen3, qwen3_moe
+from nemo_rl_moe.models.megatron.families import (
+    deepseek_v2,
+    deepseek_v3,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmoe,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from nemo_rl_moe.models.megatron.families.family import ModelFamily
 
-FAMILIES: Mapping[str, ModelFamily] = {"qwen3": qwen3.FAMILY, "qwen3_moe": qwen3_moe.FAMILY}
+FAMILIES: Mapping[str, ModelFamily] = {
+    "deepseek_v2": deepseek_v2.FAMILY,
+    "deepseek_v3": deepseek_v3.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
+    "llama": llama.FAMILY,
+    "mistral": mistral.FAMILY,
+    "mixtral": mixtral.FAMILY,
+    "olmoe": olmoe.FAMILY,
+    "qwen2": qwen2.FAMILY,
+    "qwen2_moe": qwen2_moe.FAMILY,
+    "qwen3": qwen3.FAMILY,
+    "qwen3_moe": qwen3_moe.FAMILY,
+}
 """By the `model_type` of `config.json`."""
 
 
@@ -20,11 +44,20 @@ def family_of(hf_config: Any) -> ModelFamily:
     Raises:
         ConfigurationError: Its `model_type` is not supported.
     """
-    model_type = str(hf_config.model_type)
-    if model_type not in FAMILIES:
+    return family_of_type(hf_config.model_type)
+
+
+def family_of_type(model_type: Any) -> ModelFamily:
+    """The family of a `model_type`.
+
+    Raises:
+        ConfigurationError: It is not supported.
+    """
+    found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if found is None:
         supported = ", ".join(sorted(FAMILIES))
         raise ConfigurationError(
-            f"policy.model_name: model_type {model_type!r} is not supported; supported: {supported}"
-            f"{did_you_mean(nearest(model_type, FAMILIES))}"
+            f"policy.model_name: config.json: model_type {model_type!r} is not supported; supported: {supported}"
+            f"{did_you_mean(nearest(str(model_type), FAMILIES))}"
         )
-    return FAMILIES[model_type]
+    return found

@@ -33,11 +33,13 @@ class ConfigFields:
         read: Those that the family's mapping uses.
         fixed: Those that must have one of these values: others are not supported.
         without_effect: Those that say nothing about what the model computes, besides the usual ones.
+        advice: What to do about a value of `fixed` that is not supported, in place of the list of those that are.
     """
 
     read: frozenset[str]
     fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
+    advice: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str) -> list[str]:
         """What of a configuration is not supported, a line for each field.
@@ -48,7 +50,7 @@ class ConfigFields:
             family: The family's name.
         """
         lines = [
-            f"{name}: got {getattr(hf_config, name)!r}, supported for {family}: {_listed(values)}"
+            f"{name}: got {getattr(hf_config, name)!r}, {self._what_to_do(name, values, family)}"
             for name, values in self.fixed.items()
             if getattr(hf_config, name, values[0]) not in values
         ]
@@ -60,6 +62,9 @@ class ConfigFields:
             if name not in known
         ]
         return [f"policy.model_name: config.json: {line}" for line in lines]
+
+    def _what_to_do(self, name: str, values: Sequence[Any], family: str) -> str:
+        return self.advice.get(name) or f"supported for {family}: {_listed(values)}"
 
 
 def _listed(values: Sequence[Any]) -> str:

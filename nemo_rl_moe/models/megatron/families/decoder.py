@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron.families import rotary
 from nemo_rl_moe.models.megatron.families.config_fields import field_names
 from nemo_rl_moe.models.megatron.families.rules import QueryGroups, Rule, Source, rule
 
@@ -25,12 +25,14 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
     """Hugging Face fields to TransformerConfig fields, but for experts."""
     heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     return {
         "num_layers": hf_config.num_hidden_layers,
         "hidden_size": hf_config.hidden_size,
         "num_attention_heads": heads,
         "num_query_groups": hf_config.num_key_value_heads,
-        "kv_channels": getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads,
+        "kv_channels": head_dim,
+        "softmax_scale": rotary.softmax_scale(hf_config, head_dim),
         "ffn_hidden_size": hf_config.intermediate_size,
         "layernorm_epsilon": hf_config.rms_norm_eps,
         "init_method_std": hf_config.initializer_range,
@@ -57,22 +59,22 @@ def expert_fields(hf_config: Any, *, num_experts: int, ffn_hidden_size: int) -> 
         "num_moe_experts": num_experts,
         "moe_ffn_hidden_size": ffn_hidden_size,
         "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
         "moe_router_load_balancing_type": "aux_loss" if coefficient > 0 else "none",
         "moe_aux_loss_coeff": coefficient,
         "moe_token_dispatcher_type": "alltoall",
     }
 
 
-def rotary_base(hf_config: Any) -> float:
-    """Base period of the rotary embedding.
-
-    Raises:
-        ConfigurationError: The positions are scaled in a way that is not supported.
-    """
-    kind = hf_config.rope_parameters.get("rope_type", "default")
-    if kind != "default":
-        raise ConfigurationError(f"policy.model_name: config.json: rope_type {kind!r} is not supported")
-    return float(hf_config.rope_parameters["rope_theta"])
+SOFTMAX_ROUTER_FIELDS: Mapping[str, str | None] = {
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_score_function": None,
+    "moe_router_pre_softmax": "norm_topk_prob",
+    "moe_router_load_balancing_type": "router_aux_loss_coef",
+    "moe_aux_loss_coeff": "router_aux_loss_coef",
+}
+"""`ModelFamily.router_fields` of a softmax router; `norm_topk_prob` says whether the chosen weights add up to 1."""
+rotary_base = rotary.rotary_base
 
 
 def stacked_swiglu_experts(prefix: str) -> tuple[list[list[Source]], list[list[Source]]]:
@@ -89,7 +91,8 @@ def stacked_swiglu_experts(prefix: str) -> tuple[list[list[Source]], list[list[S
     return [halves], [[Source(down, is_stacked=True)]]
 
 
-def _swiglu(ours: str, theirs: str) -> dict[str, Rule]:
+def swiglu(ours: str, theirs: str) -> dict[str, Rule]:
+    """Rules of a SwiGLU layer, by its name in a layer of Megatron-Core and in one of Hugging Face."""
     return {
         f"{LAYER}{ours}.linear_fc1.weight": rule(
             f"{HF_LAYER}{theirs}.gate_proj.weight", f"{HF_LAYER}{theirs}.up_proj.weight"
@@ -121,7 +124,7 @@ QKV_BIAS: dict[str, Rule] = {
 QK_NORMS: dict[str, Rule] = {
     f"{LAYER}self_attention.{part}_layernorm.weight": rule(f"{HF_LAYER}self_attn.{part}_norm.weight") for part in "qk"
 }
-DENSE_MLP = _swiglu("mlp", "mlp")
+DENSE_MLP = swiglu("mlp", "mlp")
 ROUTER: dict[str, Rule] = {f"{LAYER}mlp.router.weight": rule(f"{HF_LAYER}mlp.gate.weight")}
 _OF_FC1, _OF_FC2 = stacked_swiglu_experts(f"{HF_LAYER}mlp.experts")
 EXPERTS: dict[str, Rule] = {

@@ -13,6 +13,13 @@ READ_FIELDS = decoder.READ_FIELDS | field_names(
     "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok "
     "num_local_experts router_aux_loss_coef"
 )
+# Released files hold fields of other families too, at values that fit this one.
+FIXED_FIELDS = {
+    **qwen3.FIXED_FIELDS,
+    "qkv_bias": (False,),
+    "shared_expert_intermediate_size": (0, None),
+    "use_qk_norm": (True,),
+}
 
 
 def moe_layer_pattern(hf_config: Any) -> list[int]:
@@ -23,20 +30,21 @@ def moe_layer_pattern(hf_config: Any) -> list[int]:
     ]
 
 
-def transformer_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields."""
+def routed_expert_fields(hf_config: Any) -> dict[str, Any]:
+    """Hugging Face fields to TransformerConfig fields of the routed experts and their layers."""
     experts = decoder.expert_fields(
         hf_config, num_experts=hf_config.num_experts, ffn_hidden_size=hf_config.moe_intermediate_size
     )
-    return (
-        qwen3.transformer_fields(hf_config)
-        | experts
-        | {
-            "moe_layer_freq": moe_layer_pattern(hf_config),
-            # Softmax over the chosen experts' logits equals softmax over all of them, normalised over the chosen.
-            "moe_router_pre_softmax": not hf_config.norm_topk_prob,
-        }
-    )
+    return experts | {
+        "moe_layer_freq": moe_layer_pattern(hf_config),
+        # Softmax over the chosen experts' logits equals softmax over all of them, normalised over the chosen.
+        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+    }
+
+
+def transformer_fields(hf_config: Any) -> dict[str, Any]:
+    """Hugging Face fields to TransformerConfig fields."""
+    return qwen3.transformer_fields(hf_config) | routed_expert_fields(hf_config)
 
 
 FAMILY = ModelFamily(
@@ -44,12 +52,6 @@ FAMILY = ModelFamily(
     transformer_fields=transformer_fields,
     rotary_base=decoder.rotary_base,
     rules=RuleTable({**decoder.DECODER, **decoder.QK_NORMS, **decoder.ROUTER, **decoder.EXPERTS}),
-    config_fields=ConfigFields(READ_FIELDS, qwen3.FIXED_FIELDS, qwen3.WITHOUT_EFFECT),
-    router_fields={
-        "moe_router_topk": "num_experts_per_tok",
-        "moe_router_score_function": None,
-        "moe_router_pre_softmax": "norm_topk_prob",
-        "moe_router_load_balancing_type": "router_aux_loss_coef",
-        "moe_aux_loss_coeff": "router_aux_loss_coef",
-    },
+    config_fields=ConfigFields(READ_FIELDS, FIXED_FIELDS, qwen3.WITHOUT_EFFECT),
+    router_fields=decoder.SOFTMAX_ROUTER_FIELDS,
 )

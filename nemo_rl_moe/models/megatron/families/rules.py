@@ -61,6 +61,19 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class InterleavedRows:
+    """One tensor in which gate and up rows take turns; in the parameter all gate rows come before all up rows."""
+
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
+        """The parameter."""
+        return torch.cat([parts[0][0::2], parts[0][1::2]])
+
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
+        """The one part."""
+        return (torch.stack(parameter.chunk(2), dim=1).flatten(0, 1),)
+
+
+@dataclass(frozen=True)
 class QueryGroups:
     """Queries, keys and values: for each query group its query heads, then its key head, then its value head."""
 

@@ -72,10 +72,10 @@ class ForwardPasses:
             num_slots: Tokens of each.
             num_pads: Padding before each; only where `padded`.
         """
-        # Megatron keeps the angles of each length: made in inference mode, no training could use them.
-        with torch.inference_mode(False), torch.no_grad():
-            angles = [chunk.rotary_pos_emb(num_slots, packed_seq=False, cp_group=None) for chunk in self._chunks]
         if self.padded:
+            # Megatron keeps the angles of each length: made in inference mode, no training could use them.
+            with torch.inference_mode(False), torch.no_grad():
+                angles = [chunk.rotary_pos_emb(num_slots, packed_seq=False, cp_group=None) for chunk in self._chunks]
             padded = PaddedInferenceContext(num_rows, num_slots, num_pads)
             pairs = zip(self._chunks, angles, strict=True)
             return CachedBatch(padded, [CachedForward(chunk, padded, its_angles) for chunk, its_angles in pairs])

@@ -39,9 +39,25 @@ def _communicate_in_batches(policy: Any) -> dict[str, Any]:
 
 _IMPLEMENTATION_FIELDS: Callable[..., dict[str, Any]] = transformer_config._implementation_fields
 
+
+def _mark_only(**marks: bool) -> Callable[[torch.nn.Module], None]:
+    """`mark_expert_parameters` with fewer marks: what others did not set stays as it is."""
+
+    def mark(chunk: torch.nn.Module) -> None:
+        for name, parameter in chunk.named_parameters():
+            if corrections.is_routed_expert(name):
+                for mark_name, value in marks.items():
+                    setattr(parameter, mark_name, value)
+
+    return mark
+
+
 # Cure to what takes its place when a test runs without it.
 _WITHOUT: dict[str, dict[str, Any]] = {
     "expert_marks": {"model.mark_expert_parameters": lambda chunk: None},
+    "no_sequence_parallel_experts": {"model.mark_expert_parameters": _mark_only(allreduce=False)},
+    "expert_biases_in_norm": {"model.mark_expert_parameters": _mark_only(allreduce=False, sequence_parallel=False)},
+    "sink_marks": {"model.mark_attention_sinks": lambda chunk: None},
     "plain_p2p": {"transformer_config._implementation_fields": _communicate_in_batches},
     "expert_bias": {"model.correct_expert_bias_with_padding": lambda: None},
     "stage_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
@@ -95,6 +111,43 @@ def test_routed_experts_are_told_from_everything_else() -> None:
     assert corrections.is_routed_expert("mlp.experts.linear_fc1_weights")
     assert not corrections.is_routed_expert("decoder.layers.0.mlp.shared_experts.linear_fc1.weight")
     assert not corrections.is_routed_expert("decoder.layers.0.mlp.router.weight")
+
+
+# Biases of experts, and sinks, under tensor parallelism
+
+
+@pytest.fixture(scope="module")
+def one_rank_with_biases() -> RankRun:
+    return run_ranks(train_run, 1, RunSettings(tiny_policy(1), "gpt_oss"))[0]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}], ids=["tp2", "tp2_ep2"])
+def test_biases_of_experts_are_not_added_up_over_tensor_parallel_ranks(
+    sizes: dict[str, int], one_rank_with_biases: RankRun
+) -> None:
+    settings = RunSettings(tiny_policy(2, **layout(**sizes)), "gpt_oss")
+    cured, uncured = both_ways("no_sequence_parallel_experts", 2, settings)
+    assert difference(cured, one_rank_with_biases).weights < 5e-6
+    assert _first_norm_off(uncured, one_rank_with_biases) > 1e-3
+
+
+def _first_norm_off(runs: Sequence[RankRun], reference: RankRun) -> float:
+    return max(abs(run.grad_norms[0] / reference.grad_norms[0] - 1) for run in runs)
+
+
+def test_biases_of_experts_count_in_every_rank_s_gradient_norm(one_rank_with_biases: RankRun) -> None:
+    settings = RunSettings(tiny_policy(2, **layout(tp=2, ep=2)), "gpt_oss")
+    uncured = run_ranks(train_without, 2, "expert_biases_in_norm", settings)
+    off = _first_norm_off(uncured, one_rank_with_biases)
+    assert off > 1e-4 if _OLD else off < 2e-6
+
+
+def test_sinks_belong_to_the_heads_of_a_rank(one_rank_with_biases: RankRun) -> None:
+    settings = RunSettings(tiny_policy(2, **layout(tp=2)), "gpt_oss")
+    cured, uncured = both_ways("sink_marks", 2, settings)
+    assert difference(cured, one_rank_with_biases).weights < 5e-6
+    with pytest.raises(AssertionError, match=r"replicas of .*softmax_offset"):
+        difference(uncured, one_rank_with_biases)
 
 
 # Interleaved pipeline

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu_layers.attention import SDPAttention, causal_attention, packed_causal_attention
+from nemo_rl_moe.models.megatron.cpu_layers.attention import SDPAttention, causal_attention, packed_attention
 from nemo_rl_moe.models.megatron.cpu_layers.cross_entropy import cross_entropy
 from nemo_rl_moe.models.megatron.cpu_layers.dispatcher import CombineFunction, DispatchFunction
 from nemo_rl_moe.models.megatron.cpu_layers.eligibility import FastModule, eligible
@@ -121,7 +121,7 @@ def test_packed_attention_looks_only_inside_a_sequence(lengths: list[int]) -> No
     query, key, value = _random(14, 4, 8), _random(14, 2, 8), _random(14, 2, 8, seed=1)
     parts = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in (query, key, value)), strict=True)
     expected = torch.cat([_attention_by_hand(*part, 8**-0.5) for part in parts]).squeeze(1)
-    output = packed_causal_attention(query, key, value, lengths)
+    output = packed_attention(causal_attention, query, key, value, lengths)
     torch.testing.assert_close(output, expected, atol=1e-6, rtol=1e-5)
     for actual, wanted in zip(*(_gradients(y, query, key, value) for y in (output, expected)), strict=True):
         torch.testing.assert_close(actual, wanted, atol=3e-6, rtol=1e-5)
@@ -247,6 +247,7 @@ def _config(**changes: Any) -> Any:
         ("core_attention", {"window_size": (4, 0)}),
         ("self_attention", {"rotary_interleaved": True}),
         ("self_attention", {"num_query_groups": 1, "tensor_model_parallel_size": 2}),
+        ("self_attention", {"multi_latent_attention": True}),
         ("experts", {"activation_func": F.gelu}),
         ("experts", {"moe_apply_probs_on_input": True}),
         ("experts", {"expert_tensor_parallel_size": 2}),

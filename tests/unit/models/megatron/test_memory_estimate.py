@@ -25,6 +25,7 @@ from nemo_rl_moe.models.megatron.memory_estimate import (
 )
 from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_dense_model import tiny_dense_hf_config
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
@@ -61,6 +62,8 @@ def run_of(world_size: int, grad_reduce_in_fp32: bool = False, **changes: Any) -
 
 
 def model_of(model: dict[str, Any]) -> Any:
+    if "family" in model:
+        return FAMILY_MODELS[model["family"]].hf_config()
     values = {name: value for name, value in model.items() if name != "dense"}
     return tiny_dense_hf_config(**values) if model.get("dense") else tiny_hf_config(**values)
 
@@ -134,6 +137,8 @@ BF16 = {"precision": "bfloat16"}
 SHARDED = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
 DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
+LATENT, LATENT_KEYS = {"family": "deepseek_v3"}, {"family": "deepseek_v2"}
+BIASES_AND_SINKS = {"family": "gpt_oss"}
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {}, WHOLE),
     "two copies, bfloat16, sharded": (2, {}, {}, BF16 | SHARDED),
@@ -154,6 +159,9 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
         {},
         WHOLE | {"moe_shared_expert_intermediate_size": 24, "moe_shared_expert_gate": True},
     ),
+    "latents, tensor parallel": (2, {"tp": 2}, LATENT, BF16 | SHARDED),
+    "latents of keys alone, pipeline": (2, {"pp": 2}, LATENT_KEYS, WHOLE),
+    "biases and sinks": (2, {"tp": 2, "ep": 2}, BIASES_AND_SINKS, WHOLE),
     "dense": (2, {}, DENSE, BF16 | SHARDED),
     "dense, tied": (1, {}, DENSE | TIED, BF16 | WHOLE),
     "dense, tied, pipeline": (2, {"pp": 2}, DENSE | TIED, WHOLE),
@@ -192,7 +200,19 @@ def test_whole_model_by_hand() -> None:
     assert active_parameters(config, hf_config) == total - 3 * 6 * EXPERT
 
 
-@pytest.mark.parametrize("model", [{}, TIED, {"mlp_only_layers": [3], "vocab_size": 61}, DENSE, DENSE | TIED])
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        TIED,
+        {"mlp_only_layers": [3], "vocab_size": 61},
+        DENSE,
+        DENSE | TIED,
+        LATENT,
+        LATENT_KEYS,
+        BIASES_AND_SINKS,
+    ],
+)
 def test_whole_model_is_that_of_transformers(model: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -240,6 +260,13 @@ def test_key_value_cache_by_hand() -> None:
         "policy.megatron_cfg.pipeline_model_parallel_size=2",
     ]
     assert memory_of(grpo_run(*cut), 1).key_value_cache == 2 * 14 * 4 * 128 * 2 * 64 * 4096
+
+
+def test_cache_of_latent_attention_by_hand() -> None:
+    config, hf_config = grpo_run(), model_of(LATENT)
+    memory = worker_memory(config, build_transformer_config(config.policy, hf_config), hf_config, 0)
+    # 4 layers x 4 heads with 8 + 4 numbers of a key and 6 of a value, 2 bytes each.
+    assert memory.key_value_cache == 4 * 4 * (8 + 4 + 6) * 2 * 64 * 4096
 
 
 @pytest.mark.parametrize(

@@ -66,20 +66,6 @@ def test_raw_router_weights_come_from_a_softmax_over_all_experts() -> None:
     assert config.moe_router_pre_softmax is True
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [
-        ({"attention_bias": True}, "attention_bias"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"attention_dropout": 0.1}, "attention_dropout"),
-        ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters.rope_type"),
-    ],
-)
-def test_unsupported_models_are_named(changes: dict[str, Any], name: str) -> None:
-    assert problems_of(tiny_hf_config(**changes)) == [f"policy.model_name: config.json: {name} is not supported"]
-
-
 def test_user_fields_win() -> None:
     policy = tiny_policy(
         1, moe_router_topk=4, moe_aux_loss_coeff=0.3, moe_router_dtype="fp32", moe_router_pre_softmax=True

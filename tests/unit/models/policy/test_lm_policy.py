@@ -18,6 +18,7 @@ from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
+from nemo_rl_moe.models.policy.megatron_policy_worker import WorkerDescription
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
 
@@ -47,7 +48,7 @@ class FakeWorkers:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
         if method == "describe":
-            return [{"coordinates": place, "moe_configuration": {}} for place in self.places]
+            return [WorkerDescription(coordinates=place) for place in self.places]
         return [{f"weight {index}": torch.full((1,), float(index))} for index, _ in enumerate(self.places)]
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:

@@ -1,0 +1,226 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Converts a model's folder between Hugging Face's format and Megatron-Core's, in this process, on the host."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.disk_trees import put_in_place
+from nemo_rl_moe.errors import ConfigurationError, UserError
+from nemo_rl_moe.launch.formats import NUMBER_FORMATS, NumberFormat, WeightsFormat
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.hf_files import (
+    MEGATRON_WEIGHTS_FOLDER,
+    check_weights,
+    holds_megatron_weights,
+    load_config_json,
+    load_hf_config,
+)
+from nemo_rl_moe.models.model_files import copied_model_files, write_model_files
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Of it only what every model has is used: one worker on the host, no layout, Megatron-Core's modules.
+_BASE_CONFIG = "sft_tiny_moe.yaml"
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What is asked for.
+
+    Attributes:
+        source_format: Of the input.
+        target_format: Of the output.
+        source: An existing folder.
+        target: A folder that is not there yet.
+        dtype: Number format of the weights; None: the input's.
+    """
+
+    source_format: WeightsFormat
+    target_format: WeightsFormat
+    source: Path
+    target: Path
+    dtype: NumberFormat | None
+
+
+@dataclass(frozen=True)
+class _Model:
+    hf_config: Any
+    config: "TransformerConfig"
+    chunks: "list[GPTModel]"
+
+
+def convert(conversion: Conversion) -> None:
+    """Reads the input into one model on the host, and writes it out again; the output appears whole or not at all.
+
+    Raises:
+        UserError: The input cannot be used, or the output cannot be written.
+    """
+    _check_folders(conversion)
+    # Before torch looks for one: a model that is only converted needs no accelerator's memory.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    console = ConsoleLogger(total_steps=0, live="auto")
+    try:
+        _convert(conversion, console)
+    except UserError as error:
+        # The checks know the input as what a run's configuration calls it.
+        raise ConfigurationError([line.replace("policy.model_name:", "--input:") for line in error.problems]) from error
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigurationError(f"--output: {conversion.target}: {reason}; nothing is left") from error
+
+
+def _check_folders(conversion: Conversion) -> None:
+    source, target = conversion.source, conversion.target
+    if not source.is_dir():
+        raise ConfigurationError(f"--input: got {str(source)!r}, which is no folder")
+    found: WeightsFormat = "megatron" if holds_megatron_weights(source) else "hf"
+    if found != conversion.source_format:
+        what = {"hf": f"no folder '{MEGATRON_WEIGHTS_FOLDER}'", "megatron": "Megatron-Core's weights"}[found]
+        raise ConfigurationError(
+            f"--from: got {conversion.source_format}, but {source} holds {what}{_hint(source, found)}"
+        )
+    if target.exists():
+        raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigurationError(f"--output: {target} lies in the input's folder; choose another place")
+
+
+def _hint(source: Path, found: WeightsFormat) -> str:
+    """What was probably meant."""
+    if found == "megatron":
+        return "; did you mean --from megatron?"
+    if holds_megatron_weights(source.parent) and source.name == MEGATRON_WEIGHTS_FOLDER:
+        return f"; did you mean --input {source.parent}?"
+    steps = sorted(path.name for path in source.glob("step_*") if holds_megatron_weights(path))
+    if steps:
+        return f"; its checkpoints are {', '.join(steps)}: name one, such as --input {source / steps[-1]}"
+    return "; did you mean --from hf?" if any(source.glob("*.safetensors")) else ""
+
+
+def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
+    source, target = conversion.source, conversion.target
+    config_json, hf_config = load_config_json(str(source)), load_hf_config(str(source))
+    policy = _policy(source, conversion.dtype or _dtype_of(config_json))
+    check_weights(policy)
+    with console.phase("importing Megatron-Core"):
+        from nemo_rl_moe.models.megatron.router_settings import exported_config, setting_sources
+        from nemo_rl_moe.models.megatron.starting_weights import set_starting_weights
+        from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+    config = build_transformer_config(policy, hf_config)
+    # All weights are read: drawing random ones first would take longer than that.
+    config.perform_initialization = False
+    _announce(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
+    with _process_group_of_one(policy):
+        from nemo_rl_moe.models.megatron.model import build_model_chunks
+
+        with console.phase("building the model"):
+            model = _Model(hf_config, config, build_model_chunks(policy, config, hf_config))
+        with console.phase(f"reading {source}") as progress:
+            notices = set_starting_weights(model.chunks, config, hf_config, source, policy.init_seed, progress)
+        for line in notices:
+            console.message(line)
+        exported = exported_config(hf_config, config_json, config, policy.precision)
+        files = copied_model_files(source, exported.content, hf_config)
+        with console.phase(f"writing {target}") as progress:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            write = {"hf": _write_hugging_face, "megatron": _write_megatron}[conversion.target_format]
+            left_out = write(model, target, files, progress)
+        for name in left_out:
+            console.warn(f"{name} is left out: the family has no tensor for it")
+    num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
+    console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
+    console.message(_next_step(conversion.target_format, target))
+
+
+def _announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    from nemo_rl_moe.launch.common import announce_moe
+
+    announce_moe(console, moe_configuration, sources)
+
+
+def _next_step(target_format: WeightsFormat, target: Path) -> str:
+    train = f"to train it: policy.model_name={target} policy.init=pretrained"
+    return train if target_format == "megatron" else f"{train}; to load it: AutoModelForCausalLM.from_pretrained"
+
+
+def _dtype_of(config_json: Mapping[str, Any]) -> NumberFormat:
+    stated = config_json.get("dtype", config_json.get("torch_dtype", "float32"))
+    for number_format in NUMBER_FORMATS:
+        if stated == number_format:
+            return number_format
+    raise ConfigurationError(
+        f"--input: config.json: dtype: got {stated!r}, which is not written here; choose with --dtype: "
+        f"{' or '.join(NUMBER_FORMATS)}"
+    )
+
+
+def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
+    """A policy of one worker with the model's own settings."""
+    overrides = [
+        f"policy.model_name={source}",
+        "policy.init=pretrained",
+        f"policy.precision={dtype}",
+        "cluster.cpu_workers_per_node=1",
+        "policy.train_global_batch_size=1",
+        "policy.train_micro_batch_size=1",
+    ]
+    chosen = load_config(_BASE_CONFIG, overrides, check_paths=False).policy.megatron_cfg.moe_transformer_fields
+    overrides += [f"~policy.megatron_cfg.{name}" for name in chosen]
+    return load_config(_BASE_CONFIG, overrides, check_paths=False).policy
+
+
+@contextmanager
+def _process_group_of_one(policy: PolicyConfig) -> Iterator[None]:
+    from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
+
+    # Nobody else joins: any free port of this machine does.
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
+    try:
+        yield
+    finally:
+        destroy_parallel_state()
+
+
+def _write_hugging_face(
+    model: _Model, target: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
+) -> Sequence[str]:
+    from nemo_rl_moe.models.megatron.hf_export import save_weights
+
+    def write_beside(staging: Path) -> None:
+        write_model_files(files, staging)
+
+    return save_weights(model.chunks, model.config, model.hf_config, target, write_beside, progress=progress)
+
+
+def _write_megatron(
+    model: _Model, target: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
+) -> Sequence[str]:
+    from nemo_rl_moe.models.megatron.checkpoint.contents import sharded_model
+    from nemo_rl_moe.models.megatron.checkpoint.save import start_write
+
+    del progress  # Megatron-Core's writer tells none
+    staging = target.with_name(f"{target.name}.incomplete")
+    shutil.rmtree(staging, ignore_errors=True)
+    try:
+        weights = staging / MEGATRON_WEIGHTS_FOLDER
+        weights.mkdir(parents=True)
+        write_model_files(files, staging)
+        problem = start_write({"model": sharded_model(model.chunks)}, weights, snapshot=False).finish()
+        if problem is not None:
+            raise ConfigurationError(f"--output: {target}: {problem}; nothing is left")
+        put_in_place(staging, target, target.with_name(f"{target.name}.replaced"))
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return ()

@@ -1,0 +1,81 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""RMS norms of all query heads together, and of all key heads together, also where tensor parallelism cuts them."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class AllHeadsNorm(torch.nn.Module):
+    """RMSNorm over the heads of all tensor-parallel ranks.
+
+    Every rank holds the weights of all heads, though it uses those of its own alone: Megatron-Core takes the weights of
+    query and key norms for replicas, and adds up their gradients over these ranks.
+
+    Args:
+        config: Gives the parameter's type and the layout.
+        hidden_size: Size of one head.
+        eps: Added to the mean square.
+        num_heads: Heads of all ranks.
+        **_others: What some versions of Megatron-Core pass to every norm; nothing to do here.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, num_heads: int, **_others: Any):
+        super().__init__()
+        self.eps = eps
+        self.num_shards = config.tensor_model_parallel_size
+        self.weight = torch.nn.Parameter(torch.ones(num_heads * hidden_size, dtype=config.params_dtype))
+
+    def forward(self, heads: Float[Tensor, "sequence batch heads dim"]) -> Float[Tensor, "sequence batch heads dim"]:
+        """Normalises; statistics are float32 for every type."""
+        values, weight = heads.flatten(2).float(), self.weight
+        squares = values.pow(2).sum(-1, keepdim=True)
+        if self.num_shards > 1:
+            # The sum over all ranks goes into every rank's heads: each of them sends a gradient back to it.
+            squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
+            weight = weight.chunk(self.num_shards)[parallel_state.get_tensor_model_parallel_rank()]
+        normalized = values * torch.rsqrt(squares / len(self.weight) + self.eps)
+        return (weight * normalized.to(heads.dtype)).view_as(heads)
+
+
+class AllQueriesNorm(AllHeadsNorm):
+    """Of all query heads; arguments as Megatron-Core passes them."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
+        super().__init__(config, hidden_size, eps, num_heads=config.num_attention_heads, **others)
+
+
+class AllKeysNorm(AllHeadsNorm):
+    """Of all key heads; arguments as Megatron-Core passes them."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
+        super().__init__(config, hidden_size, eps, num_heads=config.num_query_groups, **others)
+
+
+def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """A block with these norms in place of those of each head; it stays as it is."""
+    return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
+
+
+def _with_norms(layer_spec: ModuleSpec) -> ModuleSpec:
+    attention = layer_spec.submodules.self_attention
+    submodules = dataclasses.replace(attention.submodules, q_layernorm=AllQueriesNorm, k_layernorm=AllKeysNorm)
+    self_attention = dataclasses.replace(attention, submodules=submodules)
+    layer = dataclasses.replace(layer_spec.submodules, self_attention=self_attention)
+    return dataclasses.replace(layer_spec, submodules=layer)

@@ -1,0 +1,187 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What tensors a Hugging Face folder holds, from its index and the headers of its files. No tensor is read.
+
+The folder comes from anywhere, so nothing in it is trusted: an index may name plain files of its own folder alone,
+files are never unpickled, and what does not fit is an error before the first tensor is read.
+"""
+
+import hashlib
+import json
+import stat
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from safetensors import SafetensorError, safe_open
+
+from nemo_rl_moe.errors import ConfigurationError
+
+INDEX_FILE = "model.safetensors.index.json"
+ONE_FILE = "model.safetensors"
+MOST_LISTED = 10
+"""Names in a message; of the rest there is the count."""
+_LARGEST_INDEX_BYTES = 2**27  # of a model of a trillion parameters in 384 experts a layer: 15 MB
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as the header of its file has it.
+
+    Attributes:
+        file: Name of the file in the folder.
+        shape: Its shape.
+        dtype: Its type, as safetensors names it: `F32`, `BF16`.
+    """
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class SafetensorsFolder:
+    """The tensors of a folder by their names.
+
+    Where there is an index it alone says which tensors the folder holds and where; other files are left alone.
+
+    Args:
+        folder: Holds `model.safetensors.index.json` and the files that it names, or a single `*.safetensors`.
+
+    Attributes:
+        folder: The same.
+        tensors: By name.
+        without_entry: Tensors of the files that the index does not name, to the file.
+
+    Raises:
+        ConfigurationError: The folder cannot be read, the index is damaged or names a file that is not a whole
+            safetensors file of this folder, or a file does not hold what the index says.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        entries = self._entries()
+        held = {file: self._header(file) for file in sorted(set(entries.values()) or {self._single_file()})}
+        if not entries:
+            entries = {name: file for file, tensors in held.items() for name in tensors}
+        lacking = [name for name, file in entries.items() if name not in held[file]]
+        if lacking:
+            first = lacking[0]
+            raise self._error(f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, as the index says")
+        self.tensors: Mapping[str, StoredTensor] = {name: held[file][name] for name, file in entries.items()}
+        self.without_entry: Mapping[str, str] = {
+            name: file for file, tensors in held.items() for name in tensors if name not in entries
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Of names, shapes, types and files; the same wherever the same folder is read."""
+        return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
+
+    def _error(self, problem: str) -> ConfigurationError:
+        return ConfigurationError(f"policy.model_name: {self.folder}: {problem}")
+
+    def _entries(self) -> dict[str, str]:
+        """Name of each tensor to its file, as the index has it; empty where there is no index."""
+        path = self.folder / INDEX_FILE
+        try:
+            if not path.is_symlink() and not path.exists():
+                return {}
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise self._error(f"{INDEX_FILE}: no plain file")
+            with path.open("rb") as file:
+                content = file.read(_LARGEST_INDEX_BYTES + 1)
+        except OSError as error:
+            raise self._error(f"{INDEX_FILE}: cannot be read: {error.strerror}") from None
+        if len(content) > _LARGEST_INDEX_BYTES:
+            raise self._error(f"{INDEX_FILE}: larger than {_LARGEST_INDEX_BYTES >> 20} MiB")
+        try:
+            index = json.loads(content.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_refuse)
+        except RecursionError:
+            raise self._error(f"{INDEX_FILE}: not valid JSON: nested too deeply") from None
+        except ValueError as error:  # also bytes that are not UTF-8
+            raise self._error(f"{INDEX_FILE}: not valid JSON: {one_line(error)}") from None
+        return self._checked_entries(index)
+
+    def _checked_entries(self, index: Any) -> dict[str, str]:
+        entries = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(entries, dict) or not entries:
+            raise self._error(f"{INDEX_FILE}: expected an object 'weight_map' that names each tensor's file")
+        for name, file in entries.items():
+            if not isinstance(file, str) or not file.isprintable():
+                raise self._error(f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, expected the name of a file")
+            if not file or file in (".", "..") or "/" in file or "\\" in file:
+                raise self._error(
+                    f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, which leaves the folder; expected the name of a "
+                    "file in it"
+                )
+            if not file.endswith(".safetensors"):
+                raise self._error(f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, expected a *.safetensors file")
+        return entries
+
+    def _single_file(self) -> str:
+        """The file of a folder without an index."""
+        try:
+            names = sorted(path.name for path in self.folder.iterdir())
+        except OSError as error:
+            raise self._error(f"cannot be read: {error.strerror}") from None
+        files = [name for name in names if name.endswith(".safetensors")]
+        if ONE_FILE in files or len(files) == 1:
+            return ONE_FILE if ONE_FILE in files else files[0]
+        if files:
+            raise self._error(f"holds several *.safetensors files ({listed(files)}) and no {INDEX_FILE}")
+        pickles = [name for name in names if name.endswith(_PICKLES)]
+        if pickles:
+            raise self._error(
+                f"holds {listed(pickles)} and no *.safetensors file: reading pickled weights can run code hidden in "
+                "them; convert them to safetensors where you trust them"
+            )
+        raise self._error("holds no *.safetensors file; policy.init: random starts without one")
+
+    def _header(self, name: str) -> dict[str, StoredTensor]:
+        """The tensors of one file, which is checked to be as long as its header says."""
+        path = self.folder / name
+        try:
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise self._error(f"{name}: no plain file")
+            with safe_open(path, framework="pt") as file:
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (no dict)
+                return {
+                    key: StoredTensor(name, tuple(found.get_shape()), found.get_dtype())
+                    for key, found in slices.items()
+                }
+        except OSError as error:
+            raise self._error(f"{name}: cannot be read: {error.strerror or one_line(error)}") from None
+        except SafetensorError as error:
+            raise self._error(f"{name}: damaged or no safetensors file: {one_line(error)}") from None
+
+
+def listed(names: list[str]) -> str:
+    """The first few names, and how many there are besides."""
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(shown(name) for name in names[:MOST_LISTED]) + more
+
+
+def shown(value: Any) -> str:
+    """A value out of a file, safe to show on one line: names of tensors as they are, all else quoted and cut."""
+    text = str(value)
+    return text if isinstance(value, str) and text.isprintable() and 0 < len(text) <= 200 else repr(value)[:200]
+
+
+def one_line(error: BaseException) -> str:
+    """An error's text on one line."""
+    return (" ".join(str(error).split()) or type(error).__name__)[:300]
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of which no key stands there twice: readers differ in which of two they take."""
+    if len(pairs) != len(dict(pairs)):
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{shown(twice)} stands there twice")
+    return dict(pairs)
+
+
+def _refuse(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no JSON number")

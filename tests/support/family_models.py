@@ -1,0 +1,239 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of every supported family, one for each branch that a family's configuration takes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_SIZES: Mapping[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_QWEN_EXPERTS: Mapping[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "router_aux_loss_coef": 0.01,
+}
+_DEEPSEEK: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK_YARN: Mapping[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 2,
+    "beta_slow": 0.5,
+    "mscale": 0.8,
+    "mscale_all_dim": 0.5,
+}
+_SHARED_EXPERT: Mapping[str, Any] = {**_QWEN_EXPERTS, "shared_expert_intermediate_size": 24}
+# Stretched so far that short sequences show it.
+_ROPE: Mapping[str, Mapping[str, Any]] = {
+    "linear": {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 100.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 4.0,
+    },
+}
+
+
+_GPT_OSS: Mapping[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 16,
+    "swiglu_limit": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class FamilyModel:
+    """One tiny model.
+
+    Layers, heads, query groups and experts can be cut in two, so that every layout of the tests holds it.
+
+    Attributes:
+        model_type: As in `config.json`.
+        fields: Of the configuration; those that all share are filled in.
+    """
+
+    model_type: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        """Transformer layers."""
+        return int({**_SIZES, **self.fields}["num_hidden_layers"])
+
+    @property
+    def experts_can_be_cut(self) -> bool:
+        """Whether expert-tensor parallelism can cut its experts: those of gpt-oss have biases."""
+        return self.has_experts and self.model_type != "gpt_oss"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer has experts."""
+        return "num_experts_per_tok" in self.fields
+
+    def hf_config(self) -> Any:
+        """The configuration as transformers has it."""
+        from transformers import AutoConfig
+
+        return AutoConfig.for_model(self.model_type, **{**_SIZES, **self.fields})
+
+
+FAMILY_MODELS: Mapping[str, FamilyModel] = {
+    "llama": FamilyModel("llama", {}),
+    "llama_linear_positions": FamilyModel("llama", {"rope_parameters": _ROPE["linear"], "tie_word_embeddings": True}),
+    "llama3_positions": FamilyModel("llama", {"rope_parameters": _ROPE["llama3"], "head_dim": 16}),
+    "mistral": FamilyModel("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mixtral": FamilyModel("mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16}),
+    "mixtral_top3_odd_vocabulary": FamilyModel(
+        "mixtral",
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 16,
+            "head_dim": 16,
+            "vocab_size": 61,
+            "router_aux_loss_coef": 0.0,
+        },
+    ),
+    "olmoe": FamilyModel("olmoe", {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 16}),
+    "olmoe_normalized_weights": FamilyModel(
+        "olmoe",
+        {
+            "num_key_value_heads": 4,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+    ),
+    "qwen2": FamilyModel("qwen2", {}),
+    "qwen2_yarn_positions": FamilyModel("qwen2", {"rope_parameters": _ROPE["yarn"], "tie_word_embeddings": True}),
+    "qwen2_moe": FamilyModel("qwen2_moe", _SHARED_EXPERT),
+    "qwen2_moe_dense_layers_normalized_weights": FamilyModel(
+        "qwen2_moe", {**_SHARED_EXPERT, "mlp_only_layers": [0], "norm_topk_prob": True, "num_experts_per_tok": 3}
+    ),
+    "qwen2_moe_without_biases": FamilyModel("qwen2_moe", {**_SHARED_EXPERT, "qkv_bias": False}),
+    "qwen3": FamilyModel("qwen3", {"head_dim": 16}),
+    "qwen3_yarn_positions": FamilyModel("qwen3", {"head_dim": 8, "rope_parameters": _ROPE["yarn"]}),
+    "qwen3_tied": FamilyModel("qwen3", {"head_dim": 8, "tie_word_embeddings": True, "vocab_size": 61}),
+    "qwen3_moe": FamilyModel("qwen3_moe", {**_QWEN_EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
+    "qwen3_moe_dense_layers_raw_weights": FamilyModel(
+        "qwen3_moe",
+        {**_QWEN_EXPERTS, "num_hidden_layers": 4, "head_dim": 8, "mlp_only_layers": [0, 3], "norm_topk_prob": False},
+    ),
+    "qwen3_moe_every_second_layer_tied": FamilyModel(
+        "qwen3_moe",
+        {
+            **_QWEN_EXPERTS,
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "decoder_sparse_step": 2,
+            "num_experts_per_tok": 3,
+            "tie_word_embeddings": True,
+            "vocab_size": 61,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
+    # As gpt-oss-20b; a window, a limit and positions so small that each of them shows.
+    "gpt_oss": FamilyModel(
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "original_max_position_embeddings": 16,
+                "truncate": False,
+            },
+        },
+    ),
+    "gpt_oss_other_windows_top3_odd_vocabulary": FamilyModel(
+        "gpt_oss",
+        {
+            **_GPT_OSS,
+            "num_experts_per_tok": 3,
+            "sliding_window": 1,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+            "router_aux_loss_coef": 0.0,
+            "vocab_size": 61,
+        },
+    ),
+    # As DeepSeek-V2-Lite.
+    "deepseek_v2": FamilyModel("deepseek_v2", {**_DEEPSEEK, "rope_parameters": _DEEPSEEK_YARN}),
+    "deepseek_v2_groups": FamilyModel(
+        "deepseek_v2",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 10,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 4,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": {**_DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "deepseek_v3": FamilyModel(
+        "deepseek_v3",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": 10,
+            "n_group": 4,
+            "topk_group": 2,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 1,
+            "rope_parameters": _DEEPSEEK_YARN,
+        },
+    ),
+    # As Moonlight: another epsilon than that of the latents' norms, and no groups.
+    "deepseek_v3_moonlight": FamilyModel(
+        "deepseek_v3",
+        {**_DEEPSEEK, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-2, "routed_scaling_factor": 2.446},
+    ),
+}
+"""By a name for people that begins with the model type."""

@@ -1,0 +1,231 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reading and writing Hugging Face folders as the ranks of a test's job do it."""
+
+import resource
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import CheckpointError, ConfigurationError
+from nemo_rl_moe.models.megatron import hf_import
+from nemo_rl_moe.models.megatron.families import FAMILIES, decoder
+from nemo_rl_moe.models.megatron.families.rules import Rule, RuleTable, rule
+from nemo_rl_moe.models.megatron.hf_export import save_weights, tensors_of_this_rank
+from nemo_rl_moe.models.megatron.hf_import import load_weights
+from nemo_rl_moe.models.megatron.model import build_model_chunks
+from nemo_rl_moe.models.megatron.parameter_layout import parameter_pieces
+from nemo_rl_moe.models.megatron.random_init import initialize_weights
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.safetensors_reader import SliceReader
+from tests.support.tiny_model import parallel_job, tiny_hf_config
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+Model = tuple[list[GPTModel], TransformerConfig, Any]
+
+NOTE = "note.txt"
+"""What the tests write beside weights."""
+
+
+def build_model(policy: PolicyConfig, changes: Mapping[str, Any]) -> Model:
+    """This rank's chunks of the tiny model, full of 7s."""
+    hf_config = tiny_hf_config(**changes)
+    config = build_transformer_config(policy, hf_config)
+    chunks = build_model_chunks(policy, config, hf_config)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.fill_(7.0)
+    return chunks, config, hf_config
+
+
+def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> list[str]:
+    """Loads each folder in turn, this rank its own of each list.
+
+    Returns:
+        The errors' text; "loaded" where there is none. A parameter that an error has left changed is told, too.
+    """
+    outcomes = []
+    with parallel_job(policy) as rank:
+        model = build_model(policy, {})
+        for choice in folders:
+            try:
+                load_weights(*model, Path(choice[rank]))
+                outcomes.append("loaded")
+            except ConfigurationError as error:
+                outcomes.append(str(error))
+                if any(not (parameter == 7.0).all() for chunk in model[0] for parameter in chunk.parameters()):
+                    outcomes.append("parameters have changed")
+    return outcomes
+
+
+def spoil_while_loading(policy: PolicyConfig, folder: str) -> str:
+    """Loads a folder that the last rank cannot read to its end; returns the error's text."""
+
+    class FailingReader(SliceReader):
+        def read_into(self, *arguments: Any) -> None:
+            if self.bytes_read > 10_000:
+                raise OSError(5, "Input/output error")
+            super().read_into(*arguments)
+
+    with parallel_job(policy) as rank:
+        model = build_model(policy, {})
+        reader = FailingReader if rank == 1 else SliceReader
+        with patch.object(hf_import, "SliceReader", reader):
+            try:
+                load_weights(*model, Path(folder))
+            except ConfigurationError as error:
+                return str(error)
+    return "loaded"
+
+
+def load_and_save(
+    policy: PolicyConfig, changes: Mapping[str, Any], source: str, target: str, options: Mapping[str, Any]
+) -> tuple[list[str], list[str], int]:
+    """Loads one folder and writes another.
+
+    Args:
+        policy: The layout.
+        changes: Of the model's configuration.
+        source: Where from.
+        target: Where to.
+        options: Of `save_weights`; with `stacks_experts` the family's own tensors hold all experts.
+
+    Returns:
+        What was left out on the way in, and out; and how many bytes this rank has read.
+    """
+    readers: list[SliceReader] = []
+
+    class KeptReader(SliceReader):
+        def __init__(self, *arguments: Any):
+            super().__init__(*arguments)
+            readers.append(self)
+
+    options = dict(options)
+    families = {"qwen3_moe": _with_stacked_experts()} if options.pop("stacks_experts", False) else {}
+    with parallel_job(policy), patch.dict(FAMILIES, families):
+        model = build_model(policy, changes)
+        with patch.object(hf_import, "SliceReader", KeptReader):
+            notices = load_weights(*model, Path(source))
+        without_rule = save_weights(*model, Path(target), lambda folder: (folder / NOTE).touch(), **options)
+    return notices, without_rule, sum(reader.bytes_read for reader in readers)
+
+
+def last_rows_of_vocabulary(policy: PolicyConfig, changes: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """Loads; the last row that this rank has of the embedding and of the output layer, by their names."""
+    with parallel_job(policy):
+        chunks, config, hf_config = build_model(policy, changes)
+        load_weights(chunks, config, hf_config, Path(source))
+        pieces = parameter_pieces(chunks, config)
+        return {piece.name: piece.local[-1].numpy().copy() for piece in pieces if piece.is_vocabulary}
+
+
+def _with_stacked_experts() -> Any:
+    def stacks(found: Rule) -> Rule:
+        return rule(*found.alternatives[0])
+
+    experts = {name: stacks(found) for name, found in decoder.EXPERTS.items()}
+    rules = {**decoder.DECODER, **decoder.QK_NORMS, **decoder.ROUTER, **experts}
+    return replace(FAMILIES["qwen3_moe"], rules=RuleTable(rules))
+
+
+def names_handed_out(policy: PolicyConfig, source: str) -> dict[str, Any]:
+    """The tensors that this rank hands to an engine, as arrays; taken before the model changes."""
+    with parallel_job(policy):
+        model = build_model(policy, {})
+        load_weights(*model, Path(source))
+        tensors = dict(tensors_of_this_rank(*model))
+        for chunk in model[0]:
+            for parameter in chunk.parameters():
+                parameter.data.zero_()
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+def save_twice(
+    policy: PolicyConfig, first: str, second: str, file_limit: int | None, fails_beside: bool
+) -> list[tuple[str, list[str], list[str]]]:
+    """Writes random weights into two folders, the first with a fault.
+
+    Args:
+        policy: The layout.
+        first: Where to; `{rank}` stands for the rank.
+        second: Where to; may be the same.
+        file_limit: Bytes that a file of the last rank may have while the first one is written.
+        fails_beside: What lies beside the weights cannot be written into the first one.
+
+    Returns:
+        For each the error's text, or "saved"; then what the folder holds, and what the folder lies among.
+    """
+    outcomes: list[tuple[str, list[str], list[str]]] = []
+    with parallel_job(policy) as rank:
+        chunks, config, hf_config = build_model(policy, {})
+        initialize_weights(chunks, config, hf_config, 1)
+
+        def write_beside(folder: Path) -> None:
+            (folder / NOTE).write_text("beside")
+            if fails_beside and not outcomes:
+                raise PermissionError(13, "not allowed", "tokenizer.json")
+
+        for number, folder in enumerate((Path(first.format(rank=rank)), Path(second))):
+            if file_limit is not None and rank == dist.get_world_size() - 1:
+                limit = file_limit if number == 0 else resource.RLIM_INFINITY
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                save_weights(chunks, config, hf_config, folder, write_beside)
+                outcome = "saved"
+            except CheckpointError as error:
+                outcome = str(error)
+            outcomes.append((outcome, _names_in(folder), _names_in(folder.parent)))
+            dist.barrier()
+    return outcomes
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def memory_of_saving(policy: PolicyConfig, changes: Mapping[str, Any], folder: str, max_shard_bytes: int) -> list[int]:
+    """Writes random weights; bytes of the model, and bytes that writing has added at most."""
+    with parallel_job(policy):
+        chunks, config, hf_config = build_model(policy, changes)
+        initialize_weights(chunks, config, hf_config, 1)
+        before = _begin_measuring()
+        save_weights(chunks, config, hf_config, Path(folder), lambda _: None, max_shard_bytes=max_shard_bytes)
+        return [_model_bytes(chunks), _memory("VmHWM") - before]
+
+
+def memory_of_loading(policy: PolicyConfig, changes: Mapping[str, Any], folder: str) -> list[int]:
+    """Reads weights; bytes of the model, and bytes that reading has added at most."""
+    with parallel_job(policy):
+        model = build_model(policy, changes)
+        before = _begin_measuring()
+        load_weights(*model, Path(folder))
+        added = _memory("VmHWM") - before
+        assert not any((parameter == 7.0).all() for chunk in model[0] for parameter in chunk.parameters())
+        return [_model_bytes(model[0]), added]
+
+
+def _model_bytes(chunks: Sequence[GPTModel]) -> int:
+    return sum(parameter.nbytes for chunk in chunks for parameter in chunk.parameters())
+
+
+def _begin_measuring() -> int:
+    """Forgets the largest size so far; bytes of this process in memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(name: str) -> int:
+    """Bytes, by the kernel's name: pages of mapped files count, too."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (text,) = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return int(text) * 1024

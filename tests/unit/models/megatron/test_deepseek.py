@@ -1,0 +1,250 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSeek's families make of `config.json`: of released models, of YaRN, of what is not supported."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.megatron.families import deepseek, family_of
+from nemo_rl_moe.models.megatron.memory_estimate import active_parameters, whole_model_parameters
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.published_deepseek import DEEPSEEK_CONFIGS, FP8
+from tests.support.tiny_model import tiny_policy
+
+
+def read_config(folder: Path, **fields: Any) -> Any:
+    (folder / "config.json").write_text(json.dumps(fields))
+    return load_hf_config(str(folder))
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+_ALL = {
+    "multi_latent_attention": True,
+    "kv_lora_rank": 512,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "moe_router_dtype": "fp32",
+    "moe_router_load_balancing_type": "seq_aux_loss",
+    "moe_aux_loss_coeff": 0.001,
+}
+_V2 = {**_ALL, "moe_router_score_function": "softmax", "moe_router_pre_softmax": True, "moe_router_topk": 6}
+_V3 = {
+    **_ALL,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.0,
+}
+EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": {
+        **_V2,
+        "q_lora_rank": None,
+        "moe_layer_freq": [0] + [1] * 26,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": 1.0,
+        "moe_shared_expert_intermediate_size": 2816,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": 40.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+    "DeepSeek-V2": {
+        **_V2,
+        "q_lora_rank": 1536,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 3,
+        "moe_router_topk_scaling_factor": 16.0,
+        "moe_shared_expert_intermediate_size": 3072,
+    },
+    "DeepSeek-V3": {
+        **_V3,
+        "moe_layer_freq": [0] * 3 + [1] * 58,
+        "moe_router_topk": 8,
+        "moe_router_num_groups": 8,
+        "moe_router_group_topk": 4,
+        "moe_router_topk_scaling_factor": 2.5,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+    },
+    "Moonlight-16B-A3B": {
+        **_V3,
+        "q_lora_rank": None,
+        "moe_router_topk": 6,
+        "moe_router_num_groups": None,
+        "moe_router_group_topk": None,
+        "moe_router_topk_scaling_factor": 2.446,
+        "layernorm_epsilon": 1e-5,
+        "rope_type": "rope",
+        "rotary_base": 50000.0,
+        "rotary_scaling_factor": 1.0,
+    },
+}
+# In billions, as the models' cards have them.
+ACTIVE = {"DeepSeek-V2-Lite": 2.4, "DeepSeek-V2": 21, "DeepSeek-V3": 37, "Moonlight-16B-A3B": 3}
+
+
+@pytest.mark.parametrize("name", DEEPSEEK_CONFIGS)
+def test_released_models_are_understood(name: str, tmp_path: Path) -> None:
+    published = DEEPSEEK_CONFIGS[name]
+    hf_config = read_config(tmp_path, **published.config_json)
+    fields = family_of(hf_config).transformer_fields(hf_config)
+    assert {field: fields[field] for field in EXPECTED_FIELDS[name]} == EXPECTED_FIELDS[name]
+    config = build_transformer_config(tiny_policy(), hf_config)
+    assert whole_model_parameters(config, hf_config) == published.num_parameters
+    assert active_parameters(config, hf_config) / 1e9 == pytest.approx(ACTIVE[name], rel=0.15)
+
+
+def test_weights_in_8_bits_are_refused_with_advice(tmp_path: Path) -> None:
+    fields = {**DEEPSEEK_CONFIGS["DeepSeek-V3"].config_json, "quantization_config": dict(FP8)}
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, **fields)
+    (problem,) = caught.value.problems
+    assert problem.startswith("policy.model_name: config.json: quantization_config: got {")
+    assert "write the checkpoint in bfloat16 first" in problem
+
+
+def test_layers_for_further_tokens_are_left_out(tmp_path: Path) -> None:
+    hf_config = read_config(tmp_path, **DEEPSEEK_CONFIGS["DeepSeek-V3"].config_json)
+    (pattern,) = family_of(hf_config).unused_tensors(hf_config)
+    assert re.fullmatch(pattern, "model.layers.61.eh_proj.weight")
+    assert re.fullmatch(pattern, "model.layers.61.mlp.experts.3.gate_proj.weight")
+    assert not re.fullmatch(pattern, "model.layers.6.mlp.gate.weight")
+    assert not re.fullmatch(pattern, "model.layers.60.mlp.gate.weight")
+    hf_config = read_config(tmp_path, **DEEPSEEK_CONFIGS["Moonlight-16B-A3B"].config_json)
+    assert family_of(hf_config).unused_tensors(hf_config) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "supported"),
+    [
+        ("deepseek_v2", "norm_topk_prob", True, "False or None"),
+        ("deepseek_v2", "topk_method", "noaux_tc", "'greedy' or 'group_limited_greedy'"),
+        ("deepseek_v2", "scoring_func", "sigmoid", "'softmax'"),
+        ("deepseek_v2", "moe_layer_freq", 2, "1"),
+        ("deepseek_v2", "mlp_bias", True, "False"),
+        ("deepseek_v3", "norm_topk_prob", False, "True"),
+        ("deepseek_v3", "scoring_func", "softmax", "'sigmoid'"),
+        ("deepseek_v3", "topk_method", "greedy", "'noaux_tc'"),
+        ("deepseek_v3", "rope_interleave", False, "True or None"),
+        ("deepseek_v3", "attention_bias", True, "False"),
+    ],
+)
+def test_unsupported_value_is_named(model: str, field: str, value: Any, supported: str, tmp_path: Path) -> None:
+    fields = FAMILY_MODELS[model].hf_config().to_dict()
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, **{**fields, field: value})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"policy.model_name: config.json: {field}: got {value!r}, supported for DeepSeek-V")
+    assert problem.endswith(f": {supported}")
+
+
+@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
+def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, **FAMILY_MODELS[model].hf_config().to_dict(), index_topk=2048)
+    (problem,) = caught.value.problems
+    assert problem.startswith("policy.model_name: config.json: index_topk: got 2048, a field that is not known")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("deepseek_v3", {"topk_group": 1, "num_experts_per_tok": 5}, "num_experts_per_tok: got 5, more than the"),
+        ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok: got 1, supported for DeepSeek-V3: 2 or more"),
+        ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads: got 2, expected the 4 attention heads"),
+        (
+            "deepseek_v2",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_type: got 'linear', supported here: 'default' or 'yarn'",
+        ),
+        (
+            "deepseek_v2",
+            {"rope_parameters": {**YARN, "truncate": False}},
+            "rope_parameters.truncate: got false, supported here: true",
+        ),
+    ],
+)
+def test_combinations_that_do_not_fit_are_refused(model: str, changes: dict[str, Any], message: str) -> None:
+    hf_config = FAMILY_MODELS[model].hf_config()
+    for name, value in changes.items():
+        setattr(hf_config, name, value)
+    with pytest.raises(ConfigurationError, match=f"policy.model_name: config.json: {re.escape(message)}"):
+        build_transformer_config(tiny_policy(), hf_config)
+
+
+def test_fused_routing_is_refused_where_it_would_choose_other_groups() -> None:
+    with pytest.raises(ConfigurationError, match="moe_router_fusion: got true, which chooses groups"):
+        build_transformer_config(tiny_policy(moe_router_fusion=True), FAMILY_MODELS["deepseek_v2_groups"].hf_config())
+
+
+def test_groups_that_limit_nothing_are_left_out() -> None:
+    hf_config = FAMILY_MODELS["deepseek_v3"].hf_config()
+    assert deepseek.group_fields(hf_config) == {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    hf_config.topk_group = 4
+    assert deepseek.group_fields(hf_config) == {"moe_router_num_groups": None, "moe_router_group_topk": None}
+
+
+def test_kind_of_auxiliary_loss() -> None:
+    hf_config = FAMILY_MODELS["deepseek_v2"].hf_config()
+    found = []
+    for coefficient, over_sequences in ((None, True), (0.0, True), (0.003, True), (0.003, False)):
+        hf_config.aux_loss_alpha, hf_config.seq_aux = coefficient, over_sequences
+        fields = family_of(hf_config).transformer_fields(hf_config)
+        found.append((fields["moe_router_load_balancing_type"], fields["moe_aux_loss_coeff"]))
+    assert found == [("none", 0.0), ("none", 0.0), ("seq_aux_loss", 0.003), ("aux_loss", 0.003)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"mscale": 0.7, "mscale_all_dim": 0.4},
+        {"mscale": 0.7},
+        {"mscale_all_dim": 0.7},
+        {"attention_factor": 1.3},
+        {"attention_factor": 1.3, "mscale": 0.7, "mscale_all_dim": 0.4},
+        {"factor": 1.0, "mscale": 0.7, "mscale_all_dim": 0.4},
+        {"beta_fast": 4, "beta_slow": 0.5},
+    ],
+)
+def test_rotation_and_scale_are_those_of_transformers(changes: dict[str, Any]) -> None:
+    """By Megatron-Core's own functions, from the fields that it is given."""
+    from megatron.core.models.common.embeddings import YarnRotaryEmbedding, _yarn_get_mscale
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import yarn_apply_mscale
+
+    hf_config = FAMILY_MODELS["deepseek_v3"].hf_config()
+    hf_config.rope_parameters = dict(YARN, **changes)
+    hf_config.qk_rope_head_dim = hf_config.head_dim = 16
+    fields = deepseek.rotary_fields(hf_config)
+    scale = _yarn_get_mscale(fields["rotary_scaling_factor"], fields["mscale_all_dim"]) ** 2 / math.sqrt(24)
+    assert scale == pytest.approx(yarn_apply_mscale(hf_config.rope_parameters, 24**-0.5))
+    expected, factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config)
+    names = ("rotary_base", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    rotary = YarnRotaryEmbedding(
+        16, **{name: fields[name] for name in names}, scaling_factor=fields["rotary_scaling_factor"]
+    )
+    angles, found_factor = rotary(100)
+    assert found_factor == pytest.approx(factor)
+    torch.testing.assert_close(angles[99, 0, 0, :8], 99 * expected)
+
+
+def test_plain_rotation_leaves_the_scores_alone() -> None:
+    hf_config = FAMILY_MODELS["deepseek_v3"].hf_config()
+    hf_config.rope_parameters = {"rope_type": "default", "rope_theta": 1000.0}
+    fields = deepseek.rotary_fields(hf_config)
+    # The square of 0.1 x 0 x ln(1) + 1.
+    assert (fields["rope_type"], fields["rotary_scaling_factor"], fields["mscale_all_dim"]) == ("rope", 1.0, 0.0)

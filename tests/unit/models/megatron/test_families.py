@@ -1,0 +1,137 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every family against transformers: the same logits and experts, and the same tensors after a round trip."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from tests.support.family_layouts import LAYOUTS
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.family_outputs import trainer_of
+from tests.support.family_parity import ParityJobs
+from tests.support.family_reference import (
+    ModelOutputs,
+    assert_same_experts,
+    assert_same_tensors,
+    logit_difference,
+    tensors_in,
+    write_reference,
+)
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_policy
+
+# Largest seen: 1.1e-5.
+LOGITS_TOLERANCE = 1e-4
+
+QUICK_LAYOUTS = ("one_rank", "one_rank_local", "pp2_ep2")
+
+
+@pytest.fixture(scope="module")
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityJobs:
+    """Of the models and layouts whose tests are selected."""
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    wanted = {(chosen["name"], chosen["where"]) for chosen in parameters if chosen.keys() >= {"name", "where"}}
+    return ParityJobs(wanted, tmp_path_factory.mktemp("families"))
+
+
+def is_quick(name: str, where: str) -> bool:
+    # Tensor parallelism goes through OLMoE's own norms.
+    return where in QUICK_LAYOUTS or (name, where) == ("olmoe", "tp2")
+
+
+with_layouts = pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        pytest.param(name, where, marks=[] if is_quick(name, where) else [pytest.mark.slow])
+        for where, chosen in LAYOUTS.items()
+        for name, model in FAMILY_MODELS.items()
+        if chosen.holds(model)
+    ],
+)
+"""Every model in every layout that holds it."""
+
+
+@with_layouts
+def test_logits_experts_and_tensors_are_those_of_transformers(name: str, where: str, jobs: ParityJobs) -> None:
+    ours, reference = jobs.run(name, where).outputs, jobs.reference(name).outputs
+    difference = logit_difference(ours, reference)
+    print(f"{name}, {where}: largest difference of two logits {difference:.1e}")
+    assert difference < LOGITS_TOLERANCE
+    assert_same_experts(ours, reference)
+    assert_same_tensors(jobs.exported(name, where), jobs.folder(name))
+
+
+@with_layouts
+def test_transformers_reads_what_is_exported(name: str, where: str, jobs: ParityJobs) -> None:
+    run, export = jobs.run(name, where), jobs.export(name, where)
+    assert export.is_same
+    difference = logit_difference(run.trained, export.trained)
+    print(f"{name}, {where}: largest difference of two logits after a step {difference:.1e}")
+    assert difference < LOGITS_TOLERANCE
+    assert_same_experts(run.trained, export.trained)
+    # The step changes far more than that.
+    assert logit_difference(run.trained, run.outputs) > 100 * LOGITS_TOLERANCE
+
+
+@with_layouts
+def test_greedy_responses_are_those_of_transformers(name: str, where: str, jobs: ParityJobs) -> None:
+    responses, expected = jobs.run(name, where).responses, jobs.reference(name).responses
+    assert [response.token_ids for response in responses] == [response.token_ids for response in expected]
+    for response, theirs in zip(responses, expected, strict=True):
+        assert response.logprobs == pytest.approx(theirs.logprobs, abs=LOGITS_TOLERANCE)
+
+
+@with_layouts
+def test_training_does_not_depend_on_the_layout_or_on_packing(name: str, where: str, jobs: ParityJobs) -> None:
+    expected, run = jobs.run(name, "one_rank").step, jobs.run(name, where)
+    for step in filter(None, (run.step, run.packed_step)):
+        assert step.loss == pytest.approx(expected.loss, rel=1e-5)
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+
+
+def measures_of(folder: str, policy: PolicyConfig) -> tuple[list[float], list[float]]:
+    """Losses of two steps; then loss and accuracy of an evaluation, where they are reported."""
+    with parallel_job(policy):
+        trainer = trainer_of(Path(folder), policy, num_steps=3)
+        shard = shard_of_rank(tiny_batch(11, vocabulary_size=61))
+        losses = [trainer.train([shard], sft_loss).global_loss for _ in range(2)]
+        evaluated = trainer.evaluate(shard, sft_loss)
+        return losses, [evaluated[name].reduce() for name in ("loss", "accuracy") if name in evaluated]
+
+
+@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+def test_odd_vocabulary_is_padded_without_changing_a_measure(layer_spec: str, tmp_path: Path) -> None:
+    run_ranks(write_reference, 1, "mixtral_top3_odd_vocabulary", tmp_path)
+    ((losses, evaluated),) = run_ranks(measures_of, 1, str(tmp_path), tiny_policy(1, layer_spec=layer_spec))
+    policy = tiny_policy(2, layer_spec=layer_spec, **layout(tp=2))
+    for losses_of_rank, evaluated_by_rank in run_ranks(measures_of, 2, str(tmp_path), policy):
+        assert losses_of_rank == pytest.approx(losses, rel=1e-6)
+        assert evaluated_by_rank in ([], pytest.approx(evaluated, rel=1e-6))
+
+
+def write_both_forms(name: str, root: str) -> None:
+    """The same weights in the form of files, in that of memory, and what an export makes of the second."""
+    write_reference(name, Path(root, "files"))
+    write_reference(name, Path(root, "memory"), as_in_memory=True)
+    policy = tiny_policy()
+    with parallel_job(policy):
+        trainer_of(Path(root, "memory"), policy).save_weights(Path(root, "exported"), {})
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe"])
+def test_files_may_have_the_form_of_transformers_memory(name: str, tmp_path: Path) -> None:
+    run_ranks(write_both_forms, 1, name, str(tmp_path))
+    assert any(tensor.ndim == 3 for tensor in tensors_in(tmp_path / "memory").values())
+    assert_same_tensors(tmp_path / "exported", tmp_path / "files")
+
+
+def test_experts_may_change_places_only_where_their_scores_are_equal() -> None:
+    scores = np.array([[[0.5, 0.3, 0.3 + 1e-6, 0.1]]])
+    theirs = ModelOutputs(np.zeros((1, 1, 2)), [np.array([[[0, 2]]])], [scores])
+    assert_same_experts(ModelOutputs(theirs.logits, [np.array([[[0, 1]]])], []), theirs)
+    with pytest.raises(AssertionError, match=r"layer 0 with experts, row 0, column 0: chosen \[0 3\]"):
+        assert_same_experts(ModelOutputs(theirs.logits, [np.array([[[0, 3]]])], []), theirs)

@@ -1,0 +1,162 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Experts of a few groups alone: by hand, as transformers chooses them, and what Megatron-Core would choose."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import model as model_module
+from nemo_rl_moe.models.megatron.group_limited_routing import group_limited_topk, limit_groups
+from nemo_rl_moe.models.megatron.model import build_model_chunks
+from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import parallel_job, tiny_policy
+from tests.support.training_run import hf_config_of
+
+# Three groups of two: the best expert is in the second, the two best sums are those of the first and the third.
+SCORES = torch.tensor([[0.5, 0.4, 0.6, 0.0, 0.45, 0.3]])
+
+
+def test_best_expert_speaks_for_its_group() -> None:
+    values, experts = group_limited_topk(SCORES, topk=2, num_groups=3, group_topk=2, best_of_group=1)
+    # Groups 2 and 1: of 0.5, 0.4, 0.6 and 0.0.
+    assert experts.tolist() == [[2, 0]]
+    torch.testing.assert_close(values, torch.tensor([[0.6, 0.5]]))
+
+
+def test_two_best_experts_speak_for_their_group() -> None:
+    values, experts = group_limited_topk(SCORES, topk=3, num_groups=3, group_topk=2, best_of_group=2)
+    # Groups 1 (0.9) and 3 (0.75), not 2 (0.6).
+    assert experts.tolist() == [[0, 4, 1]]
+    torch.testing.assert_close(values, torch.tensor([[0.5, 0.45, 0.4]]))
+
+
+def test_negative_scores_are_chosen_from_usable_groups() -> None:
+    """A bias can take scores below zero, which is where experts of other groups must not win."""
+    _, experts = group_limited_topk(SCORES - 2, topk=2, num_groups=3, group_topk=1, best_of_group=2)
+    assert experts.tolist() == [[0, 1]]
+
+
+def test_gradients_reach_the_chosen_scores() -> None:
+    scores = SCORES.clone().requires_grad_()
+    group_limited_topk(scores, topk=2, num_groups=3, group_topk=2, best_of_group=1)[0].sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[1.0, 0.0, 1.0, 0.0, 0.0, 0.0]]
+
+
+def choices(model: str, *, is_limited: bool, replays: bool = False) -> list[tuple[bool, bool, bool]]:
+    """Of each router with random weights and bias: whether experts, and weights, are those of transformers' router.
+
+    Returns:
+        (the same experts for all tokens, the same weights, recorded experts are the chosen ones) for each router.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    policy = tiny_policy(1, moe_enable_routing_replay=replays)
+    hf_config = FAMILY_MODELS[model].hf_config()
+    install = limit_groups if is_limited else (lambda chunk: None)
+    with parallel_job(policy), mock.patch.object(model_module, "limit_groups", install):
+        config = build_transformer_config(policy, hf_config)
+        found = []
+        for router in build_model_chunks(policy, config, hf_config)[0].modules():
+            if isinstance(router, TopKRouter):
+                router.eval()
+                if replays:
+                    router.router_replay.set_router_replay_action(RouterReplayAction.RECORD)
+                found.append(_compare(router, hf_config, replays=replays))
+        return found
+
+
+def _compare(router: Any, hf_config: Any, *, replays: bool) -> tuple[bool, bool, bool]:
+    torch.manual_seed(router.layer_number)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape))
+        theirs = _router_of_transformers(hf_config)
+        theirs.weight.copy_(router.weight)
+        if router.expert_bias is not None:
+            router.expert_bias.copy_(0.3 * torch.randn(router.expert_bias.shape))
+            theirs.e_score_correction_bias.copy_(router.expert_bias)
+        tokens = torch.randn(200, 1, hf_config.hidden_size)
+        probs, chosen = router(tokens)
+        _, weights, experts = theirs(tokens)
+    expected = torch.zeros_like(probs).scatter(1, experts, weights)
+    recorded = router.router_replay.get_recorded_indices() if replays else _indices(chosen)
+    return (
+        torch.equal(chosen, expected > 0),
+        torch.allclose(probs, expected, atol=1e-6),
+        torch.equal(recorded.sort(-1).values, _indices(chosen)),
+    )
+
+
+def _indices(chosen: Tensor) -> Tensor:
+    return chosen.nonzero()[:, 1].view(len(chosen), -1)
+
+
+def _router_of_transformers(hf_config: Any) -> Any:
+    from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    kind = {"deepseek_v2": DeepseekV2TopkRouter, "deepseek_v3": DeepseekV3TopkRouter}[hf_config.model_type]
+    return kind(hf_config)
+
+
+MODELS = ("deepseek_v2_groups", "deepseek_v3")
+
+
+def all_choices() -> dict[str, list[tuple[bool, bool, bool]]]:
+    found = {}
+    for model in MODELS:
+        found[f"{model} limited"] = choices(model, is_limited=True)
+        found[f"{model} recorded"] = choices(model, is_limited=True, replays=True)
+        found[f"{model} as Megatron-Core"] = choices(model, is_limited=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[tuple[bool, bool, bool]]]:
+    (answers,) = run_ranks(all_choices, 1)
+    return answers
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("way", ["limited", "recorded"])
+def test_routers_choose_as_transformers_does(model: str, way: str, found: Any) -> None:
+    assert found[f"{model} {way}"] == [(True, True, True)] * 3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_megatron_core_chooses_otherwise(model: str, found: Any) -> None:
+    """What `limit_groups` is for; where Megatron-Core is cured itself this test says so."""
+    assert not any(same for same, _, _ in found[f"{model} as Megatron-Core"])
+
+
+def has_own_choice(model: Any, **changes: Any) -> bool:
+    """Whether the routers of a model do not choose as Megatron-Core does."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    policy = tiny_policy(1, **changes)
+    with parallel_job(policy):
+        hf_config = hf_config_of(model)
+        (chunk,) = build_model_chunks(policy, build_transformer_config(policy, hf_config), hf_config)
+        (own,) = {module.router_replay is not None for module in chunk.modules() if isinstance(module, TopKRouter)}
+        return own
+
+
+def test_only_groups_of_the_model_are_chosen_so() -> None:
+    assert run_ranks(has_own_choice, 1, "deepseek_v3") == [True]
+    assert run_ranks(has_own_choice, 1, "deepseek_v3_moonlight") == [False]
+
+
+def test_groups_that_a_user_sets_are_megatron_core_s() -> None:
+    (own,) = run_ranks(user_chosen_groups, 1)
+    assert not own
+
+
+def user_chosen_groups() -> bool:
+    return has_own_choice({}, moe_router_num_groups=4, moe_router_group_topk=2)

@@ -1,0 +1,182 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reading a Hugging Face folder: what does not fit is told by all ranks first, and each reads its own part."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.family_reference import assert_same_tensors, tensors_in
+from tests.support.gloo_ranks import run_ranks
+from tests.support.hf_folders import DAMAGED, UNFIT, stacked, tiny_tensors, write_folder
+from tests.support.hf_runs import last_rows_of_vocabulary, load_and_save, load_from_each, spoil_while_loading
+from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
+
+TIED = {"tie_word_embeddings": True}
+
+
+def test_what_does_not_fit_is_told_by_all_ranks_and_changes_nothing(tmp_path: Path) -> None:
+    spoiled = {**DAMAGED, **UNFIT}
+    folders = [tmp_path / str(number) / "folder" for number in range(len(spoiled))]
+    for folder, (spoil, _) in zip(folders, spoiled.values(), strict=True):
+        write_folder(tiny_tensors(tiny_hf_config()), folder)
+        spoil(folder)
+    whole = tmp_path / "whole"
+    write_folder(tiny_tensors(tiny_hf_config()), whole)
+    policy = tiny_policy(2, **layout(pp=2))
+    outcomes = run_ranks(load_from_each, 2, policy, [[str(folder)] * 2 for folder in [*folders, whole]])
+    assert outcomes[0] == outcomes[1]
+    *errors, last = outcomes[0]
+    assert last == "loaded"
+    for folder, error, (_, words) in zip(folders, errors, spoiled.values(), strict=True):
+        assert all(line.startswith(f"policy.model_name: {folder}: ") for line in error.split("\n"))
+        assert "rank" not in error
+        for word in words:
+            assert word in error
+
+
+def test_rank_that_cannot_reach_the_folder_or_finds_another_is_named(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_hf_config())
+    write_folder(tensors, tmp_path / "whole")
+    write_folder(tensors, tmp_path / "other", num_files=1)
+    nowhere, whole, other = (str(tmp_path / name) for name in ("nowhere", "whole", "other"))
+    policy = tiny_policy(2, **layout(ep=2))
+    outcomes = run_ranks(load_from_each, 2, policy, [[whole, nowhere], [nowhere, whole], [whole, other]])
+    for rank in (0, 1):
+        first, second, third = outcomes[rank]
+        assert first == f"policy.model_name: {nowhere}: cannot be read: No such file or directory (on rank 1)"
+        assert second == f"policy.model_name: {nowhere}: cannot be read: No such file or directory (on rank 0)"
+        assert "rank 1 finds other tensors than rank 0; all ranks must share the folder" in third
+
+
+def test_fault_while_reading_ends_all_ranks(tmp_path: Path) -> None:
+    write_folder(tiny_tensors(tiny_hf_config()), tmp_path / "whole")
+    first, second = run_ranks(spoil_while_loading, 2, tiny_policy(2, **layout(pp=2)), str(tmp_path / "whole"))
+    assert first == second
+    assert "cannot be read: [Errno 5] Input/output error (on rank 1)" in first
+
+
+def expected_bytes(tensors: dict[str, torch.Tensor], changes: dict[str, Any], sizes: dict[str, int]) -> int:
+    """What the ranks of a layout read together: where nothing is cut there are copies, and each is read."""
+    model_ranks = max(sizes.values())
+
+    def copies(name: str) -> int:
+        if ".experts." in name:
+            return 1 if sizes.get("ep", 1) * sizes.get("etp", 1) * sizes.get("pp", 1) > 1 else model_ranks
+        if name == "model.embed_tokens.weight" and changes and sizes.get("pp", 1) > 1:
+            return 2
+        is_cut = tensors[name].ndim == 2 and "mlp.gate" not in name
+        return 1 if sizes.get("pp", 1) > 1 or (sizes.get("tp", 1) > 1 and is_cut) else model_ranks
+
+    return sum(tensor.nbytes * copies(name) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        ({"pp": 2}, {}),
+        ({"pp": 2}, TIED),
+        ({"ep": 2}, {}),
+        ({"tp": 2, "ep": 2}, {}),
+        ({"tp": 2, "etp": 2}, {"vocab_size": 61}),
+    ],
+)
+def test_each_rank_reads_what_it_holds(sizes: dict[str, int], changes: dict[str, Any], tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_hf_config(**changes))
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_folder(tensors, source)
+    policy = tiny_policy(2, **layout(**sizes))
+    outcomes = run_ranks(load_and_save, 2, policy, changes, str(source), str(target), {})
+    read = [num_bytes for _, _, num_bytes in outcomes]
+    assert sum(read) == expected_bytes(tensors, changes if changes == TIED else {}, sizes)
+    assert max(read) < 0.75 * sum(read)
+    assert_same_tensors(target, source)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "layer_spec"),
+    [
+        (2, {"pp": 2, "vpp": 2}, "auto"),
+        (2, {"tp": 2, "etp": 2}, "local"),
+        (2, {"ep": 2}, "local"),
+        pytest.param(2, {}, "auto", marks=pytest.mark.slow),
+        pytest.param(4, {"tp": 2, "ep": 2, "pp": 2}, "auto", marks=pytest.mark.slow),
+        pytest.param(4, {"tp": 2, "etp": 2, "ep": 2}, "local", marks=pytest.mark.slow),
+    ],
+)
+def test_round_trip_keeps_every_bit(world_size: int, sizes: dict[str, int], layer_spec: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_folder(tiny_tensors(tiny_hf_config()), source)
+    policy = tiny_policy(world_size, layer_spec=layer_spec, **layout(**sizes))
+    run_ranks(load_and_save, world_size, policy, {}, str(source), str(target), {})
+    assert_same_tensors(target, source)
+
+
+def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
+    changes = {"vocab_size": 61}
+    tensors = tiny_tensors(tiny_hf_config(**changes))
+    write_folder(tensors, tmp_path / "source")
+    policy = tiny_policy(2, **layout(tp=2, etp=2))
+    first, second = run_ranks(last_rows_of_vocabulary, 2, policy, changes, str(tmp_path / "source"))
+    names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
+    assert first.keys() == second.keys() == names.keys()
+    for ours, theirs in names.items():
+        # Of 62 rows each rank has 31, and there is no 62nd in the files.
+        np.testing.assert_array_equal(first[ours], tensors[theirs][30].numpy())
+        assert not second[ours].any()
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "etp": 2}])
+def test_experts_may_be_stacked(sizes: dict[str, int], tmp_path: Path) -> None:
+    hf_config = tiny_hf_config()
+    tensors = tiny_tensors(hf_config)
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_folder(stacked(tensors, hf_config), source)
+    policy = tiny_policy(2, **layout(**sizes))
+    run_ranks(load_and_save, 2, policy, {}, str(source), str(target), {})
+    written = tensors_in(target)
+    assert written.keys() == tensors.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
+
+
+def test_other_types_are_cast(tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].double()
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_folder(tensors, source)
+    run_ranks(load_and_save, 1, tiny_policy(), {}, str(source), str(target), {})
+    written = tensors_in(target)
+    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
+    assert all(torch.equal(written[name], tensor.float()) for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 2, "etp": 2}, {"ep": 2}])
+def test_model_of_half_the_bits_keeps_them(sizes: dict[str, int], tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_folder({name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}, source)
+    policy = tiny_policy(2, precision="bfloat16", **layout(**sizes))
+    run_ranks(load_and_save, 2, policy, {}, str(source), str(target), {})
+    assert_same_tensors(target, source)
+
+
+def test_tensors_without_use_are_left_out_and_told(tmp_path: Path) -> None:
+    tensors = tiny_tensors(tiny_hf_config(**TIED))
+    more = {"lm_head.weight": torch.ones(64, 32)}
+    more |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(4)}
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_folder({**tensors, **more}, source)
+    bias = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    policy = tiny_policy(2, **layout(pp=2), **bias)
+    outcomes = run_ranks(load_and_save, 2, policy, TIED, str(source), str(target), {})
+    assert outcomes[0][:2] == outcomes[1][:2]
+    notices, without_rule, _ = outcomes[0]
+    assert notices == [
+        f"{source}: 1 tensor left out: lm_head.weight: the output layer is the embedding (tie_word_embeddings)",
+        f"{source}: 4 tensors left out: {', '.join(sorted(more)[1:])}: buffers of the rotary embedding, which follow "
+        "from config.json",
+    ]
+    assert without_rule == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(4)]
+    assert tensors_in(target).keys() == tensors.keys()
