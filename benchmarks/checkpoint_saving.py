@@ -28,6 +28,7 @@ from nemo_rl_moe.data.collate import collate
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.loggers.run_folder import collect_versions
+from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 BATCH_SIZE, SEQUENCE_LENGTH, STEPS_BETWEEN = 8, 128, 5
@@ -59,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = make_config(folder / "model", options.workers)
         cluster = RayCluster(1, 0, options.workers)
         stack.callback(cluster.shutdown)
-        policy = MegatronPolicy(config, cluster, seed=0, num_steps=1000)
+        policy = MegatronPolicy(
+            config, cluster, seed=0, num_steps=1000, source=find_model(config.policy), model_files={}
+        )
         stack.callback(policy.shutdown)
         result = measure(policy, folder, options.rounds)
     print(

@@ -53,6 +53,7 @@ from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.loggers.run_folder import collect_versions
+from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
@@ -223,7 +224,15 @@ def run(
     in_step = config.dpo.reference_logprobs == "in_step"
     cluster = RayCluster(1, 0, config.cluster.cpu_workers_per_node)
     stack.callback(cluster.shutdown)
-    policy = MegatronPolicy(config, cluster, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step)
+    policy = MegatronPolicy(
+        config,
+        cluster,
+        seed=config.dpo.seed,
+        num_steps=num_steps,
+        source=find_model(config.policy),
+        model_files={},
+        keep_reference=in_step,
+    )
     stack.callback(policy.shutdown)
     release(cores)
     console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))

@@ -48,7 +48,7 @@ from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.loggers.samples import SampleLog
-from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
@@ -197,7 +197,9 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
     """Trains in the product's own loop."""
     cluster = RayCluster(1, 0, config.cluster.cpu_workers_per_node)
     stack.callback(cluster.shutdown)
-    policy = MegatronPolicy(config, cluster, seed=config.grpo.seed, num_steps=len(prompts))
+    policy = MegatronPolicy(
+        config, cluster, seed=config.grpo.seed, num_steps=len(prompts), source=find_model(config.policy), model_files={}
+    )
     stack.callback(policy.shutdown)
     scorer = EnvironmentScorer(config.env)
     stack.callback(scorer.shutdown)

@@ -48,6 +48,7 @@ from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.run_folder import collect_versions
+from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 BATCH_SIZE = 8
@@ -213,7 +214,14 @@ def start_contestant(
     config = make_config(folder / "model", options, track_moe_metrics=track_moe_metrics)
     cluster = RayCluster(1, 0, options.workers)
     stack.callback(cluster.shutdown)
-    policy = MegatronPolicy(config, cluster, seed=config.sft.seed, num_steps=options.warmup + options.steps)
+    policy = MegatronPolicy(
+        config,
+        cluster,
+        seed=config.sft.seed,
+        num_steps=options.warmup + options.steps,
+        source=find_model(config.policy),
+        model_files={},
+    )
     stack.callback(policy.shutdown)
     run_folder = folder / f"moe_metrics_{track_moe_metrics}"
     run_folder.mkdir()

@@ -9,6 +9,7 @@ from pathlib import Path
 from nemo_rl_moe.checkpoints.attempts import note_history, noted_history
 from nemo_rl_moe.checkpoints.changes import changed_keys, changes_line, layout_line, other_experiment, wrong_changes
 from nemo_rl_moe.checkpoints.own_run_folder import run_folder_of
+from nemo_rl_moe.checkpoints.starting_model import refuse_model_among_checkpoints
 from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
 from nemo_rl_moe.config.resolved import dump_resolved
@@ -83,10 +84,21 @@ def find_resume_point(
 
     Raises:
         CheckpointError: Another run is writing there, or the run cannot go on from what is there.
+        ConfigurationError: The run would remove the model that it starts from.
     """
     if not config.checkpointing.enabled:
         return None
-    warn = _told_once(warn)
+    if config.checkpointing.checkpoint_dir is not None:
+        refuse_model_among_checkpoints(config, Path(config.checkpointing.checkpoint_dir))
+    point = _resume_point(config, run_id, attempt_number, _told_once(warn))
+    if point is not None:
+        refuse_model_among_checkpoints(config, point.folder.parent)
+    return point
+
+
+def _resume_point(
+    config: MasterConfig, run_id: str, attempt_number: int, warn: Callable[[str], None]
+) -> ResumePoint | None:
     if attempt_number > 1:
         own = _of_earlier_attempt(config, run_id, warn)
         if own is not None:

@@ -21,8 +21,12 @@ from nemo_rl_moe.disk_trees import delete, put_in_place, sync
 from nemo_rl_moe.errors import CheckpointError
 
 POLICY_FOLDER_NAME = "policy"
+FINAL_WEIGHTS_FOLDER = "final"
+"""Beside the checkpoints of a complete run."""
 LOCK_FILE_NAME = ".lock"
-_WHOLE = re.compile(r"step_(0|[1-9][0-9]{0,17})")
+CHECKPOINT_NAME = r"step_(0|[1-9][0-9]{0,17})"
+"""What the folder of a checkpoint is called."""
+_WHOLE = re.compile(CHECKPOINT_NAME)
 _LEFTOVER = re.compile(rf"\.({_WHOLE.pattern})\.(incomplete|replaced|removed)")
 _KEY = "checkpointing.checkpoint_dir"
 

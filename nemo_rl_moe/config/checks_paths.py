@@ -24,8 +24,12 @@ def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a model's name means a folder: a hub's name has no leading dot or slash and at most one slash."""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir()
+    """Whether a model's name means a folder: a hub's name has no leading dot or slash and at most one slash.
+
+    What would lie in a folder that is here means one too: to ask the hub for a mistyped one takes half a minute.
+    """
+    is_inside = "/" in name and Path(name).parent.is_dir()
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir() or is_inside
 
 
 def model_folder_exists(config: MasterConfig) -> Iterator[str]:

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.*", "tekken.json")
+
+
 def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTokenizerBase":
     """Loads `policy.tokenizer.name`.
 
@@ -27,8 +30,10 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the hub, the file formats and the classes of models raise dozens of types
         cause = next(iter(str(error).splitlines()), "")
-        problem = f"policy.tokenizer.name: {name}: cannot be loaded: {type(error).__name__}: {cause}"
-        raise ConfigurationError(problem) from error
+        problem = f"cannot be loaded: {type(error).__name__}: {cause}"
+        if Path(name).is_dir() and not any(found for pattern in _FILES for found in Path(name).glob(pattern)):
+            problem = f"holds no tokenizer; expected a file such as {_FILES[0]}"
+        raise ConfigurationError(f"policy.tokenizer.name: {name}: {problem}") from error
     if chat_template is not None:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")

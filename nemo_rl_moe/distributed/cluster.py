@@ -4,16 +4,19 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.distributed.head_watch import HeadWatch, RemoteHead, knock
 from nemo_rl_moe.distributed.local_ray import LocalRay, kept_in_its_place
 from nemo_rl_moe.distributed.node_tools import usable_cores
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
 
 JOIN_TIMEOUT_S = 10.0
 
@@ -142,6 +145,22 @@ class RayCluster:
     def can_be_called(self) -> bool:
         """False when Ray has been stopped or its servers have died: a call to it might wait for ever."""
         return ray.is_initialized() and self.failure is None
+
+    def call_on_each_machine(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Calls a function once on every machine of the run, in processes of their own.
+
+        Raises:
+            WorkerDiedError: One of them died, or the function raised.
+        """
+        calls = []
+        for bundle in range(self.request.num_nodes):
+            strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
+            task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            calls.append(task.remote(*args))
+        try:
+            return list(ray.get(calls))
+        except RayError as error:
+            raise WorkerDiedError(f"`{function.__name__}` on the machines of the run: {error}") from error
 
     def shutdown(self) -> None:
         """Gives back what was reserved, and stops Ray if this object started it. Does nothing the second time."""

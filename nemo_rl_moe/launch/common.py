@@ -11,11 +11,13 @@ from typing import Any
 from nemo_rl_moe.algorithms.loop import RunSummary
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.model import PreparedModel
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME
 from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
 from nemo_rl_moe.loggers.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.models.hub_files import HubModel, fetching_problem
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 _LONGEST_LIST_SHOWN = 4
@@ -36,6 +38,16 @@ def running_cluster(config: MasterConfig, console: ConsoleLogger) -> Iterator[Ra
         cluster.shutdown()
 
 
+def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
+    """Brings a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
+
+    Raises:
+        ConfigurationError: A machine cannot get it.
+    """
+    if problems := [problem for problem in cluster.call_on_each_machine(fetching_problem, model) if problem]:
+        raise ConfigurationError(list(dict.fromkeys(problems)))
+
+
 @contextmanager
 def running_policy(
     config: MasterConfig,
@@ -52,9 +64,18 @@ def running_policy(
     Raises:
         ConfigurationError: The model's weights cannot be used.
     """
+    if model.source.hub is not None and not cluster.is_local:
+        with console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
+            fetch_on_machines(cluster, model.source.hub)
     with console.phase(f"starting {config.cluster.world_size} workers"):
         policy = MegatronPolicy(
-            config, cluster, seed=seed, num_steps=num_steps, keep_reference=keep_reference, model_files=model.files
+            config,
+            cluster,
+            seed=seed,
+            num_steps=num_steps,
+            source=model.source,
+            model_files=model.files,
+            keep_reference=keep_reference,
         )
     for line in policy.notices:
         console.message(line)
@@ -78,12 +99,17 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
     Args:
         console: Where to.
         moe_configuration: Name to value.
-        sources: Name to who has set it; Megatron-Core's own defaults are not in it.
+        sources: Name to who has set it; Megatron-Core's own defaults are not in it. Of these, those of what is
+            switched off are left out.
     """
     if not moe_configuration:
         console.message("the model has no MoE layers: there is nothing to track")
         return
-    in_force = {name: value for name, value in moe_configuration.items() if value is not None and value is not False}
+    in_force = {
+        name: value
+        for name, value in moe_configuration.items()
+        if value is not None and value is not False and (name in sources or _has_effect(name, moe_configuration))
+    }
     console.message("MoE configuration in force (null and false left out):")
     for name, value in in_force.items():
         console.message(f"  {name}: {_short(value)}" + (f"  ({sources[name]})" if name in sources else ""))
@@ -92,6 +118,15 @@ def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], s
             f"FORCED ROUTING: policy.megatron_cfg.{name} is {in_force[name]}. The router's own choices are overruled: "
             "this run is a benchmark or a drill, and what it trains is worthless."
         )
+
+
+def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
+    """False for defaults of what is switched off."""
+    if name.startswith(("moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_")):
+        return bool(moe_configuration.get("moe_token_dispatcher_type") == "flex")
+    if name == "moe_router_bias_update_rate":
+        return bool(moe_configuration.get("moe_router_enable_expert_bias"))
+    return name != "moe_token_drop_policy" or moe_configuration.get("moe_expert_capacity_factor") is not None
 
 
 def _short(value: Any) -> Any:

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts a model's folder between Hugging Face's format and Megatron-Core's, in this process, on the host."""
 
+import math
 import os
 import shutil
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,17 +16,17 @@ from typing import TYPE_CHECKING, Any
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.disk_trees import put_in_place
-from nemo_rl_moe.errors import ConfigurationError, UserError
+from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.launch.formats import NUMBER_FORMATS, NumberFormat, WeightsFormat
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
-    check_weights,
     holds_megatron_weights,
     load_config_json,
     load_hf_config,
 )
-from nemo_rl_moe.models.model_files import copied_model_files, write_model_files
+from nemo_rl_moe.models.model_files import copied_model_files, left_out_line, tokenizer_code, write_model_files
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 
 # Of it only what every model has is used: one worker on the host, no layout, Megatron-Core's modules.
 _BASE_CONFIG = "sft_tiny_moe.yaml"
+_FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+"""By the type's name in safetensors files."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +79,17 @@ def convert(conversion: Conversion) -> None:
     except UserError as error:
         # The checks know the input as what a run's configuration calls it.
         raise ConfigurationError([line.replace("policy.model_name:", "--input:") for line in error.problems]) from error
+
+
+@contextmanager
+def _told_of(option: str, folder: Path, consequence: str = "") -> Iterator[None]:
+    """What the operating system refuses inside is a problem with this option's folder."""
+    try:
+        yield
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigurationError(f"--output: {conversion.target}: {reason}; nothing is left") from error
+        name = "" if error.filename is None else f"{error.filename}: "
+        reason = f"{name}{error.strerror or one_line(error)}"
+        raise ConfigurationError(f"{option}: {folder}: {reason}{consequence}") from error
 
 
 def _check_folders(conversion: Conversion) -> None:
@@ -109,9 +122,10 @@ def _hint(source: Path, found: WeightsFormat) -> str:
 
 def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     source, target = conversion.source, conversion.target
-    config_json, hf_config = load_config_json(str(source)), load_hf_config(str(source))
-    policy = _policy(source, conversion.dtype or _dtype_of(config_json))
-    check_weights(policy)
+    with _told_of("--input", source):
+        config_json, hf_config = load_config_json(str(source)), load_hf_config(str(source))
+        held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
+    policy = _policy(source, conversion.dtype or _dtype_of(config_json, held, console))
     with console.phase("importing Megatron-Core"):
         from nemo_rl_moe.models.megatron.router_settings import exported_config, setting_sources
         from nemo_rl_moe.models.megatron.starting_weights import set_starting_weights
@@ -125,21 +139,50 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
 
         with console.phase("building the model"):
             model = _Model(hf_config, config, build_model_chunks(policy, config, hf_config))
-        with console.phase(f"reading {source}") as progress:
-            notices = set_starting_weights(model.chunks, config, hf_config, source, policy.init_seed, progress)
-        for line in notices:
-            console.message(line)
-        exported = exported_config(hf_config, config_json, config, policy.precision)
-        files = copied_model_files(source, exported.content, hf_config)
-        with console.phase(f"writing {target}") as progress:
-            target.parent.mkdir(parents=True, exist_ok=True)
+        with _told_of("--input", source):
+            with console.phase(f"reading {source}") as progress:
+                notices = set_starting_weights(model.chunks, config, hf_config, source, policy.init_seed, progress)
+            for line in notices:
+                console.message(line)
+            exported = exported_config(policy, hf_config, config_json, config)
+            files = copied_model_files(source, exported.content, hf_config)
+        with (
+            _told_of("--output", target, "; nothing is left"),
+            console.phase(f"writing {target}") as progress,
+            _staged(target) as staging,
+        ):
             write = {"hf": _write_hugging_face, "megatron": _write_megatron}[conversion.target_format]
-            left_out = write(model, target, files, progress)
+            left_out = write(model, staging, files, progress)
         for name in left_out:
-            console.warn(f"{name} is left out: the family has no tensor for it")
+            console.warn(left_out_line(name))
+    if code := tokenizer_code(files):
+        console.warn(
+            f"the tokenizer needs code of its own ({', '.join(code)}), which is not copied: AutoTokenizer cannot load "
+            "the output until you have put that beside it, where you trust it"
+        )
     num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
     console.message(_next_step(conversion.target_format, target))
+
+
+@contextmanager
+def _staged(target: Path) -> Iterator[Path]:
+    """Where the output is put together, in a folder that nobody else has made; it gets its name when it is whole.
+
+    Whatever happens inside, an interrupt too, nothing but a whole output stays.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield own / target.name
+        if target.exists():
+            raise ConfigurationError(f"--output: {target} has appeared meanwhile; nothing is written")
+        put_in_place(own / target.name, target, own / "replaced")
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"{own / target.name}: ")
+        raise ConfigurationError(f"--output: {target}: {reason}; nothing is left") from error
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
 def _announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -153,13 +196,37 @@ def _next_step(target_format: WeightsFormat, target: Path) -> str:
     return train if target_format == "megatron" else f"{train}; to load it: AutoModelForCausalLM.from_pretrained"
 
 
-def _dtype_of(config_json: Mapping[str, Any]) -> NumberFormat:
-    stated = config_json.get("dtype", config_json.get("torch_dtype", "float32"))
+def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:
+    """The input's number format: that of its files, whatever `config.json` says; nothing is rounded unasked."""
+    stated = config_json.get("dtype", config_json.get("torch_dtype"))
+    if held is None:
+        return _writable(stated or "float32", "config.json: dtype")
+    formats = {
+        name: _FORMAT_OF_TYPE[tensor.dtype] for name, tensor in held.tensors.items() if tensor.dtype in _FORMAT_OF_TYPE
+    }
+    sizes: Counter[str] = Counter()
+    for name, number_format in formats.items():
+        sizes[number_format] += math.prod(held.tensors[name].shape)
+    # Where no tensor is of a type that can be read, reading will say so.
+    chosen = _writable(sizes.most_common(1)[0][0] if sizes else "float32", "most weights")
+    if stated is not None and stated != chosen:
+        console.message(f"config.json says {stated}, and the weights are {chosen}: written as they are; see --dtype")
+    others = [name for name, number_format in formats.items() if number_format != chosen]
+    if others and chosen != "float32":
+        console.message(
+            f"{len(others)} of {len(held.tensors)} tensors are not {chosen} but, for instance, "
+            f"{formats[others[0]]} ({others[0]}): those that the model computes in {chosen} are rounded to "
+            "it; --dtype float32 rounds nothing"
+        )
+    return chosen
+
+
+def _writable(found: Any, what: str) -> NumberFormat:
     for number_format in NUMBER_FORMATS:
-        if stated == number_format:
+        if found == number_format:
             return number_format
     raise ConfigurationError(
-        f"--input: config.json: dtype: got {stated!r}, which is not written here; choose with --dtype: "
+        f"--input: {what}: got {shown(found)}, which is not written here; choose with --dtype: "
         f"{' or '.join(NUMBER_FORMATS)}"
     )
 
@@ -167,7 +234,6 @@ def _dtype_of(config_json: Mapping[str, Any]) -> NumberFormat:
 def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
     """A policy of one worker with the model's own settings."""
     overrides = [
-        f"policy.model_name={source}",
         "policy.init=pretrained",
         f"policy.precision={dtype}",
         "cluster.cpu_workers_per_node=1",
@@ -176,7 +242,8 @@ def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
     ]
     chosen = load_config(_BASE_CONFIG, overrides, check_paths=False).policy.megatron_cfg.moe_transformer_fields
     overrides += [f"~policy.megatron_cfg.{name}" for name in chosen]
-    return load_config(_BASE_CONFIG, overrides, check_paths=False).policy
+    # Not by an override: its value would be read as YAML, and a folder may be called `2024` or `[z]`.
+    return load_config(_BASE_CONFIG, overrides, check_paths=False).policy.model_copy(update={"model_name": str(source)})
 
 
 @contextmanager
@@ -193,34 +260,32 @@ def _process_group_of_one(policy: PolicyConfig) -> Iterator[None]:
 
 
 def _write_hugging_face(
-    model: _Model, target: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
+    model: _Model, staging: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
 ) -> Sequence[str]:
     from nemo_rl_moe.models.megatron.hf_export import save_weights
 
-    def write_beside(staging: Path) -> None:
-        write_model_files(files, staging)
+    def write_beside(folder: Path) -> None:
+        write_model_files(files, folder)
 
-    return save_weights(model.chunks, model.config, model.hf_config, target, write_beside, progress=progress)
+    return save_weights(model.chunks, model.config, model.hf_config, staging, write_beside, progress=progress)
 
 
 def _write_megatron(
-    model: _Model, target: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
+    model: _Model, staging: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
 ) -> Sequence[str]:
     from nemo_rl_moe.models.megatron.checkpoint.contents import sharded_model
     from nemo_rl_moe.models.megatron.checkpoint.save import start_write
 
     del progress  # Megatron-Core's writer tells none
-    staging = target.with_name(f"{target.name}.incomplete")
-    shutil.rmtree(staging, ignore_errors=True)
+    weights = staging / MEGATRON_WEIGHTS_FOLDER
+    weights.mkdir(parents=True)
+    write_model_files(files, staging)
+    write = start_write({"model": sharded_model(model.chunks)}, weights, snapshot=False)
     try:
-        weights = staging / MEGATRON_WEIGHTS_FOLDER
-        weights.mkdir(parents=True)
-        write_model_files(files, staging)
-        problem = start_write({"model": sharded_model(model.chunks)}, weights, snapshot=False).finish()
-        if problem is not None:
-            raise ConfigurationError(f"--output: {target}: {problem}; nothing is left")
-        put_in_place(staging, target, target.with_name(f"{target.name}.replaced"))
+        problem = write.finish()
     except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
+        write.cancel()
         raise
+    if problem is not None:
+        raise CheckpointError(problem)
     return ()

@@ -9,6 +9,7 @@ from nemo_rl_moe.config.checks_paths import model_folder_exists
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.common import announce_moe
+from nemo_rl_moe.launch.model import model_warnings
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
 from nemo_rl_moe.models.megatron.memory_estimate import (
@@ -52,8 +53,11 @@ def print_plan(config: MasterConfig) -> None:
     for line in memory_lines(config, transformer, hf_config):
         console.message(line)
     console.message("")
-    sources = setting_sources(config.policy, hf_config, load_config_json(config.policy.model_name), transformer)
+    config_json = load_config_json(config.policy.model_name)
+    sources = setting_sources(config.policy, hf_config, config_json, transformer)
     announce_moe(console, effective_moe_configuration(transformer), sources)
+    for line in model_warnings(config.policy, hf_config, config_json, transformer):
+        console.warn(line)
 
 
 def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:

@@ -17,7 +17,7 @@ from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
 from nemo_rl_moe.checkpoints.fingerprints import changed_inputs
 from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
 from nemo_rl_moe.checkpoints.state import layout_of
-from nemo_rl_moe.checkpoints.store import CheckpointStore
+from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
 from nemo_rl_moe.checkpoints.time_limit import TimeLimit
 from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
@@ -31,11 +31,10 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.run_folder import collect_versions, create_run_folder, find_run_folder, write_run_files
-from nemo_rl_moe.models.model_files import write_model_files
+from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
-FINAL_WEIGHTS_FOLDER = "final"
 FINAL_RUN_FILE = "training_run.json"
 """Beside the final weights: which training they are the end of."""
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
@@ -299,9 +298,11 @@ def end_run(run: Run, policy: MegatronPolicy, summary: RunSummary, run_folder: P
     if checkpoint_dir is not None:
         weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
         with run.console.phase("saving the final weights"):
-            policy.save_weights(weights)
+            left_out = policy.save_weights(weights)
             origin = json.dumps(run.origin_of_weights(summary.num_steps))
             (weights / FINAL_RUN_FILE).write_text(f"{origin}\n", encoding="utf-8")
+        for name in left_out:
+            run.console.warn(left_out_line(name))
     return summarise(run.config, summary, run_folder, weights)
 
 

@@ -11,29 +11,36 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CONFIG_FILE, GENERATION_CONFIG_FILE = "config.json", "generation_config.json"
-# What the tokenizers of the supported families are made of.
+CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer_config.json",
+)
+# What tokenizers are made of. No code: a tokenizer may need some of its own, see `tokenizer_code`.
 _COPIED = (
     GENERATION_CONFIG_FILE,
+    "*.model",
     "added_tokens.json",
     "chat_template*",
     "merges.txt",
     "special_tokens_map.json",
+    "tekken.json",
     "tokenizer*",
     "vocab*",
 )
+_CODE = frozenset({".py", ".pyc", ".pyd", ".so"})
 _LARGEST_COPIED_BYTES = 100 << 20
 
 
 def collect_model_files(
-    config_json: Mapping[str, Any], hf_config: Any, model_name: str, tokenizer: "PreTrainedTokenizerBase"
+    config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
     """Configuration, generation configuration and tokenizer, as they lie beside exported weights.
 
     Args:
         config_json: Content of `config.json`.
         hf_config: What transformers makes of it.
-        model_name: The model, whose own generation configuration is taken where it has one.
+        model_folder: The model, whose own generation configuration is taken as it is where it has one.
         tokenizer: The tokenizer in use.
 
     Returns:
@@ -42,12 +49,13 @@ def collect_model_files(
     with tempfile.TemporaryDirectory(prefix="model_files_") as name:
         folder = Path(name)
         tokenizer.save_pretrained(folder)
-        _generation_config(model_name, hf_config).save_pretrained(folder)
         files = {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+    own = model_folder / GENERATION_CONFIG_FILE
+    files[GENERATION_CONFIG_FILE] = own.read_bytes() if own.is_file() else _generation_config(hf_config)
     return files | {CONFIG_FILE: _as_json(config_json)}
 
 
@@ -66,12 +74,35 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
     files = {
         name: path.read_bytes()
         for name, path in sorted(paths.items())
-        if path.is_file() and path.stat().st_size <= _LARGEST_COPIED_BYTES
+        if path.is_file() and path.suffix not in _CODE and path.stat().st_size <= _LARGEST_COPIED_BYTES
     }
     if GENERATION_CONFIG_FILE not in files:
-        made: str = _generation_config(str(source), hf_config).to_json_string()
-        files[GENERATION_CONFIG_FILE] = made.encode()
+        files[GENERATION_CONFIG_FILE] = _generation_config(hf_config)
     return files | {CONFIG_FILE: _as_json(config_json)}
+
+
+def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
+    """The files with code of its own that a tokenizer needs; none of them is ever copied or run.
+
+    Args:
+        files: Of `copied_model_files`.
+
+    Returns:
+        Such as `["tokenization_moonshot.py"]`.
+    """
+    try:
+        auto_map = json.loads(files[TOKENIZER_CONFIG_FILE])["auto_map"]
+        entries = auto_map["AutoTokenizer"] if isinstance(auto_map, dict) else auto_map
+    except (KeyError, TypeError, ValueError):
+        return []
+    names = entries if isinstance(entries, list) else [entries]
+    # A class of a file: `tokenization_moonshot.TikTokenTokenizer`.
+    return sorted({f"{name.rpartition('.')[0]}.py" for name in names if isinstance(name, str) and "." in name})
+
+
+def left_out_line(name: str) -> str:
+    """What to tell of a parameter that is not in an exported folder."""
+    return f"{name} is left out of the exported weights: the family has no tensor for it"
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:
@@ -90,10 +121,9 @@ def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
         path.write_bytes(content)
 
 
-def _generation_config(model_name: str, hf_config: Any) -> Any:
+def _generation_config(hf_config: Any) -> bytes:
+    """What `config.json` says of generation. Not by `save_pretrained`, which refuses what models ship."""
     from transformers import GenerationConfig
 
-    try:
-        return GenerationConfig.from_pretrained(model_name)
-    except (OSError, ValueError):
-        return GenerationConfig.from_model_config(hf_config)
+    made: str = GenerationConfig.from_model_config(hf_config).to_json_string()
+    return made.encode()

@@ -42,6 +42,10 @@ class StoredTensor:
     dtype: str
 
 
+class NoWeightsError(ConfigurationError):
+    """A folder holds no file of weights at all."""
+
+
 class SafetensorsFolder:
     """The tensors of a folder by their names.
 
@@ -62,14 +66,16 @@ class SafetensorsFolder:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        entries = self._entries()
-        held = {file: self._header(file) for file in sorted(set(entries.values()) or {self._single_file()})}
+        entries = read_index(folder)
+        held = self._headers(sorted(set(entries.values()) or {self._single_file()}))
         if not entries:
             entries = {name: file for file, tensors in held.items() for name in tensors}
         lacking = [name for name, file in entries.items() if name not in held[file]]
         if lacking:
             first = lacking[0]
-            raise self._error(f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, as the index says")
+            raise _error(
+                self.folder, f"{INDEX_FILE}: {entries[first]} does not hold {listed(lacking)}, as the index says"
+            )
         self.tensors: Mapping[str, StoredTensor] = {name: held[file][name] for name, file in entries.items()}
         self.without_entry: Mapping[str, str] = {
             name: file for file, tensors in held.items() for name in tensors if name not in entries
@@ -80,72 +86,46 @@ class SafetensorsFolder:
         """Of names, shapes, types and files; the same wherever the same folder is read."""
         return hashlib.sha256(repr(sorted(self.tensors.items())).encode()).hexdigest()
 
-    def _error(self, problem: str) -> ConfigurationError:
-        return ConfigurationError(f"policy.model_name: {self.folder}: {problem}")
-
-    def _entries(self) -> dict[str, str]:
-        """Name of each tensor to its file, as the index has it; empty where there is no index."""
-        path = self.folder / INDEX_FILE
-        try:
-            if not path.is_symlink() and not path.exists():
-                return {}
-            if not stat.S_ISREG(path.stat().st_mode):
-                raise self._error(f"{INDEX_FILE}: no plain file")
-            with path.open("rb") as file:
-                content = file.read(_LARGEST_INDEX_BYTES + 1)
-        except OSError as error:
-            raise self._error(f"{INDEX_FILE}: cannot be read: {error.strerror}") from None
-        if len(content) > _LARGEST_INDEX_BYTES:
-            raise self._error(f"{INDEX_FILE}: larger than {_LARGEST_INDEX_BYTES >> 20} MiB")
-        try:
-            index = json.loads(content.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_refuse)
-        except RecursionError:
-            raise self._error(f"{INDEX_FILE}: not valid JSON: nested too deeply") from None
-        except ValueError as error:  # also bytes that are not UTF-8
-            raise self._error(f"{INDEX_FILE}: not valid JSON: {one_line(error)}") from None
-        return self._checked_entries(index)
-
-    def _checked_entries(self, index: Any) -> dict[str, str]:
-        entries = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(entries, dict) or not entries:
-            raise self._error(f"{INDEX_FILE}: expected an object 'weight_map' that names each tensor's file")
-        for name, file in entries.items():
-            if not isinstance(file, str) or not file.isprintable():
-                raise self._error(f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, expected the name of a file")
-            if not file or file in (".", "..") or "/" in file or "\\" in file:
-                raise self._error(
-                    f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, which leaves the folder; expected the name of a "
-                    "file in it"
-                )
-            if not file.endswith(".safetensors"):
-                raise self._error(f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, expected a *.safetensors file")
-        return entries
-
     def _single_file(self) -> str:
         """The file of a folder without an index."""
         try:
             names = sorted(path.name for path in self.folder.iterdir())
         except OSError as error:
-            raise self._error(f"cannot be read: {error.strerror}") from None
+            raise _error(self.folder, f"cannot be read: {error.strerror}") from None
         files = [name for name in names if name.endswith(".safetensors")]
         if ONE_FILE in files or len(files) == 1:
             return ONE_FILE if ONE_FILE in files else files[0]
         if files:
-            raise self._error(f"holds several *.safetensors files ({listed(files)}) and no {INDEX_FILE}")
+            raise _error(self.folder, f"holds several *.safetensors files ({listed(files)}) and no {INDEX_FILE}")
         pickles = [name for name in names if name.endswith(_PICKLES)]
         if pickles:
-            raise self._error(
+            raise _error(
+                self.folder,
                 f"holds {listed(pickles)} and no *.safetensors file: reading pickled weights can run code hidden in "
-                "them; convert them to safetensors where you trust them"
+                "them; convert them to safetensors where you trust them",
             )
-        raise self._error("holds no *.safetensors file; policy.init: random starts without one")
+        raise NoWeightsError(f"policy.model_name: {self.folder}: holds no *.safetensors file")
+
+    def _headers(self, names: list[str]) -> dict[str, dict[str, StoredTensor]]:
+        """The tensors of all files; who repairs a damaged folder wants to know of all that are damaged."""
+        held, problems = {}, []
+        for name in names:
+            try:
+                held[name] = self._header(name)
+            except ConfigurationError as error:
+                problems += error.problems
+        if problems:
+            more = [_error(self.folder, f"{len(problems) - MOST_LISTED} more files are damaged or missing").problems[0]]
+            raise ConfigurationError(problems[:MOST_LISTED] + (more if len(problems) > MOST_LISTED else []))
+        return held
 
     def _header(self, name: str) -> dict[str, StoredTensor]:
         """The tensors of one file, which is checked to be as long as its header says."""
         path = self.folder / name
         try:
             if not stat.S_ISREG(path.stat().st_mode):
-                raise self._error(f"{name}: no plain file")
+                raise _error(self.folder, f"{name}: no plain file")
+            path.open("rb").close()  # the library says of a file that may not be read that there is none
             with safe_open(path, framework="pt") as file:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (no dict)
                 return {
@@ -153,9 +133,58 @@ class SafetensorsFolder:
                     for key, found in slices.items()
                 }
         except OSError as error:
-            raise self._error(f"{name}: cannot be read: {error.strerror or one_line(error)}") from None
+            raise _error(self.folder, f"{name}: cannot be read: {error.strerror or one_line(error)}") from None
         except SafetensorError as error:
-            raise self._error(f"{name}: damaged or no safetensors file: {one_line(error)}") from None
+            raise _error(self.folder, f"{name}: damaged or no safetensors file: {one_line(error)}") from None
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Name of each tensor to its file, as the folder's index has it; empty where there is no index.
+
+    Raises:
+        ConfigurationError: The index is damaged, or names a file elsewhere.
+    """
+    path = folder / INDEX_FILE
+    try:
+        if not path.is_symlink() and not path.exists():
+            return {}
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _error(folder, f"{INDEX_FILE}: no plain file")
+        with path.open("rb") as file:
+            content = file.read(_LARGEST_INDEX_BYTES + 1)
+    except OSError as error:
+        raise _error(folder, f"{INDEX_FILE}: cannot be read: {error.strerror}") from None
+    if len(content) > _LARGEST_INDEX_BYTES:
+        raise _error(folder, f"{INDEX_FILE}: larger than {_LARGEST_INDEX_BYTES >> 20} MiB")
+    try:
+        index = json.loads(content.decode("utf-8"), object_pairs_hook=_once_each, parse_constant=_refuse)
+    except RecursionError:
+        raise _error(folder, f"{INDEX_FILE}: not valid JSON: nested too deeply") from None
+    except ValueError as error:  # also bytes that are not UTF-8
+        raise _error(folder, f"{INDEX_FILE}: not valid JSON: {one_line(error)}") from None
+    return _checked_entries(folder, index)
+
+
+def _checked_entries(folder: Path, index: Any) -> dict[str, str]:
+    entries = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(entries, dict) or not entries:
+        raise _error(folder, f"{INDEX_FILE}: expected an object 'weight_map' that names each tensor's file")
+    for name, file in entries.items():
+        if not isinstance(file, str) or not file.isprintable():
+            raise _error(folder, f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, expected the name of a file")
+        if not file or file in (".", "..") or "/" in file or "\\" in file:
+            raise _error(
+                folder,
+                f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, which leaves the folder; expected the name of a "
+                "file in it",
+            )
+        if not file.endswith(".safetensors"):
+            raise _error(folder, f"{INDEX_FILE}: {shown(name)}: got {shown(file)}, expected a *.safetensors file")
+    return entries
+
+
+def _error(folder: Path, problem: str) -> ConfigurationError:
+    return ConfigurationError(f"policy.model_name: {folder}: {problem}")
 
 
 def listed(names: list[str]) -> str:

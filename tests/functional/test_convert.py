@@ -105,6 +105,30 @@ def test_number_format_can_be_changed(model: Path, tmp_path: Path) -> None:
     assert all(torch.equal(tensor, expected[name].bfloat16()) for name, tensor in tensors_in(target).items())
 
 
+def test_names_formats_and_leftovers_are_taken_as_they_are(model: Path, tmp_path: Path) -> None:
+    """A folder's name that is YAML, float32 files that config.json calls bfloat16, a tokenizer with code of its own."""
+    source, theirs = tmp_path / "[z]", tmp_path / "out.incomplete"
+    shutil.copytree(model, source)
+    theirs.mkdir()
+    for name, changes in (
+        ("config.json", {"dtype": "bfloat16"}),
+        ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["tokenization_moonshot.TikTokenTokenizer", None]}}),
+    ):
+        content = json.loads((source / name).read_text())
+        (source / name).write_text(json.dumps(content | changes))
+    for name in ("tiktoken.model", "tokenization_moonshot.py"):
+        (source / name).write_text(name)
+    done = convert(source, tmp_path / "out", "hf", "hf")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_same_tensors(tmp_path / "out", model)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
+    assert "config.json says bfloat16, and the weights are float32" in done.stdout
+    assert "the tokenizer needs code of its own (tokenization_moonshot.py), which is not copied" in done.stdout
+    assert (tmp_path / "out" / "tiktoken.model").is_file()
+    assert not (tmp_path / "out" / "tokenization_moonshot.py").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["[z]", "out", "out.incomplete"]
+
+
 def spoil_truncated(folder: Path) -> str:
     file = sorted(folder.glob("*.safetensors"))[2]
     file.write_bytes(file.read_bytes()[:-100])

@@ -157,6 +157,23 @@ def problems_of_loading(settings: RunSettings, folders: list[str], variable: str
     return problems
 
 
+def load_weights_alone(settings: RunSettings, folders: list[str]) -> list[str]:
+    """Loads each folder into a model without an optimizer: the error's text; "loaded" where there is none."""
+    from nemo_rl_moe.errors import CheckpointError
+    from nemo_rl_moe.models.megatron.checkpoint.load import load_model
+
+    outcomes = []
+    with parallel_job(settings.policy):
+        chunks = build_trainer(settings).chunks
+        for folder in folders:
+            try:
+                load_model(chunks, Path(folder))
+                outcomes.append("loaded")
+            except CheckpointError as error:
+                outcomes.append(str(error))
+    return outcomes
+
+
 def _train(trainer: MegatronTrainer, settings: RunSettings, step: int) -> dict[str, Any]:
     result = trainer.train([shard_of_step(trainer, settings, step)], sft_loss)
     return {"loss": result.global_loss, "grad_norm": result.grad_norm, "lr": result.lr} | result.moe_metrics

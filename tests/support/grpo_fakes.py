@@ -189,7 +189,7 @@ class FakePolicy:
         self.diary.append("weights")
         yield f"weights of step {len(self.batches)}", torch.zeros(1)
 
-    def save_weights(self, directory: Path) -> None:
+    def save_weights(self, directory: Path) -> list[str]:
         raise AssertionError("saving is the launcher's")
 
     def shutdown(self) -> None:

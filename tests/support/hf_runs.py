@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reading and writing Hugging Face folders as the ranks of a test's job do it."""
 
+import pickle
+import pkgutil
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +189,71 @@ def save_twice(
             outcomes.append((outcome, _names_in(folder), _names_in(folder.parent)))
             dist.barrier()
     return outcomes
+
+
+def outcomes_with_trouble(policy: PolicyConfig, folder: str, target: str) -> list[str]:
+    """Hands weights out and writes them, while the last rank runs out of memory in one function; then writes again.
+
+    Args:
+        policy: The layout.
+        folder: Where to.
+        target: The function's full name; the third call fails, and all later ones.
+
+    Returns:
+        The errors' text; "done" where there is none.
+    """
+    original, outcomes = pkgutil.resolve_name(target), []
+    with parallel_job(policy) as rank, patch.dict(FAMILIES, {"qwen3_moe": _with_stacked_experts()}):
+        model = build_model(policy, {})
+        initialize_weights(*model, 1)
+
+        def attempt(function: Callable[[], Any], *, fails: bool) -> None:
+            num_calls = 0
+
+            def failing(*arguments: Any, **options: Any) -> Any:
+                nonlocal num_calls
+                num_calls += 1
+                if num_calls > 2:
+                    raise RuntimeError("not enough memory:\n you tried to allocate 7 bytes")
+                return original(*arguments, **options)
+
+            replaced = failing if fails and rank == dist.get_world_size() - 1 else original
+            with patch(target, replaced):
+                try:
+                    function()
+                    outcomes.append("done")
+                except (CheckpointError, RuntimeError) as error:
+                    outcomes.append(str(error))
+
+        def write() -> list[str]:
+            return save_weights(*model, Path(folder), lambda _: None)
+
+        attempt(lambda: list(tensors_of_this_rank(*model)), fails=True)
+        attempt(write, fails=True)
+        attempt(write, fails=False)
+    return outcomes
+
+
+def bytes_told_while_loading(policy: PolicyConfig, folder: str) -> tuple[int, int]:
+    """Loads; bytes of what this rank heard from all, and of the names that it wanted itself."""
+    heard: list[bytes] = []
+
+    def listening(function: Callable[..., None]) -> Callable[..., None]:
+        def listen(messages: list[Any], *arguments: Any, **options: Any) -> None:
+            function(messages, *arguments, **options)
+            heard.append(pickle.dumps(messages))
+
+        return listen
+
+    with parallel_job(policy):
+        model = build_model(policy, {})
+        with (
+            patch.object(dist, "all_gather_object", listening(dist.all_gather_object)),
+            patch.object(dist, "broadcast_object_list", listening(dist.broadcast_object_list)),
+        ):
+            load_weights(*model, Path(folder))
+        wanted = hf_import._plan(*model, Path(folder)).wanted
+    return sum(map(len, heard)), len(pickle.dumps(wanted))
 
 
 def _names_in(folder: Path) -> list[str]:

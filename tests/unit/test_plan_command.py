@@ -98,6 +98,15 @@ def test_forced_routing_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "FORCED ROUTING" in printed
 
 
+def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [f"+{MEGATRON}.moe_router_topk=4", f"+{MEGATRON}.moe_shared_expert_intermediate_size=64"]
+    code, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, *chosen, "policy.init=pretrained")
+    assert code == 0
+    warnings = [line for line in printed.splitlines() if line.startswith("warning: ")]
+    assert any("moe_router_topk: 4 takes the place of the model's own 8" in line for line in warnings)
+    assert any("64 has no place in a qwen3_moe config.json" in line for line in warnings)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.disk_trees import delete, put_in_place
 from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.models.megatron.agreement import Trouble
 from nemo_rl_moe.models.megatron.hf_gather import Delivery, bring_together, plan_deliveries
 from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
 from nemo_rl_moe.models.safetensors_writer import (
@@ -81,18 +82,28 @@ def save_weights(
 def tensors_of_this_rank(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> Iterator[tuple[str, Tensor]]:
-    """Hugging Face names and full tensors on the host; over all ranks, each once. Every rank runs it to its end."""
+    """Hugging Face names and full tensors on the host; over all ranks, each once. Every rank runs it to its end.
+
+    Raises:
+        RuntimeError: A rank ran out of memory, say; at the end, on every rank.
+    """
     deliveries, _ = plan_deliveries(chunks, config, hf_config)
+    trouble = Trouble()
     for delivery in deliveries:
-        entries = list(bring_together(delivery, hf_config))
-        if delivery.is_mine:
-            # A copy: the model goes on learning.
-            yield (
-                delivery.header.name,
-                torch.stack(entries)
-                if delivery.is_stacked
-                else entries[0].clone(memory_format=torch.contiguous_format),
-            )
+        entries = list(bring_together(delivery, hf_config, trouble))
+        whole = None
+        with trouble.kept():
+            if delivery.is_mine and not trouble.is_over:
+                # A copy: the model goes on learning.
+                whole = (
+                    torch.stack(entries)
+                    if delivery.is_stacked
+                    else entries[0].clone(memory_format=torch.contiguous_format)
+                )
+        if whole is not None:
+            yield delivery.header.name, whole
+    if problems := _problems_of_all(trouble.text):
+        raise RuntimeError(f"the weights cannot be handed out: {problems}")
 
 
 def _begin(
@@ -115,16 +126,19 @@ def _write(
     progress: Callable[[float], None],
 ) -> str | None:
     """Writes this rank's files; returns what went wrong. Goes on taking part in what the others need it for."""
-    writer, problem = SafetensorsWriter(staging, files), None
-    if files and not staging.is_dir():
-        problem = f"there is no folder {staging}; all ranks must share it"
+    writer, trouble = SafetensorsWriter(staging, files), Trouble()
+    with trouble.kept():
+        if files and not staging.is_dir():
+            raise FileNotFoundError(f"there is no folder {staging}; all ranks must share it")
     for number, delivery in enumerate(deliveries, start=1):
-        for entry in bring_together(delivery, hf_config):
-            if problem is None:
-                problem = _problem_of(lambda entry=entry: writer.write(entry))  # type: ignore[misc]
+        for entry in bring_together(delivery, hf_config, trouble):
+            with trouble.kept():
+                writer.write(entry)
         progress(number / len(deliveries))
-    closing = _problem_of(writer.close)
-    return problem or closing or (None if writer.is_complete else "its files are not complete")
+    with trouble.kept():
+        writer.close()
+    # Where another rank has trouble it is that one's to say so.
+    return trouble.text or (None if writer.is_complete or trouble.is_over else "its files are not complete")
 
 
 def _on_rank_0(function: Callable[[], None]) -> str | None:
@@ -142,12 +156,17 @@ def _problem_of(function: Callable[[], None]) -> str | None:
 
 def _agree(folder: Path, staging: Path, problem: str | None) -> None:
     """Raises the problems of all ranks on all of them, when rank 0 has cleared away what was written."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, problem)
-    problems = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+    problems = _problems_of_all(problem)
     if not problems:
         return
     if dist.get_rank() == 0:
         shutil.rmtree(staging, ignore_errors=True)
     dist.barrier()
-    raise CheckpointError(f"{folder}: cannot be written: {'; '.join(problems)}")
+    raise CheckpointError(f"{folder}: cannot be written: {problems}")
+
+
+def _problems_of_all(problem: str | None) -> str:
+    """Those of all ranks, on one line and the same on each of them; empty where none has any."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

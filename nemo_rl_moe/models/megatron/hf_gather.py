@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_rl_moe.models.megatron.agreement import Trouble
 from nemo_rl_moe.models.megatron.families.rules import Rule
 from nemo_rl_moe.models.megatron.hf_sources import rule_of, source_parts
 from nemo_rl_moe.models.megatron.parameter_layout import ParameterPiece, parameter_pieces
@@ -138,71 +139,112 @@ def _assigned(
     return deliveries
 
 
-def bring_together(delivery: Delivery, hf_config: Any) -> Iterator[Tensor]:
+def bring_together(delivery: Delivery, hf_config: Any, trouble: Trouble) -> Iterator[Tensor]:
     """Yields the tensor on the host of the rank that it comes to, a stacked one expert by expert; elsewhere nothing.
 
     Every rank runs through all deliveries, in order, and through each of them to its end.
+
+    Args:
+        delivery: The tensor.
+        hf_config: The model's Hugging Face configuration.
+        trouble: Keeps what goes wrong; nothing more is yielded then, and at the end the caller has to look.
     """
     if not delivery.takes_part:
         return
     if not delivery.is_stacked:
         ((piece, rule),) = delivery.items
-        entry = _gathered(delivery, piece, rule, hf_config)
-        if entry is not None:
-            yield entry.cpu()
+        yield from _on_host(_gathered(delivery, piece, rule, hf_config, trouble), trouble)
         return
-    group, rank = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_model_parallel_rank()
+    rank = parallel_state.get_expert_model_parallel_rank()
     for expert in range(delivery.header.shape[0]):
         holder, index = divmod(expert, len(delivery.items))
-        entry = _gathered(delivery, *delivery.items[index], hf_config) if holder == rank else None
-        if delivery.is_mine:
-            yield (_received(delivery, holder, group) if entry is None else entry).cpu()
-        elif entry is not None:
-            dist.send(_as_bytes(entry), dist.get_global_rank(group, delivery.owner), group=group)
+        entry = _gathered(delivery, *delivery.items[index], hf_config, trouble) if holder == rank else None
+        if holder != delivery.owner:
+            entry = _handed_over(delivery, holder, entry, trouble)
+        yield from _on_host(entry, trouble)
 
 
-def _received(delivery: Delivery, holder: int, group: Any) -> Tensor:
-    """The next expert of a stacked tensor, from the rank that holds it."""
-    like = delivery.items[0][0].local
-    entry = torch.empty(delivery.header.shape[1:], dtype=delivery.header.dtype, device=like.device)
-    dist.recv(_as_bytes(entry), dist.get_global_rank(group, holder), group=group)
-    return entry
+def _on_host(entry: Tensor | None, trouble: Trouble) -> Iterator[Tensor]:
+    """What has come to this rank, if anything has."""
+    on_host = None
+    with trouble.kept():
+        on_host = None if entry is None else entry.cpu()
+    if on_host is not None:
+        yield on_host
 
 
-def _gathered(delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any) -> Tensor | None:
-    """What a parameter has of a tensor, as it stands in its file, on the rank of the group that it comes to."""
-    parts = zip(rule.sources, rule.layout.split(piece.local, len(rule.sources), hf_config), strict=True)
-    mine = [(source, part) for source, part in parts if source.name == delivery.header.name]
-    mine.sort(key=lambda of_source: of_source[0].half or 0)
-    gathered = [_all_shards(piece, part, delivery.shard) for _, part in mine]
-    whole = [part for part in gathered if part is not None]
-    if not whole:
+def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, trouble: Trouble) -> Tensor | None:
+    """The next expert of a stacked tensor on the rank that it comes to, from the rank that holds it."""
+    group, like = parallel_state.get_expert_model_parallel_group(), delivery.items[0][0].local
+    shard_rank, _ = _shards(is_expert=True)
+    if shard_rank != delivery.shard:
         return None
-    entry = torch.cat(whole) if len(whole) > 1 else whole[0]
-    if piece.is_vocabulary:
-        entry = entry[: hf_config.vocab_size]
-    return entry.transpose(0, 1) if mine[0][0].is_transposed else entry
+    message = None
+    with trouble.kept():
+        if delivery.is_mine and not trouble.is_over:
+            entry = torch.empty(delivery.header.shape[1:], dtype=delivery.header.dtype, device=like.device)
+        message = None if entry is None else _as_bytes(entry)
+    if not trouble.all_can(group, like.device) or message is None:
+        return None
+    if delivery.is_mine:
+        dist.recv(message, dist.get_global_rank(group, holder), group=group)
+        return entry
+    dist.send(message, dist.get_global_rank(group, delivery.owner), group=group)
+    return None
 
 
-def _all_shards(piece: ParameterPiece, part: Tensor, shard: int) -> Tensor | None:
-    """A part that is cut for tensor parallelism, whole, on one rank of its group."""
+def _gathered(delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, trouble: Trouble) -> Tensor | None:
+    """What a parameter has of a tensor, as it stands in its file, on the rank of the group that it comes to."""
     rank, _ = _shards(piece.is_expert)
-    if piece.shard_dimension is None or piece.num_shards == 1:
-        return part if rank == shard else None
-    group = (
-        parallel_state.get_expert_tensor_parallel_group()
-        if piece.is_expert
-        else parallel_state.get_tensor_model_parallel_group()
-    )
-    shards = (
-        torch.empty((piece.num_shards, *part.shape), dtype=part.dtype, device=part.device) if rank == shard else None
-    )
+    is_cut = piece.shard_dimension is not None and piece.num_shards > 1
+    if is_cut and trouble.is_over:
+        trouble.all_can(_shard_group(piece.is_expert), piece.local.device)
+    if trouble.is_over or (not is_cut and rank != delivery.shard):
+        return None
+    parts: list[Tensor] = []
+    shards: list[Tensor] = []
+    with trouble.kept():
+        of_sources = zip(rule.sources, rule.layout.split(piece.local, len(rule.sources), hf_config), strict=True)
+        mine = [(source, part) for source, part in of_sources if source.name == delivery.header.name]
+        mine.sort(key=lambda of_source: of_source[0].half or 0)
+        parts = [part.contiguous() if is_cut else part for _, part in mine]
+        if is_cut and rank == delivery.shard:
+            shards = [part.new_empty((piece.num_shards, *part.shape)) for part in parts]
+    if is_cut:
+        if not trouble.all_can(_shard_group(piece.is_expert), piece.local.device):
+            return None
+        for number, part in enumerate(parts):
+            _gather(piece.is_expert, part, shards[number] if shards else None, delivery.shard)
+    if trouble.is_over or rank != delivery.shard:
+        return None
+    entry: Tensor | None = None
+    with trouble.kept():
+        whole = [_joined(piece, shard) for shard in shards] if is_cut else parts
+        entry = torch.cat(whole) if len(whole) > 1 else whole[0]
+        if piece.is_vocabulary:
+            entry = entry[: hf_config.vocab_size]
+        entry = entry.transpose(0, 1) if mine[0][0].is_transposed else entry
+    return None if trouble.is_over else entry
+
+
+def _shard_group(is_expert: bool) -> Any:
+    """The ranks that share a parameter."""
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) -> None:
+    """Brings the contiguous parts of all ranks that share a parameter to one of them, which gives room for them."""
+    group = _shard_group(is_expert)
     into = None if shards is None else [_as_bytes(one) for one in shards]
     dist.gather(_as_bytes(part), into, dst=dist.get_global_rank(group, shard), group=group)
-    if shards is None:
-        return None
+
+
+def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
+    """The whole out of what `_gather` has brought."""
     # Along the rows the shards lie one behind another already.
-    return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension)
+    return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron.agreement import union_of_ranks
 from nemo_rl_moe.models.megatron.families.rules import Rows, Rule
 from nemo_rl_moe.models.megatron.hf_import_check import sort_out, unused_patterns
 from nemo_rl_moe.models.megatron.hf_sources import SourcePart, rule_of, source_parts
@@ -124,15 +125,14 @@ def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
     _raise_together(plan.problems)
     assert plan.folder is not None  # it would be a problem
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (plan.folder.fingerprint, plan.wanted))
-    for rank, (fingerprint, _) in enumerate(found):
-        if fingerprint != found[0][0]:
+    dist.all_gather_object(found, plan.folder.fingerprint)
+    for rank, fingerprint in enumerate(found):
+        if fingerprint != found[0]:
             raise ConfigurationError(
                 f"policy.model_name: {folder}: rank {rank} finds other tensors than rank 0; all ranks must share the "
                 "folder"
             )
-    wanted = {name: shape for _, of_rank in found for name, shape in of_rank.items()}
-    problems, left_out = sort_out(plan.folder, wanted, unused_patterns(hf_config))
+    problems, left_out = sort_out(plan.folder, union_of_ranks(plan.wanted), unused_patterns(hf_config))
     if problems:
         raise ConfigurationError([f"policy.model_name: {folder}: {problem}" for problem in problems])
     return [tensors.line(folder) for tensors in left_out]

@@ -115,10 +115,16 @@ def _canonical_layer(chunk: GPTModel, local_name: str) -> str:
     )
 
 
-def _pieces_of(name: str, parameter: Tensor, config: TransformerConfig) -> Iterator[ParameterPiece]:
+def plain_norm_name(name: str) -> str:
+    """The name that a norm's weight has where the norm is a module of its own; other names pass through."""
     for fused, plain in _FUSED_NORMS.items():
         if name.endswith(fused):
-            name = name.removesuffix(fused) + plain
+            return name.removesuffix(fused) + plain
+    return name
+
+
+def _pieces_of(name: str, parameter: Tensor, config: TransformerConfig) -> Iterator[ParameterPiece]:
+    name = plain_norm_name(name)
     if ".experts." in name:
         yield from _expert_pieces(name, parameter, config)
         return

@@ -13,22 +13,35 @@ from typing import Any
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.families import family_of
 from nemo_rl_moe.models.megatron.forced_routing import FORCED_ROUTING_FIELDS
+from nemo_rl_moe.models.megatron.moe_layers import Z_LOSS, auxiliary_loss_names
 from nemo_rl_moe.models.megatron.transformer_config import effective_moe_configuration
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CONFIG_DICT = Mapping[str, Any]
-# They decide how a router learns, and not where a token goes.
-_ONLY_FOR_TRAINING = frozenset(
+# They decide where a token goes, what is computed with it, or which weights there are; all others only how a router
+# learns, or how the same is computed.
+_OF_THE_MODEL = frozenset(
     {
-        "moe_aux_loss_coeff",
-        "moe_router_bias_update_rate",
-        "moe_router_load_balancing_type",
-        "moe_z_loss_coeff",
-        "moe_input_jitter_eps",
+        "moe_apply_probs_on_input",
+        "moe_expert_capacity_factor",
+        "moe_ffn_hidden_size",
+        "moe_latent_size",
+        "moe_layer_freq",
+        "moe_router_enable_expert_bias",
+        "moe_router_group_topk",
+        "moe_router_num_groups",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk",
+        "moe_router_topk_limited_devices",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_gate",
+        "moe_shared_expert_intermediate_size",
     }
 )
+_KEY = "policy.megatron_cfg."
 
 
 def setting_sources(
@@ -64,7 +77,7 @@ def _what_it_replaces(name: str, own: _CONFIG_DICT, chosen: _CONFIG_DICT) -> str
 
 def _source_in_model(field: str | None, family: str, hf_config: Any, config_json: _CONFIG_DICT) -> str:
     if field is None:
-        return f"always so in {family}"
+        return f"as {family} has it"
     if _is_in_file(field, hf_config, config_json):
         return f"config.json: {field}"
     if not hasattr(hf_config, field):
@@ -85,21 +98,21 @@ def setting_warnings(
     """What of the router settings a user should know before a run, a line each. Arguments as of `setting_sources`."""
     if config.num_moe_experts is None:
         return []
-    family = family_of(hf_config)
-    own, chosen = family.transformer_fields(hf_config), policy.megatron_cfg.moe_transformer_fields
-    key, lines = "policy.megatron_cfg.", []
-    if config.moe_aux_loss_coeff and "moe_aux_loss_coeff" not in chosen:
+    family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
+    lines = []
+    losses = set(auxiliary_loss_names(config)) - {Z_LOSS}
+    if losses and "moe_aux_loss_coeff" not in chosen:
         source = _source_in_model(family.router_fields["moe_aux_loss_coeff"], family.name, hf_config, config_json)
         lines.append(
             f"moe_aux_loss_coeff: {config.moe_aux_loss_coeff} trains the routers, though the run's configuration does "
-            f"not say so ({source}); {key}moe_aux_loss_coeff sets it (0: no loss)"
+            f"not say so ({source}); {_KEY}moe_aux_loss_coeff sets it (0: no loss)"
         )
     if policy.init == "pretrained":
         lines += [
-            f"{key}{name}: {chosen[name]} takes the place of the model's own {own[name]}: its weights were trained "
-            "with the latter"
-            for name in sorted(chosen.keys() & family.router_fields.keys() - _ONLY_FOR_TRAINING)
-            if name in own and chosen[name] != own[name]
+            f"{_KEY}{name}: {chosen[name]} takes the place of the model's own {own}: its weights were trained with the "
+            "latter"
+            for name in sorted(chosen.keys() & _OF_THE_MODEL)
+            if (own := _own(hf_config, name)) != chosen[name]
         ]
     return lines
 
@@ -118,56 +131,56 @@ class ExportedConfig:
 
 
 def exported_config(
-    hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig, dtype_name: str
+    policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> ExportedConfig:
-    """Says to transformers what is in force here.
-
-    Args:
-        hf_config: The model's Hugging Face configuration.
-        config_json: Its file as it is.
-        config: The configuration in force.
-        dtype_name: Type of the weights, such as "bfloat16".
-    """
+    """Says to transformers what is in force here. Arguments as of `setting_sources`."""
+    family = family_of(hf_config)
     # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}
-    content |= {name: value for name, value in family_of(hf_config).exported_fields.items() if name in content}
-    content["torch_dtype" if "torch_dtype" in content else "dtype"] = dtype_name
+    content |= {name: value for name, value in family.exported_fields.items() if name in content}
+    content["torch_dtype" if "torch_dtype" in content else "dtype"] = policy.precision
     if config.num_moe_experts is None:
         return ExportedConfig(content, ())
-    router_fields = family_of(hf_config).router_fields
     not_expressed = []
-    for name in router_fields:
+    # In the order of the fields: the kind of a loss follows from its coefficient in many families.
+    chosen = policy.megatron_cfg.moe_transformer_fields.keys()
+    for name in sorted(chosen & (family.router_fields.keys() | _OF_THE_MODEL)):
         in_force = getattr(config, name)
         if _as_transformers_has_it(hf_config, content, name) == in_force:
             continue
-        for candidate in _candidates(router_fields[name], in_force):
+        for candidate in _candidates(family.router_fields, name, in_force):
             changed = content | candidate
             if _as_transformers_has_it(hf_config, changed, name) == in_force:
                 content = changed
                 break
         else:
             not_expressed.append(name)
-    # What a family has no field for at all changes the model just as well.
-    not_expressed += [
-        name
-        for name in ("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "moe_latent_size")
-        if name not in router_fields and getattr(config, name) != _as_transformers_has_it(hf_config, content, name)
-    ]
-    return ExportedConfig(content, tuple(name for name in not_expressed if name not in _ONLY_FOR_TRAINING))
+    return ExportedConfig(content, tuple(name for name in not_expressed if name in _OF_THE_MODEL))
 
 
-def _candidates(field: str | None, value: Any) -> list[dict[str, Any]]:
-    """Values of a field that could mean this one; some families state the opposite of Megatron-Core's field."""
+def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
+    """Values of a field of `config.json` that could mean this one."""
+    field = fields.get(name)
     if field is None:
         return []
-    return [{field: value}, {field: not value}] if isinstance(value, bool) else [{field: value}]
+    if name == "moe_router_load_balancing_type":
+        # Where it has a field of its own, that is a switch; otherwise the coefficient says it too.
+        return [] if field == fields.get("moe_aux_loss_coeff") else [{field: True}, {field: False}]
+    if isinstance(value, bool):
+        # Some families state the opposite of Megatron-Core's field.
+        return [{field: value}, {field: not value}]
+    return [{field: value}] if isinstance(value, int | float) else []
 
 
 def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) -> Any:
-    """The setting that a model of this `config.json` would have; not equal to any where it can have none."""
+    """The setting that a model of this `config.json` has in transformers; equal to nothing where it can have none."""
     try:
-        changed = type(hf_config).from_dict(dict(content))
-        fields = family_of(hf_config).transformer_fields(changed)
+        return _own(type(hf_config).from_dict(dict(content)), name)
     except Exception:  # transformers and the family refuse values with types of their own
         return object()
-    return fields.get(name, {"moe_router_enable_expert_bias": False}.get(name))
+
+
+def _own(hf_config: Any, name: str) -> Any:
+    """A setting of a model that nobody has changed."""
+    fields = family_of(hf_config).transformer_fields(hf_config)
+    return fields[name] if name in fields else getattr(TransformerConfig, name, None)

@@ -164,6 +164,11 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
             f"{key}moe_router_force_hot_rank: each rank holds {experts // expert} experts of a layer, fewer "
             f"than the {topk} that each token goes to; use a smaller expert_model_parallel_size"
         )
+    if topk == 1 and fields["moe_router_score_function"] == "softmax" and not fields["moe_router_pre_softmax"]:
+        problems.append(
+            f"{key}moe_router_topk: got 1, with weights that add up to 1 over a token's experts: nothing would train "
+            f"the router; expected 2 or more, or {key}moe_router_pre_softmax=true"
+        )
     if fields["moe_grouped_gemm"] and not grouped_kernels:
         problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
     return problems

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an algorithm sees of a policy: nothing of Ray, nothing of Megatron-Core."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -141,8 +141,8 @@ class PolicyInterface(Protocol):
         """Hugging Face names and full tensors of the weights as they are now, for engines that keep a copy."""
         ...
 
-    def save_weights(self, directory: Path) -> None:
-        """Writes the weights as a Hugging Face folder."""
+    def save_weights(self, directory: Path) -> Sequence[str]:
+        """Writes the weights as a Hugging Face folder; returns the names of parameters that had to be left out."""
         ...
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:

@@ -5,7 +5,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +31,9 @@ from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries, concatenate
+from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WeightsOutcome, WorkerDescription
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.trainer import RankTrainResult
@@ -56,8 +56,10 @@ class MegatronPolicy:
         cluster: A started cluster with a place for every rank.
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run.
+        source: Where the model is read from, of `find_model`.
+        model_files: What lies beside weights that are saved, file name to content; without a `config.json` nobody can
+            load them.
         keep_reference: Keep the first weights as the reference model.
-        model_files: What lies beside weights that are saved, file name to content.
 
     Attributes:
         model_files: As given.
@@ -66,7 +68,7 @@ class MegatronPolicy:
         notices: What a user should know of the weights that were read, a line each.
 
     Raises:
-        ConfigurationError: The model's weights cannot be used.
+        ConfigurationError: The model or its weights cannot be used.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class MegatronPolicy:
         *,
         seed: int,
         num_steps: int,
+        source: ModelSource,
+        model_files: Mapping[str, bytes],
         keep_reference: bool = False,
-        model_files: Mapping[str, bytes] = MappingProxyType({}),
     ):
         self._policy = policy = config.policy
         self._batching = choose_batching(policy, policy.train_micro_batch_size)
@@ -91,6 +94,7 @@ class MegatronPolicy:
             MegatronPolicyWorker,
             {
                 "policy": policy,
+                "source": source,
                 "seed": seed,
                 "num_steps": num_steps,
                 "keep_reference": keep_reference,
@@ -99,10 +103,10 @@ class MegatronPolicy:
             start_timeout_s=config.cluster.worker_start_timeout_s,
         )
         descriptions: list[WorkerDescription] = self._workers.call_all("describe")
-        first = descriptions[0]
-        if first.problems:
+        if problems := _problems_of_ranks(descriptions):
             self._workers.shutdown()
-            raise ConfigurationError(first.problems)
+            raise ConfigurationError(problems)
+        first = descriptions[0]
         self._coordinates = [description.coordinates for description in descriptions]
         self._data_parallel_size: int = self._coordinates[0].data_parallel_size
         megatron = config.policy.megatron_cfg
@@ -183,15 +187,19 @@ class MegatronPolicy:
         for tensors in self._workers.call_all("export_weights"):
             yield from tensors.items()
 
-    def save_weights(self, directory: Path) -> None:
+    def save_weights(self, directory: Path) -> Sequence[str]:
         """Writes the weights as a Hugging Face folder; it appears whole or not at all.
+
+        Returns:
+            Names of parameters that were left out because the family has no tensor for them.
 
         Raises:
             CheckpointSaveError: A rank could not write its part.
         """
-        problems = self._workers.call_all("save_weights", directory.absolute(), self.model_files)
-        if any(problems):
-            raise CheckpointSaveError(next(filter(None, problems)))
+        outcomes: list[WeightsOutcome] = self._workers.call_all("save_weights", directory.absolute(), self.model_files)
+        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
+            raise CheckpointSaveError(problems[0])
+        return outcomes[0].left_out
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Takes a snapshot of the training state and begins to write it; training may go on at once."""
@@ -251,6 +259,15 @@ class MegatronPolicy:
         places = zip(self._coordinates, results, strict=True)
         by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
         return [by_rank[rank] for rank in range(self._data_parallel_size)]
+
+
+def _problems_of_ranks(descriptions: Sequence[WorkerDescription]) -> list[str]:
+    """The problems of the first rank that has any, with its number where others have none."""
+    ranks = [rank for rank, description in enumerate(descriptions) if description.problems]
+    if not ranks:
+        return []
+    where = f" (on rank {ranks[0]})" if len(ranks) < len(descriptions) else ""
+    return [f"{problem}{where}" for problem in descriptions[ranks[0]].problems]
 
 
 def _join(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:

@@ -14,6 +14,7 @@ from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.errors import CheckpointError, UserError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy.interfaces import LossFunction
 
 
@@ -36,6 +37,19 @@ class WorkerDescription:
     notices: Sequence[str] = ()
 
 
+@dataclass(frozen=True)
+class WeightsOutcome:
+    """How the writing of a Hugging Face folder ended.
+
+    Attributes:
+        problem: What went wrong, on whichever rank; None when the folder is whole.
+        left_out: Names of parameters that the family has no tensor for.
+    """
+
+    problem: str | None = None
+    left_out: Sequence[str] = ()
+
+
 class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
     """One rank of the policy.
 
@@ -43,6 +57,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         rank: Global rank.
         world_size: Number of ranks.
         policy: The `policy` section of the configuration.
+        source: Where the model is read from.
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run.
         keep_reference: Keep the first weights as the reference model.
@@ -55,6 +70,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         world_size: int,
         *,
         policy: PolicyConfig,
+        source: ModelSource,
         seed: int,
         num_steps: int,
         keep_reference: bool,
@@ -64,43 +80,44 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         import torch
 
         from nemo_rl_moe.data.tokenizer import load_tokenizer
-        from nemo_rl_moe.models.hf_files import load_hf_config, weights_folder
+        from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config, weights_folder
         from nemo_rl_moe.models.megatron.parallel_state import initialize_parallel_state
+        from nemo_rl_moe.models.megatron.same_model import agree_on_model
         from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
         from nemo_rl_moe.models.policy.gloo_device import shared_gloo_device
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        with shared_gloo_device():
-            initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
+        # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of
+        # which the driver hears at once. Behind it they would wait for this one, and its reason would be lost.
+        folder = source.folder()
+        self._config_json, hf_config = load_config_json(str(folder)), load_hf_config(str(folder))
         # Loading it imports parts of transformers that take more than a second.
         settings = policy.tokenizer
+        tokenizer = load_tokenizer(settings.name, settings.chat_template) if decodes_text else None
+        with shared_gloo_device():
+            initialize_parallel_state(policy.megatron_cfg, rank, world_size, int(os.environ["LOCAL_RANK"]), seed)
+        weights = weights_folder(policy, folder)
         self._problems: list[str] = []
         try:
+            agree_on_model(self._config_json, folder, with_weights=weights is not None)
             self._trainer = MegatronTrainer(
-                policy,
-                load_hf_config(policy.model_name),
-                weights_folder(policy),
-                num_steps,
-                tokenizer=load_tokenizer(settings.name, settings.chat_template) if decodes_text else None,
-                keep_reference=keep_reference,
+                policy, hf_config, weights, num_steps, tokenizer=tokenizer, keep_reference=keep_reference
             )
-        except UserError as error:  # of the weights; every rank finds the same
+        except UserError as error:  # of the model and its weights; every rank finds the same
             self._problems = error.problems
 
     def describe(self) -> WorkerDescription:
         """What this rank is, or why it cannot be."""
-        from nemo_rl_moe.models.hf_files import load_config_json
         from nemo_rl_moe.models.megatron.router_settings import setting_sources
         from nemo_rl_moe.models.megatron.transformer_config import effective_moe_configuration
 
         if self._problems:
             return WorkerDescription(problems=self._problems)
         trainer, policy = self._trainer, self._trainer.policy
-        config_json = load_config_json(policy.model_name)
         return WorkerDescription(
             coordinates=trainer.coordinates,
             moe_configuration=effective_moe_configuration(trainer.config),
-            moe_configuration_sources=setting_sources(policy, trainer.hf_config, config_json, trainer.config),
+            moe_configuration_sources=setting_sources(policy, trainer.hf_config, self._config_json, trainer.config),
             notices=trainer.notices,
         )
 
@@ -125,13 +142,12 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         """Full tensors by their Hugging Face names, over all ranks each once."""
         return self._trainer.export_weights()
 
-    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> str | None:
-        """Writes this rank's part of a Hugging Face folder; what went wrong on any rank, or None."""
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> WeightsOutcome:
+        """Writes this rank's part of a Hugging Face folder."""
         try:
-            self._trainer.save_weights(folder, model_files)
+            return WeightsOutcome(left_out=self._trainer.save_weights(folder, model_files))
         except CheckpointError as error:
-            return str(error)
-        return None
+            return WeightsOutcome(problem=str(error))
 
     def start_checkpoint(self, directory: Path, with_optimizer: bool) -> None:
         """Takes a snapshot of this rank's state and begins to write it."""

@@ -20,6 +20,11 @@ def test_folder_without_a_tokenizer_is_one_line(tmp_path):
     with pytest.raises(ConfigurationError) as error:
         load_tokenizer(str(tmp_path))
     (problem,) = error.value.problems
+    assert problem == f"policy.tokenizer.name: {tmp_path}: holds no tokenizer; expected a file such as tokenizer.json"
+    (tmp_path / "tokenizer.json").write_text("no JSON")
+    with pytest.raises(ConfigurationError) as error:
+        load_tokenizer(str(tmp_path))
+    (problem,) = error.value.problems
     assert problem.startswith(f"policy.tokenizer.name: {tmp_path}: cannot be loaded: ")
     assert "\n" not in problem
 

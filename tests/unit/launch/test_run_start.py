@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.algorithms.loop import RunSummary
+from nemo_rl_moe.algorithms.loop_state import LoopState
 from nemo_rl_moe.config.schema import SFTMasterConfig
-from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.run import FINAL_RUN_FILE, prepared_run
+from nemo_rl_moe.launch.run import FINAL_RUN_FILE, end_run, prepared_run
 from nemo_rl_moe.launch.stop_signals import StopSignals
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from tests.support.saving_run import Run as SavedRun
@@ -81,3 +83,30 @@ def test_no_second_run_on_the_same_checkpoints(saved: SavedRun) -> None:
         pass
     with prepared(saved.config, run_id="third") as run:
         assert run.resume is not None
+
+
+def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
+    saved: SavedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Policy:
+        def save_weights(self, directory: Path) -> list[str]:
+            directory.mkdir()
+            return ["decoder.layers.0.mlp.router.bias"]
+
+    policy: Any = Policy()
+    with prepared(saved.config, num_steps=10) as run:
+        end_run(run, policy, RunSummary.of(LoopState(step=10), None), tmp_path)
+        assert run.is_complete
+    assert (
+        "warning: decoder.layers.0.mlp.router.bias is left out of the exported weights: the family has no tensor for it"
+        in capsys.readouterr().out
+    )
+
+
+def test_a_run_that_would_remove_its_own_model_is_refused(saved: SavedRun) -> None:
+    model = saved.store.folder / "step_10"
+    config = saved.config.model_copy(
+        update={"policy": saved.config.policy.model_copy(update={"model_name": str(model)})}
+    )
+    with pytest.raises(ConfigurationError, match="copy the model to another place"), prepared(config):
+        pass

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Folders from anywhere: what they hold is known from headers, and each damage is one clear line."""
 
+import json
 import os
 from pathlib import Path
 
@@ -107,3 +108,16 @@ def test_names_out_of_a_file_stay_on_one_line() -> None:
     assert shown("") == "''"
     assert len(shown("x" * 10_000)) == 200
     assert listed(["a"] * (MOST_LISTED + 2)).endswith("a, a and 2 more")
+
+
+def test_all_damaged_files_are_told_at_once(tmp_path: Path) -> None:
+    tensors = {f"t{number}": torch.ones(4) for number in range(4)}
+    for name, tensor in tensors.items():
+        save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in tensors}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    (tmp_path / "t0.safetensors").write_bytes((tmp_path / "t0.safetensors").read_bytes()[:-3])
+    (tmp_path / "t2.safetensors").unlink()
+    with pytest.raises(ConfigurationError) as caught:
+        SafetensorsFolder(tmp_path)
+    assert [problem.split(": ")[2] for problem in caught.value.problems] == ["t0.safetensors", "t2.safetensors"]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a checkpoint holds: named tensors, each with its place in a full tensor, and nothing else."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,8 @@ from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from nemo_rl_moe.models.megatron.checkpoint.random_states import random_states, restore_random_states
+from nemo_rl_moe.models.megatron.checkpoint.tensor_names import COUNTERS_KEY, RANDOM_PREFIX, model_names
+from nemo_rl_moe.models.megatron.parameter_layout import plain_norm_name
 
 # isort: split
 from megatron.core import parallel_state
@@ -26,8 +28,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-
-COUNTERS_KEY = "trainer.counters"
 
 
 @dataclass(frozen=True)
@@ -75,24 +75,32 @@ def layout_name() -> str:
 
 def random_key(name: str) -> str:
     """The name of one of this rank's random states in a checkpoint."""
-    return f"random.{layout_name()}.rank{dist.get_rank()}.{name}"
+    return f"{RANDOM_PREFIX}{layout_name()}.rank{dist.get_rank()}.{name}"
 
 
-def sharded_model(chunks: Sequence[GPTModel]) -> dict[str, Sharded]:
+def sharded_model(chunks: Sequence[GPTModel], *, saved: Collection[str] = ()) -> dict[str, Sharded]:
     """Parameters and buffers that belong to the weights; the tensors are the model's own.
 
     Layers have their numbers in their names: another pipeline finds them wherever they were.
+
+    Args:
+        chunks: This rank's.
+        saved: On loading, the names that the checkpoint has.
     """
     tensors: dict[str, Sharded] = {}
     for index, chunk in enumerate(chunks):
         found = chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True})
         # Transformer Engine's extra state, which only its 8-bit formats fill, is no tensor.
         tensors |= {f"{index}.{name}": s for name, s in found.items() if isinstance(s, SHARDED_TYPES)}
+    names = model_names(saved)
+    for sharded in tensors.values():
+        name = plain_norm_name(sharded.key)
+        sharded.key = names.get(name, name)
     return tensors
 
 
 def sharded_contents(
-    objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Container[str] | None = None
+    objects: TrainingObjects, counters: TrainerCounters | None, *, saved: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Everything that a checkpoint holds of this rank. All ranks call it.
 
@@ -102,7 +110,7 @@ def sharded_contents(
         saved: On loading, where the tensors are to be filled: the names that the checkpoint has. Of the random states
             those are asked for that it has of this rank: in the layout that wrote it, and not a GPU's from a host's.
     """
-    contents: dict[str, Any] = {"model": sharded_model(objects.chunks)}
+    contents: dict[str, Any] = {"model": sharded_model(objects.chunks, saved=saved or ())}
     if counters is None:
         return contents
     ensure_state(objects.optimizer)
@@ -122,9 +130,9 @@ def sharded_contents(
 @torch.no_grad()
 def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None:
     """Fills the model with what was read under the names of `sharded_model`."""
-    for name, sharded in sharded_model(chunks).items():
-        live: Tensor = sharded.data
-        live.copy_(loaded[name])
+    live = sharded_model(chunks)
+    for name, tensor in loaded.items():
+        live[name].data.copy_(tensor)
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.checkpoint.contents import (
-    COUNTERS_KEY,
     TrainerCounters,
     TrainingObjects,
     restore_contents,
@@ -22,6 +21,7 @@ from nemo_rl_moe.models.megatron.checkpoint.contents import (
     sharded_model,
 )
 from nemo_rl_moe.models.megatron.checkpoint.data_only import check_folder, data_only
+from nemo_rl_moe.models.megatron.checkpoint.tensor_names import COUNTERS_KEY, check_names, may_keep_zeros
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -42,17 +42,21 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
         The counters; None with the weights alone.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, holds anything but tensors, belongs to another model, lacks the
-            optimizer, or is not where every rank can reach it. The same on every rank.
+        CheckpointError: The checkpoint is damaged, holds anything but tensors, lacks a tensor of the model or holds one
+            too many, lacks the optimizer, or is not where every rank can reach it. The same on every rank.
     """
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
-    wanted = sharded_contents(objects, counters, saved=index.state_dict_metadata.keys())
+    saved = index.state_dict_metadata.keys()
+    wanted = sharded_contents(objects, counters, saved=saved)
+    check_names(directory, [sharded.key for sharded in wanted["model"].values()], saved)
     return restore_contents(objects, _load(wanted, directory, index))
 
 
 def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
     """Fills a model alone, before it has an optimizer. Every rank calls it.
+
+    An expert bias that the checkpoint has no tensor for keeps its zeros.
 
     Args:
         chunks: What to fill.
@@ -62,7 +66,14 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
         CheckpointError: As of `load_checkpoint`.
     """
     index = _index_of_all_ranks(directory, with_optimizer=False)
-    restore_model(chunks, _load({"model": sharded_model(chunks)}, directory, index)["model"])
+    saved = index.state_dict_metadata.keys()
+    wanted = {
+        name: sharded
+        for name, sharded in sharded_model(chunks, saved=saved).items()
+        if sharded.key in saved or not may_keep_zeros(sharded.key)
+    }
+    check_names(directory, [sharded.key for sharded in wanted.values()], saved)
+    restore_model(chunks, _load({"model": wanted}, directory, index)["model"])
 
 
 def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str, Any]:

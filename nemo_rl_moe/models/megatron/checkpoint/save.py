@@ -47,6 +47,7 @@ class _SnapshotWriter(FileSystemWriterAsync):
     def __init__(self, directory: Path, *, copies_at_once: bool):
         super().__init__(directory)
         self._copies_at_once = copies_at_once
+        self.is_cancelled = False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The original makes the folder where a rank has none, and writes there what no other rank will find."""
@@ -67,19 +68,16 @@ class _SnapshotWriter(FileSystemWriterAsync):
         snapshot, self._snapshot = self._snapshot, []
         if not snapshot:
             return []
+        results = []
         with (Path(self.checkpoint_dir) / self._file_name).open("wb") as stream:
-            results = [
-                _write_item(
-                    self.transforms,
-                    stream,
-                    # A view would be written with all that it is a view of.
-                    tensor if self._copies_at_once else _copy(tensor),
-                    item,
-                    self._file_name,
-                    SerializationFormat.TORCH_SAVE,
+            for item, tensor in snapshot:
+                if self.is_cancelled:
+                    raise RuntimeError("cancelled")
+                # A view would be written with all that it is a view of.
+                whole = tensor if self._copies_at_once else _copy(tensor)
+                results.append(
+                    _write_item(self.transforms, stream, whole, item, self._file_name, SerializationFormat.TORCH_SAVE)
                 )
-                for item, tensor in snapshot
-            ]
             _to_disk(stream)
         return results
 
@@ -105,6 +103,11 @@ class CheckpointWrite:
     def is_written(self) -> bool:
         """Whether this rank's part is over, well or not."""
         return not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Ends the writing after the present tensor: a thread that writes on would disturb the end of the process."""
+        self._writer.is_cancelled = True
+        self._thread.join()
 
     def finish(self) -> str | None:
         """Writes the index of all parts, on the first rank. Every rank calls it, when all are written or to wait.
@@ -179,6 +182,12 @@ def _copy(tensor: Any) -> Any:
 
 
 def _text(error: BaseException) -> str:
+    # torch's writer fails once more when it closes what the disk did not take; the reason stands behind that.
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            error = cause
+        cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -16,7 +16,7 @@ from nemo_rl_moe.models.safetensors_folder import INDEX_FILE
 from tests.support.family_reference import assert_same_tensors
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import stacked, tiny_tensors, write_folder
-from tests.support.hf_runs import NOTE, load_and_save, names_handed_out, save_twice
+from tests.support.hf_runs import NOTE, load_and_save, names_handed_out, outcomes_with_trouble, save_twice
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 
@@ -103,6 +103,26 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
     assert first == second
     error = f"{folder}: cannot be written: {expected}"
     assert first == [(error, ["earlier"], ["weights"]), ("saved", WRITTEN, ["weights"])]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "function"),
+    [
+        ({"tp": 2, "etp": 2}, "torch.Tensor.new_empty"),
+        ({"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.hf_gather._joined"),
+        ({"ep": 2}, "nemo_rl_moe.models.megatron.hf_gather._as_bytes"),
+        ({"pp": 2}, "nemo_rl_moe.models.safetensors_writer.SafetensorsWriter.write"),
+    ],
+)
+def test_rank_without_memory_keeps_nobody_waiting(sizes: dict[str, int], function: str, tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    policy = tiny_policy(2, **layout(**sizes))
+    first, second = run_ranks(outcomes_with_trouble, 2, policy, str(folder), function, timeout_s=60)
+    assert first == second
+    handed_out, written, last = first
+    problem = "rank 1: not enough memory: you tried to allocate 7 bytes"
+    assert handed_out == (f"the weights cannot be handed out: {problem}" if "Writer" not in function else "done")
+    assert (written, last) == (f"{folder}: cannot be written: {problem}", "done")
 
 
 @pytest.fixture

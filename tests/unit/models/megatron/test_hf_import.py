@@ -12,7 +12,13 @@ import torch
 from tests.support.family_reference import assert_same_tensors, tensors_in
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import DAMAGED, UNFIT, stacked, tiny_tensors, write_folder
-from tests.support.hf_runs import last_rows_of_vocabulary, load_and_save, load_from_each, spoil_while_loading
+from tests.support.hf_runs import (
+    bytes_told_while_loading,
+    last_rows_of_vocabulary,
+    load_and_save,
+    load_from_each,
+    spoil_while_loading,
+)
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 TIED = {"tie_word_embeddings": True}
@@ -57,6 +63,12 @@ def test_fault_while_reading_ends_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(spoil_while_loading, 2, tiny_policy(2, **layout(pp=2)), str(tmp_path / "whole"))
     assert first == second
     assert "cannot be read: [Errno 5] Input/output error (on rank 1)" in first
+
+
+def test_ranks_that_want_the_same_say_so_once(tmp_path: Path) -> None:
+    write_folder(tiny_tensors(tiny_hf_config()), tmp_path / "whole")
+    for heard, wanted in run_ranks(bytes_told_while_loading, 2, tiny_policy(2), str(tmp_path / "whole")):
+        assert wanted < heard < 1.5 * wanted
 
 
 def expected_bytes(tensors: dict[str, torch.Tensor], changes: dict[str, Any], sizes: dict[str, int]) -> int:

@@ -35,7 +35,7 @@ def test_each_setting_says_who_has_set_it() -> None:
     assert sources["moe_router_topk"] == "policy.megatron_cfg; the model's own is 2"
     assert sources["moe_z_loss_coeff"] == "policy.megatron_cfg"
     assert sources["moe_router_pre_softmax"] == "config.json: norm_topk_prob"
-    assert sources["moe_router_score_function"] == "always so in Qwen3-MoE"
+    assert sources["moe_router_score_function"] == "as Qwen3-MoE has it"
     assert sources["num_moe_experts"] == "the model"
     silent = "transformers' default of router_aux_loss_coef, of which config.json says nothing"
     assert sources["moe_aux_loss_coeff"] == silent
@@ -93,10 +93,10 @@ def test_pretrained_router_used_in_another_way_is_warned_of() -> None:
 
 
 def test_exported_config_says_what_is_in_force() -> None:
-    policy = policy_with(moe_router_topk=4, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5)
+    policy = policy_with(moe_router_topk=4, moe_router_pre_softmax=True, moe_aux_loss_coeff=0.5, precision="bfloat16")
     config_json = tiny_hf_config().to_dict()
     hf_config, config = settings_of(policy)
-    exported = exported_config(hf_config, config_json, config, "bfloat16")
+    exported = exported_config(policy, hf_config, config_json, config)
     assert exported.not_expressed == ()
     expected = {"num_experts_per_tok": 4, "norm_topk_prob": False, "router_aux_loss_coef": 0.5, "dtype": "bfloat16"}
     assert exported.content == config_json | expected
@@ -106,7 +106,7 @@ def test_exported_config_is_the_models_own_where_nothing_was_changed() -> None:
     policy = policy_with()
     config_json = {**tiny_hf_config().to_dict(), "torch_dtype": "bfloat16", "auto_map": {"AutoConfig": "x.Y"}}
     hf_config, config = settings_of(policy)
-    exported = exported_config(hf_config, config_json, config, "float32")
+    exported = exported_config(policy, hf_config, config_json, config)
     expected = config_json | {"torch_dtype": "float32"}
     del expected["auto_map"]
     assert exported.content == expected
@@ -117,13 +117,18 @@ def test_exported_config_is_the_models_own_where_nothing_was_changed() -> None:
     [
         {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
         {"moe_shared_expert_intermediate_size": 16},
+        {"moe_router_topk_scaling_factor": 2.5},
+        {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+        {"moe_layer_freq": 2},
+        {"moe_ffn_hidden_size": 24},
+        {"moe_expert_capacity_factor": 1.25},
     ],
 )
 def test_what_transformers_cannot_have_is_named(changes: dict[str, Any]) -> None:
     policy = policy_with(**changes)
     config_json = tiny_hf_config().to_dict()
     hf_config, config = settings_of(policy)
-    exported = exported_config(hf_config, config_json, config, "float32")
+    exported = exported_config(policy, hf_config, config_json, config)
     assert set(exported.not_expressed) == changes.keys()
 
 
@@ -145,7 +150,7 @@ def test_a_value_that_transformers_refuses_is_named() -> None:
     config_json = hf_config.to_dict()
     policy = policy_with(moe_router_topk=1, moe_router_bias_update_rate=0.5)
     config = build_transformer_config(policy, hf_config)
-    exported = exported_config(hf_config, config_json, config, "float32")
+    exported = exported_config(policy, hf_config, config_json, config)
     # The rate is for training alone; one expert a token has another weight here than in transformers.
     assert exported.not_expressed == ("moe_router_topk",)
     assert exported.content["num_experts_per_tok"] == hf_config.num_experts_per_tok
@@ -166,10 +171,38 @@ def test_layers_that_are_left_out_are_not_promised() -> None:
     from transformers import DeepseekV3Config
 
     hf_config = DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
-    config = build_transformer_config(policy_with(), hf_config)
+    policy = policy_with()
+    config = build_transformer_config(policy, hf_config)
     config_json = {**hf_config.to_dict(), "num_nextn_predict_layers": 1}
-    assert exported_config(hf_config, config_json, config, "float32").content["num_nextn_predict_layers"] == 0
+    assert exported_config(policy, hf_config, config_json, config).content["num_nextn_predict_layers"] == 0
     del config_json["num_nextn_predict_layers"]
-    assert "num_nextn_predict_layers" not in exported_config(hf_config, config_json, config, "float32").content
-    sources = setting_sources(policy_with(), hf_config, config_json, config)
+    assert "num_nextn_predict_layers" not in exported_config(policy, hf_config, config_json, config).content
+    sources = setting_sources(policy, hf_config, config_json, config)
     assert sources["moe_aux_loss_coeff"] == "config.json says nothing of aux_loss_alpha"
+
+
+def test_kind_of_the_loss_is_written_as_the_switch_that_it_is() -> None:
+    from transformers import DeepseekV2Config
+
+    hf_config = DeepseekV2Config(num_experts_per_tok=2, aux_loss_alpha=0.001, seq_aux=True)
+    config_json = hf_config.to_dict()
+    for kind, switch in (("aux_loss", False), ("seq_aux_loss", True)):
+        policy = policy_with(moe_router_load_balancing_type=kind, moe_aux_loss_coeff=0.5)
+        exported = exported_config(policy, hf_config, config_json, build_transformer_config(policy, hf_config))
+        assert exported.content["seq_aux"] is switch
+        assert exported.content["aux_loss_alpha"] == 0.5
+
+
+def test_a_shared_gate_that_the_family_has_not_is_named() -> None:
+    from transformers import DeepseekV3Config
+
+    hf_config = DeepseekV3Config(n_group=1, topk_group=1, num_key_value_heads=128)
+    policy = policy_with(moe_shared_expert_gate=True)
+    config = build_transformer_config(policy, hf_config)
+    assert exported_config(policy, hf_config, hf_config.to_dict(), config).not_expressed == ("moe_shared_expert_gate",)
+
+
+def test_switched_off_loss_is_not_warned_of() -> None:
+    policy = policy_with(moe_router_load_balancing_type="none")
+    hf_config, config = settings_of(policy, router_aux_loss_coef=0.001)
+    assert setting_warnings(policy, hf_config, {}, config) == []

@@ -98,6 +98,14 @@ def test_grouped_kernels_need_transformer_engine() -> None:
     assert problem == "policy.megatron_cfg.moe_grouped_gemm: got true, which needs Transformer Engine; leave it out"
 
 
+def test_one_expert_a_token_needs_a_weight_that_can_be_learnt() -> None:
+    (problem,) = problems_of(moe_router_topk=1)
+    assert problem.startswith("policy.megatron_cfg.moe_router_topk: got 1, ")
+    assert problem.endswith("expected 2 or more, or policy.megatron_cfg.moe_router_pre_softmax=true")
+    policy = tiny_policy(moe_router_topk=1, moe_router_pre_softmax=True)
+    assert build_transformer_config(policy, tiny_hf_config()).moe_router_topk == 1
+
+
 def test_what_megatron_core_refuses_is_one_line_of_the_user() -> None:
     (problem,) = problems_of(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="sinkhorn")
     assert problem.startswith("policy.megatron_cfg: Megatron-Core refuses this configuration: ")

@@ -2,23 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy over fake workers: who gets what, and how the answers come together."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
 from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
-from nemo_rl_moe.models.policy.megatron_policy_worker import WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import WeightsOutcome, WorkerDescription
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
 
@@ -29,13 +33,18 @@ class FakeWorkers:
 
     Attributes:
         arguments: What every worker was made with.
+        problems: Of ranks that cannot work.
+        is_stopped: Whether they have been stopped.
         calls: Method and the workers' arguments of each call.
     """
 
     arguments: dict[str, Any]
     data_parallel_size: int = 2
+    problems: Mapping[int, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.is_stopped = False
+        self.outcomes = [WeightsOutcome(left_out=["router.bias"]) for _ in range(2 * self.data_parallel_size)]
         self.calls: list[tuple[str, Sequence[Any]]] = []
         self.places = [
             SimpleNamespace(
@@ -48,8 +57,16 @@ class FakeWorkers:
     def call_all(self, method: str, *arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
         if method == "describe":
-            return [WorkerDescription(coordinates=place) for place in self.places]
+            return [
+                WorkerDescription(coordinates=place, problems=self.problems.get(rank, ()))
+                for rank, place in enumerate(self.places)
+            ]
+        if method == "save_weights":
+            return self.outcomes
         return [{f"weight {index}": torch.full((1,), float(index))} for index, _ in enumerate(self.places)]
+
+    def shutdown(self) -> None:
+        self.is_stopped = True
 
     def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         self.calls.append((method, arguments))
@@ -77,19 +94,26 @@ class FakeWorkers:
 
 
 def make_policy(
-    monkeypatch: pytest.MonkeyPatch, config: MasterConfig, data_parallel_size: int = 2
+    monkeypatch: pytest.MonkeyPatch,
+    config: MasterConfig,
+    data_parallel_size: int = 2,
+    problems: Mapping[int, list[str]] = MappingProxyType({}),
+    made: list[FakeWorkers] | None = None,
 ) -> tuple[MegatronPolicy, FakeWorkers]:
-    made: list[FakeWorkers] = []
+    made = [] if made is None else made
 
     def start(_cluster: Any, _worker: Any, arguments: dict[str, Any], **_: Any) -> FakeWorkers:
-        made.append(FakeWorkers(arguments, data_parallel_size))
+        made.append(FakeWorkers(arguments, data_parallel_size, problems))
         return made[-1]
 
     monkeypatch.setattr(lm_policy, "WorkerGroup", start)
     cluster: Any = None
-    return MegatronPolicy(config, cluster, seed=1, num_steps=2), made[0]
+    return MegatronPolicy(
+        config, cluster, seed=1, num_steps=2, source=ModelSource(Path("model"), None), model_files=FILES
+    ), made[0]
 
 
+FILES = {"config.json": b"{}"}
 BY_TOKENS = "train_mb_tokens: 64}"
 
 
@@ -169,3 +193,29 @@ def test_workers_need_a_tokenizer_for_stop_strings_alone(
 def test_a_policy_of_sft_generates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     _, workers = make_policy(monkeypatch, load_config("sft_tiny_moe.yaml", check_paths=False))
     assert workers.arguments["decodes_text"] is False
+
+
+@pytest.mark.parametrize(
+    ("problems", "expected"),
+    [
+        ({rank: ["no weights"] for rank in range(4)}, ["no weights"]),
+        ({2: ["no weights", "no tokenizer"], 3: ["late"]}, ["no weights (on rank 2)", "no tokenizer (on rank 2)"]),
+    ],
+)
+def test_problems_of_any_rank_are_told(
+    problems: dict[int, list[str]], expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[FakeWorkers] = []
+    with pytest.raises(ConfigurationError) as caught:
+        make_policy(monkeypatch, small_config(), problems=problems, made=made)
+    assert caught.value.problems == expected
+    assert made[0].is_stopped
+
+
+def test_saved_weights_say_what_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy, workers = make_policy(monkeypatch, small_config())
+    assert policy.save_weights(tmp_path / "final") == ["router.bias"]
+    assert workers.calls[-1] == ("save_weights", (tmp_path / "final", FILES))
+    workers.outcomes[3] = WeightsOutcome(problem="the disk is full")
+    with pytest.raises(CheckpointSaveError, match="the disk is full"):
+        policy.save_weights(tmp_path / "final")
