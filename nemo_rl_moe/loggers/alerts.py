@@ -15,11 +15,16 @@ from jaxtyping import Int
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.expert_load import read_load_arrays
 from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.report.findings import Finding, FindingTracker, StepObservation, Thresholds
+from nemo_rl_moe.report.findings import (
+    QUIET_STEPS,
+    Finding,
+    FindingTracker,
+    StepObservation,
+    Thresholds,
+    likewise,
+)
 
-_STEPS_BEFORE_STREAKS = 100
 _MOST_LINES = 20
-_MOST_LAYERS_NAMED = 8
 
 
 class AlertSettings(Protocol):
@@ -69,7 +74,8 @@ class AlertWatch:
         )
         self._tracker = FindingTracker(thresholds, topk)
         longest_streak = max(settings.dead_expert_steps or 0, settings.sustained_steps)
-        self._num_steps_to_replay = _STEPS_BEFORE_STREAKS + longest_streak
+        # As far back as an episode may lie that the next step continues, and what it takes to be found.
+        self._num_steps_to_replay = QUIET_STEPS + longest_streak
 
     def observe(
         self,
@@ -112,11 +118,7 @@ def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:
 
 def _alert(step: int, kind: str, findings: Sequence[Finding]) -> Alert:
     first, *others = findings
-    line = f"step {step}: {first.text}"
-    if others:
-        named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
-        more = [f"{len(others) - _MOST_LAYERS_NAMED} more"] if len(others) > _MOST_LAYERS_NAMED else []
-        line += f" (likewise layer{'s' if len(others) > 1 else ''} {', '.join(named + more)})"
+    line = f"step {step}: {first.text}{likewise(others)}"
     lines = [finding.text for finding in findings[:_MOST_LINES]]
     if len(findings) > _MOST_LINES:
         lines.append(f"and {len(findings) - _MOST_LINES} more layers")

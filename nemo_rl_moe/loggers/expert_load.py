@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FOLDER_NAME = "expert_load.parquet"
 STEPS_OF_A_FILE = 100
 _MOST_STEPS_KEPT = 1000
+_MOST_COUNT = 2**32 - 1
 
 _SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.int32()), ("expert", pa.int32()), ("count", pa.int64())])
 _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
@@ -135,7 +136,8 @@ def read_load_arrays(
 
     Raises:
         FileNotFoundError: The run has written none.
-        DataError: A file is damaged, or its steps differ in their layers or experts.
+        DataError: A file is damaged, holds what no count of tokens can be, or its steps differ in their layers or
+            experts.
     """
     folder = run_folder / FOLDER_NAME
     in_force = [(first, last) for first, last in _files_in_force(folder) if last >= first_step]
@@ -151,6 +153,8 @@ def read_load_arrays(
             continue
         except (OSError, pa.ArrowException) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        if problem := _problem(table, *span):
+            raise DataError(f"{path}: {problem}")
         found = _as_arrays(table)
         if found is None or (layers is not None and not np.array_equal(found[1], layers)):
             raise DataError(f"{path}: its rows are not the layers and experts of whole steps, or not those of others")
@@ -160,9 +164,26 @@ def read_load_arrays(
     if layers is None:
         raise FileNotFoundError(f"{folder} holds no step")
     try:
-        return np.concatenate(steps), layers, np.concatenate(counts)
+        all_steps, all_counts = np.concatenate(steps), np.concatenate(counts)
     except ValueError:
         raise DataError(f"{folder}: its files differ in their number of experts") from None
+    if (np.diff(all_steps) <= 0).any():
+        raise DataError(f"{folder}: its files overlap in their steps")
+    return all_steps, layers, all_counts
+
+
+def _problem(table: pa.Table, first: int, last: int) -> str | None:
+    """What is wrong with the values of a file of these steps; None where nothing is."""
+    if not table.num_rows:
+        return "holds no row"
+    for name in _SCHEMA.names:
+        if table[name].null_count:
+            return f"column {name!r} is missing, or lacks values"
+    for name, lowest, highest in (("step", first, last), ("count", 0, _MOST_COUNT)):
+        found = pc.min_max(table[name]).as_py()
+        if found["min"] < lowest or found["max"] > highest:
+            return f"column {name!r} is from {lowest} to {highest}, got {found['min']} to {found['max']}"
+    return None
 
 
 def _as_arrays(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:

@@ -18,7 +18,7 @@ from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, JsonlLogger, StepRecord, read_metrics
 from nemo_rl_moe.loggers.load_pictures import LoadPictures
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
-from nemo_rl_moe.loggers.notices import Notices
+from nemo_rl_moe.loggers.notices import Notices, reason_of
 from nemo_rl_moe.loggers.run_folder import read_logger_run_ids, store_logger_run_ids
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.loggers.wandb import WandbLogger, abandon_service, choose_run_id
@@ -143,7 +143,14 @@ def build_loggers(
         is_resumed = WandbLogger.name in run_ids
         run_id = run_ids.setdefault(WandbLogger.name, choose_run_id(os.environ))
         names = wandb.project, wandb.name, run_id
-        open_wandb = partial(WandbLogger, run_folder, *names, is_resumed=is_resumed, earlier_steps=earlier)
+        open_wandb = partial(
+            WandbLogger,
+            run_folder,
+            *names,
+            is_resumed=is_resumed,
+            earlier_steps=earlier,
+            outlier_chart_every_steps=logger_config.expert_load_pictures.every_steps,
+        )
         isolate(WandbLogger.name, open_wandb, abandon_service)
     if logger_config.mlflow_enabled:
         isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
@@ -158,7 +165,7 @@ def build_loggers(
         earlier_run_ids=run_ids,
         closing_s=patience.closing_s,
         pictures=LoadPictures(logger_config.expert_load_pictures.every_steps, notices),
-        alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume),
+        alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume, notices),
     )
     if loggers.run_ids:
         # Only a run that is killed before its first checkpoint needs them.
@@ -182,13 +189,20 @@ def _open_mlflow(logger_config: LoggerSettings, resumed_run_id: str | None) -> M
 
 
 def _alert_watch(
-    settings: AlertSettings, topk: int | None, run_folder: Path, resume: LoggerResume | None
+    settings: AlertSettings, topk: int | None, run_folder: Path, resume: LoggerResume | None, notices: Notices
 ) -> AlertWatch | None:
     if not settings.enabled:
         return None
     watch = AlertWatch(settings, topk)
     if resume is not None:
-        watch.replay(run_folder, resume.step)
+        try:
+            watch.replay(run_folder, resume.step)
+        except Exception as error:
+            notices.warn(
+                f"alerts start anew at step {resume.step + 1}, and may repeat what has been told: looking at the "
+                f"steps before it failed: {reason_of(error)}"
+            )
+            return AlertWatch(settings, topk)
     return watch
 
 

@@ -15,6 +15,13 @@ from nemo_rl_moe.loggers.quiet import quiet
 _FAILURES_BEFORE_PICTURES_END = 3
 
 
+def is_picture_step(step: int, every_steps: int | None) -> bool:
+    """Whether a step gets pictures: each so many, and the first one; None or 0: never."""
+    if not every_steps:
+        return False
+    return step == 1 or step % every_steps == 0
+
+
 class LoadPictures:
     """Says which steps get pictures, and draws them when a backend asks first.
 
@@ -34,7 +41,7 @@ class LoadPictures:
         self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
     ) -> DrawPictures | None:
         """The pictures of a step, not drawn yet; None where none are due. The counts are not to be changed."""
-        if not self._every_steps or (step != 1 and step % self._every_steps):
+        if not is_picture_step(step, self._every_steps):
             return None
         drawn: dict[str, bytes] | None = None
 

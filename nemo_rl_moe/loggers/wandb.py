@@ -7,6 +7,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from nemo_rl_moe.loggers.interface import RunOutcome
 from nemo_rl_moe.loggers.jsonl import StepRecord
+from nemo_rl_moe.loggers.load_pictures import is_picture_step
 from nemo_rl_moe.loggers.plain import to_plain
 from nemo_rl_moe.loggers.wandb_charts import OutlierChart, define_charts
 from nemo_rl_moe.loggers.wandb_files import last_wandb_step
@@ -42,6 +44,8 @@ class WandbLogger:
         run_id: The run's id at W&B, see `choose_run_id`.
         is_resumed: Whether a run of that id may exist.
         earlier_steps: Reads the steps that were logged before this attempt of the run, for charts over all steps.
+        outlier_chart_every_steps: How often the most and the least loaded experts are drawn on one chart; None or 0:
+            never, and each of them keeps the chart that W&B makes of a key.
     """
 
     name = "wandb"
@@ -55,6 +59,7 @@ class WandbLogger:
         *,
         is_resumed: bool = False,
         earlier_steps: Callable[[], Iterable[StepRecord]] = tuple,
+        outlier_chart_every_steps: int | None = None,
     ):
         mode = choose_mode(os.environ)
         if mode == "offline" or os.environ.get("WANDB_MODE") in _MODES_WITHOUT_LOGIN:
@@ -87,7 +92,8 @@ class WandbLogger:
             if self._run.url:
                 self.announcement = f"W&B run: {self._run.url}"
         self.seconds_to_close = 0.0 if self._run.offline else _SECONDS_TO_UPLOAD
-        define_charts(self._run)
+        self._outlier_chart_every_steps = outlier_chart_every_steps
+        define_charts(self._run, has_outlier_chart=bool(outlier_chart_every_steps))
         self._outliers = OutlierChart()
         for record in earlier_steps():
             if record.step <= self.last_step:
@@ -98,11 +104,20 @@ class WandbLogger:
         if step < self._first_step:
             return
         self._outliers.add(step, metrics)
+        if is_picture_step(step, self._outlier_chart_every_steps):
+            # Not with the pictures, which may be dropped: the outliers have no other chart.
+            self._draw_outliers(step)
         # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
 
+    def _draw_outliers(self, step: int) -> None:
+        # A chart that fails must not take the step's metrics with it; the next one holds what it lacks.
+        with suppress(Exception):
+            if chart := self._outliers.draw():
+                self._run.log(chart, step=step, commit=False)
+
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Puts the pictures into the step's row, with the chart of the outliers of the steps before it."""
+        """Puts the pictures into the step's row."""
         if step < self._first_step:
             return
         import PIL.Image
@@ -110,7 +125,7 @@ class WandbLogger:
 
         images = {key: wandb.Image(PIL.Image.open(BytesIO(content))) for key, content in pictures.items()}
         # The row is committed with the step's metrics, which follow.
-        self._run.log({**images, **self._outliers.draw()}, step=step, commit=False)
+        self._run.log(images, step=step, commit=False)
 
     def send_alert(self, title: str, text: str) -> None:
         """Has W&B write to the user: by mail or Slack, as set up there."""

@@ -37,14 +37,20 @@ _BEST_AND_LAST = {
 }
 
 
-def define_charts(run: Any) -> None:
-    """Sets up the charts of a W&B run."""
+def define_charts(run: Any, has_outlier_chart: bool) -> None:
+    """Sets up the charts of a W&B run.
+
+    Args:
+        run: The run.
+        has_outlier_chart: Whether the outliers get a chart together, in place of one for each expert.
+    """
     for summary, keys in _BEST_AND_LAST.items():
         for key in keys:
             run.define_metric(key, summary=summary)
     # At other steps other experts: a chart of each would be hundreds, most of them with one point. Those that have
     # been the most or the least loaded are on one chart instead, and W&B keeps each of them to be looked up.
-    run.define_metric(f"{_OUTLIERS}*", hidden=True)
+    if has_outlier_chart:
+        run.define_metric(f"{_OUTLIERS}*", hidden=True)
 
 
 class OutlierChart:

@@ -32,7 +32,7 @@ class ArrayPool:
         self._offset_of: dict[tuple[str, bytes], int] = {}
 
     def add(self, array: NDArray[Any]) -> ArrayReference:
-        """Puts in an array of 1, 2 or 4 byte unsigned integers, 4 byte integers or 4 byte floats."""
+        """Puts in an array of 1, 2 or 4 byte unsigned integers, 4 byte integers, or 4 or 8 byte floats."""
         dtype = array.dtype.str[1:]
         bytes_of_numbers = np.frombuffer(array.astype(f"<{dtype}").tobytes(), dtype=np.uint8)
         content = bytes_of_numbers.reshape(-1, array.dtype.itemsize).T.tobytes()

@@ -44,7 +44,10 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     folders = [*options.runs, *map(Path, more)]
     output = options.output or folders[0] / FILE_NAME
     findings = write_report(folders, output)
-    print(f"wrote {output} ({output.stat().st_size / 1e6:.1f} MB)")
+    size = output.stat().st_size
+    print(f"wrote {output} ({size / 1e6:.1f} MB)")
+    if size > MOST_BYTES:
+        print(f"{output}: above the {MOST_BYTES / 1e6:g} MB that reports are to stay below; name fewer runs")
     for folder, number in zip(folders, findings, strict=True):
         print(f"{folder}: {number or 'no'} finding{'' if number == 1 else 's'}")
 
@@ -91,10 +94,17 @@ def _write_whole(output: Path, page: str) -> None:
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace", newline="\n") as file:
                 file.write(page)
-            Path(staging).chmod(0o644)
+            Path(staging).chmod(0o666 & ~_umask())
             Path(staging).replace(output)
         except BaseException:
             Path(staging).unlink(missing_ok=True)
             raise
     except OSError as error:
         raise DataError(f"{output}: cannot be written: {error}") from None
+
+
+def _umask() -> int:
+    """What the process takes from the rights of new files; it can be read only by setting it."""
+    found = os.umask(0o077)
+    os.umask(found)
+    return found

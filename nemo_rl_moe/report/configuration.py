@@ -35,6 +35,8 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, Mapping) and value:
             found |= flattened(value, f"{key}.")
         else:
-            text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+            text = (
+                value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False, skipkeys=True)
+            )
             found[key] = text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} [...]"
     return found

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is wrong with a run's routing, in words. Fed step by step, so that a run can be told of it while it goes on.
 
-A finding is an episode: it begins when something has been wrong for so many steps in a row, and ends at the first step
-at which it is not. Chance is not a finding: a router that sends tokens to experts at random, layer by layer, has none.
+A finding is an episode: it begins when something has been wrong for so many steps in a row, and is over at the first
+step at which it is not. What goes wrong again soon is the same episode. Chance is not a finding: a router that sends
+tokens to experts at random, layer by layer, has none.
 """
 
 import math
@@ -17,6 +18,7 @@ from jaxtyping import Bool, Int
 from nemo_rl_moe.report.load_statistics import (
     coefficient_of_variation,
     dead,
+    excess_coefficient_of_variation,
     highest_coefficient_of_variation_by_chance,
     null_coefficient_of_variation,
 )
@@ -25,6 +27,10 @@ FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates"
 CHANCE = 1e-9
 """How probable a finding may be, at one place and time, for a router that chooses at random. There are many places and
 times: a thousand steps of a hundred layers."""
+QUIET_STEPS = 100
+"""What has been right for no more steps than these before it goes wrong again is still the same episode. Something that
+comes and goes would otherwise be told each time."""
+_MOST_LAYERS_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Finding:
         layer: Index of the layer in the whole model; None: the whole model.
         first_step: Since when.
         last_step: Until when, so far.
-        is_over: Whether it has ended.
+        is_over: Whether it has ended; one that comes back within `QUIET_STEPS` goes on again.
         text: In words, without markup.
     """
 
@@ -69,6 +75,15 @@ class Finding:
     def key(self) -> tuple[str, int | None]:
         """Where it is; at most one finding of a key goes on at a time."""
         return self.kind, self.layer
+
+
+def likewise(others: Sequence[Finding]) -> str:
+    """What a line about one finding says of others of its kind, in further layers; empty where there are none."""
+    if not others:
+        return ""
+    named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
+    more = [f"{len(others) - _MOST_LAYERS_NAMED} more"] if len(others) > _MOST_LAYERS_NAMED else []
+    return f" (likewise layer{'s' if len(others) > 1 else ''} {', '.join(named + more)})"
 
 
 @dataclass(frozen=True)
@@ -98,16 +113,15 @@ class FindingTracker:
 
     def __init__(self, thresholds: Thresholds, topk: int | None):
         self._thresholds, self._topk = thresholds, topk
-        self._overloaded, self._skipped, self._imbalanced = _Streaks(1), _Streaks(1), _Streaks(0)
+        self._overloaded, self._imbalanced = _Streaks(1), _Streaks(0)
         self._idle = _IdleExperts((0, 0))
-        self._going_on: dict[tuple[str, int | None], Finding] = {}
-        self._over: list[Finding] = []
+        self._latest: dict[tuple[str, int | None], Finding] = {}
+        self._earlier: list[Finding] = []
 
     @property
     def findings(self) -> list[Finding]:
         """All so far, in the order in which they began."""
-        found = [*self._over, *self._going_on.values()]
-        return sorted(found, key=_order)
+        return sorted([*self._earlier, *self._latest.values()], key=_order)
 
     def observe(self, observation: StepObservation) -> list[Finding]:
         """Takes the next step.
@@ -116,12 +130,18 @@ class FindingTracker:
             The findings that begin with it.
         """
         present = {finding.key: finding for finding in self._of_step(observation)}
-        begun = [finding for key, finding in present.items() if key not in self._going_on]
-        for key in self._going_on.keys() - present.keys():
-            self._over.append(replace(self._going_on.pop(key), is_over=True))
+        begun = []
+        for key in self._latest.keys() - present.keys():
+            self._latest[key] = replace(self._latest[key], is_over=True)
         for key, finding in present.items():
-            earlier = self._going_on.get(key)
-            self._going_on[key] = replace(finding, first_step=earlier.first_step if earlier else finding.first_step)
+            latest = self._latest.get(key)
+            if latest is not None and _is_same_episode(latest, finding.first_step):
+                self._latest[key] = replace(finding, first_step=latest.first_step)
+                continue
+            if latest is not None:
+                self._earlier.append(latest)
+            self._latest[key] = finding
+            begun.append(finding)
         return begun
 
     def _of_step(self, observation: StepObservation) -> Iterator[Finding]:
@@ -148,9 +168,10 @@ class FindingTracker:
             yield Finding("overload", None, since, observation.step, False, text)
 
     def _skipped_updates(self, observation: StepObservation) -> Iterator[Finding]:
-        self._skipped.observe(observation.step, np.array([observation.metrics.get("train/skipped_updates", 0.0) > 0]))
-        if self._skipped.length[0] > 0:
-            since = int(self._skipped.since[0])
+        if observation.metrics.get("train/skipped_updates", 0.0) > 0:
+            latest = self._latest.get(("skipped_updates", None))
+            goes_on = latest is not None and _is_same_episode(latest, observation.step)
+            since = latest.first_step if latest is not None and goes_on else observation.step
             text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
             yield Finding("skipped_updates", None, since, observation.step, False, text)
 
@@ -161,7 +182,7 @@ class FindingTracker:
         if limit is None or self._topk is None:
             return
         cv, null = coefficient_of_variation(counts), null_coefficient_of_variation(counts, self._topk)
-        excess = np.sqrt(np.maximum(0.0, cv**2 - null**2))
+        excess = excess_coefficient_of_variation(counts, self._topk)
         # Few tokens spread far beyond the null now and then.
         by_chance = highest_coefficient_of_variation_by_chance(counts, self._topk, CHANCE)
         self._imbalanced.observe(step, (excess > limit) & (cv > by_chance))
@@ -188,6 +209,15 @@ class FindingTracker:
                 "beyond sampling noise"
             )
             yield Finding("dead_experts", int(layers[row]), since, step, False, text)
+
+
+def _is_same_episode(latest: Finding, since: int) -> bool:
+    """Whether what has been wrong since some step continues a finding.
+
+    It is the steps between that count, not those until it is found again: an expert with one token now and then is
+    found dead again long after each.
+    """
+    return since - latest.last_step - 1 <= QUIET_STEPS
 
 
 def _order(finding: Finding) -> tuple[int, str, int]:

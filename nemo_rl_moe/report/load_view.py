@@ -22,10 +22,14 @@ from nemo_rl_moe.report.thinning import evenly_spaced, highest_of_stretches
 
 OUTLIERS_OF_A_KIND = 5
 MOST_COLUMNS, MOST_POINTS = 300, 400
+_FEWEST = 10
 _STEPS_AT_A_TIME = 64
+_BYTES_OF_A_CELL, _BYTES_OF_A_POINT = 6, 4
 
 
-def load_view(load: ExpertLoadHistory, topk: int | None, own_size: int, pool: ArrayPool) -> dict[str, Any]:
+def load_view(
+    load: ExpertLoadHistory, topk: int | None, own_size: int, pool: ArrayPool, share: float = 1.0
+) -> dict[str, Any]:
     """Everything but the loads.
 
     Args:
@@ -33,20 +37,29 @@ def load_view(load: ExpertLoadHistory, topk: int | None, own_size: int, pool: Ar
         topk: Experts that a token goes to; None where that is not known: the spread then is what it is, by chance too.
         own_size: The run's own expert-parallel size.
         pool: Takes the arrays.
+        share: Of the points and columns over time that there is space for.
 
     Returns:
         `layers`, `num_experts`, `num_steps`; `by_layer`: spread and dead experts of layers x steps, of each stretch of
         steps the highest; `outliers`: utilization over time of the most and the least loaded experts; `what_if`: the
         overload that expert-parallel sizes would have.
     """
+    points = _part(MOST_POINTS, share)
     return {
         "layers": load.layers.tolist(),
         "num_experts": load.num_experts,
         "num_steps": len(load.steps),
-        "by_layer": _by_layer(load, topk, pool),
-        "outliers": _outliers(load, pool),
-        "what_if": _what_if(load, own_size, pool),
+        "by_layer": _by_layer(load, topk, pool, _part(MOST_COLUMNS, share)),
+        "outliers": _outliers(load, pool, points),
+        "what_if": _what_if(load, own_size, pool, points),
     }
+
+
+def view_bytes(load: ExpertLoadHistory) -> int:
+    """About as many bytes as the arrays of `load_view` take, before they are compressed."""
+    columns, points = (min(len(load.steps), most) for most in (MOST_COLUMNS, MOST_POINTS))
+    num_lines = 2 * OUTLIERS_OF_A_KIND + len(expert_parallel_sizes(load.num_experts))
+    return columns * len(load.layers) * _BYTES_OF_A_CELL + points * num_lines * _BYTES_OF_A_POINT
 
 
 def outlier_experts(load: ExpertLoadHistory) -> dict[str, list[tuple[int, int]]]:
@@ -66,12 +79,16 @@ def expert_parallel_sizes(num_experts: int) -> list[int]:
     return [size for size in range(2, num_experts + 1) if num_experts % size == 0]
 
 
-def _by_layer(load: ExpertLoadHistory, topk: int | None, pool: ArrayPool) -> dict[str, Any]:
+def _part(most: int, share: float) -> int:
+    return max(int(most * min(share, 1.0)), _FEWEST)
+
+
+def _by_layer(load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, columns: int) -> dict[str, Any]:
     def spread(counts: Int[np.ndarray, "steps layers experts"]) -> Float[np.ndarray, "steps layers"]:
         return coefficient_of_variation(counts) if topk is None else excess_coefficient_of_variation(counts, topk)
 
-    last, highest = highest_of_stretches(_in_parts(spread, load.counts), MOST_COLUMNS)
-    _, most_dead = highest_of_stretches(_in_parts(lambda counts: dead(counts).sum(-1), load.counts), MOST_COLUMNS)
+    last, highest = highest_of_stretches(_in_parts(spread, load.counts), columns)
+    _, most_dead = highest_of_stretches(_in_parts(lambda counts: dead(counts).sum(-1), load.counts), columns)
     return {
         "steps": pool.add(load.steps[last].astype(np.int32)),
         "steps_of_a_column": -(-len(load.steps) // len(last)),
@@ -81,8 +98,8 @@ def _by_layer(load: ExpertLoadHistory, topk: int | None, pool: ArrayPool) -> dic
     }
 
 
-def _outliers(load: ExpertLoadHistory, pool: ArrayPool) -> dict[str, Any]:
-    chosen = evenly_spaced(len(load.steps), MOST_POINTS)
+def _outliers(load: ExpertLoadHistory, pool: ArrayPool, points: int) -> dict[str, Any]:
+    chosen = evenly_spaced(len(load.steps), points)
     shares = utilization(load.counts[chosen])
     experts = [
         {
@@ -97,8 +114,8 @@ def _outliers(load: ExpertLoadHistory, pool: ArrayPool) -> dict[str, Any]:
     return {"steps": pool.add(load.steps[chosen].astype(np.int32)), "experts": experts}
 
 
-def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool) -> dict[str, Any]:
-    chosen = evenly_spaced(len(load.steps), MOST_POINTS)
+def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: int) -> dict[str, Any]:
+    chosen = evenly_spaced(len(load.steps), points)
     late = slice(-max(len(load.steps) // 10, 1), None)
     sizes = []
     for size in expert_parallel_sizes(load.num_experts):

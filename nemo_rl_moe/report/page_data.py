@@ -8,14 +8,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nemo_rl_moe.report.arrays import ArrayPool, narrowest
 from nemo_rl_moe.report.charts import charts_of
 from nemo_rl_moe.report.configuration import configuration_rows
-from nemo_rl_moe.report.load_view import load_view
+from nemo_rl_moe.report.load_view import load_view, view_bytes
 from nemo_rl_moe.report.run_data import ExpertLoadHistory, RunData, Series
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of, thresholds_of
-from nemo_rl_moe.report.run_samples import read_samples
+from nemo_rl_moe.report.run_samples import LONGEST_TEXT, read_samples, shortened
 from nemo_rl_moe.report.thinning import evenly_spaced, thinned
 
 _POINTS = ((2000, 2000), (2000, 500), (1000, 250), (1000, 120), (600, 60), (300, 30), (150, 15), (75, 6))
@@ -28,8 +29,11 @@ _LATEST = (
     ("train/moe/avg_overload_factor", "overload"),
     ("train/moe/dead_expert_frac_mean", "share of dead experts"),
 )
-_SHARE_OF_METRICS = 0.35
-_FRAMES_TO_MEASURE = 8
+_SHARE_OF_METRICS, _SHARE_OF_SAMPLES, _SHARE_OF_VIEWS = 0.35, 0.15, 0.25
+_LENGTHS = (LONGEST_TEXT, 1000, 500, 200, 80, 30)
+"""How many characters the texts of samples keep: the first number that fits."""
+_FRAMES_TO_MEASURE, _MOST_TRIES = 8, 12
+_MARKUP = {ord(character): f"\\u{ord(character):04x}" for character in "&<>\u2028\u2029"}
 
 
 @dataclass(frozen=True)
@@ -60,17 +64,20 @@ def page_data(runs: Sequence[RunData], budget: int) -> PageData:
     keys = sorted({key for run in runs for key in run.metrics})
     charts = charts_of(keys)
     described = [_described(run, name) for run, name in zip(runs, names, strict=True)]
+    _fit_samples(described, int(budget * _SHARE_OF_SAMPLES))
     blobs = {}
     loads = ArrayPool("loads")
+    wanted = sum(view_bytes(run.expert_load) for run in runs if run.expert_load is not None)
+    share = _SHARE_OF_VIEWS * budget / max(wanted, 1)
     for run, of_run in zip(runs, described, strict=True):
         if run.expert_load is not None:
-            of_run["load"] = load_view(run.expert_load, run.topk, run.expert_parallel_size, loads)
+            of_run["load"] = load_view(run.expert_load, run.topk, run.expert_parallel_size, loads, share)
     blobs["loads"] = loads.encoded()
     metrics, blobs["metrics"] = _metrics(runs, {line["key"] for chart in charts for line in chart["lines"]}, budget)
     for of_run, metrics_of_run in zip(described, metrics, strict=True):
         of_run["metrics"] = metrics_of_run
     document = {"runs": described, "charts": charts, "keys": keys, "configuration": configuration_rows(runs)}
-    rest = budget - sum(map(len, blobs.values())) - len(_as_text(document))
+    rest = budget - sum(map(len, blobs.values())) - _num_bytes(document)
     with_load = [(run.expert_load, of_run) for run, of_run in zip(runs, described, strict=True) if run.expert_load]
     # What a small run leaves of its share is for the others.
     with_load.sort(key=lambda one: one[0].counts.size)
@@ -108,6 +115,20 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
     }
 
 
+def _fit_samples(described: Sequence[dict[str, Any]], budget: int) -> None:
+    """Cuts the samples' texts, and leaves all out where that is not enough."""
+    whole = [of_run["samples"] for of_run in described]
+    for length in _LENGTHS:
+        for of_run, samples in zip(described, whole, strict=True):
+            of_run["samples"] = shortened(samples, length)
+        if _num_bytes([of_run["samples"] for of_run in described]) <= budget:
+            return
+    for of_run in described:
+        if of_run["samples"]:
+            of_run["samples"] = []
+            of_run["notes"].append("samples: left out, they need more space than this page has for them")
+
+
 def _metrics(runs: Sequence[RunData], charted: set[str], budget: int) -> tuple[list[dict[str, Any]], str]:
     """The metrics of each run, with as many points as fit."""
     for points, points_of_others in _POINTS:
@@ -127,29 +148,46 @@ def _metrics(runs: Sequence[RunData], charted: set[str], budget: int) -> tuple[l
 
 def _packed(series: Series, most: int, pool: ArrayPool) -> dict[str, Any]:
     kept = thinned(series, most)
+    values: NDArray[Any]
     with np.errstate(over="ignore"):
         values = kept.values.astype(np.float32)
+    if np.isinf(values).sum() > np.isinf(kept.values).sum():
+        # What is too large for 4 bytes is not infinite.
+        values = kept.values
     return {"steps": pool.add(kept.steps.astype(np.int32)), "values": pool.add(values), "number": len(series.steps)}
 
 
 def _frames(load: ExpertLoadHistory, budget: int, name: str) -> tuple[dict[str, Any], str]:
-    """The loads of as many steps as fit, evenly spaced."""
+    """The loads of as many steps as fit, evenly spaced; of the last step at least."""
     number = len(load.steps)
+    found, fitting, too_many = _packed_frames(load, 1, name), 1, number + 1
     tried = min(number, _FRAMES_TO_MEASURE)
-    while True:
-        chosen = evenly_spaced(number, tried)
-        pool = ArrayPool(name)
-        frames = {
-            "steps": pool.add(load.steps[chosen].astype(np.int32)),
-            "counts": pool.add(narrowest(load.counts[chosen])),
-        }
-        blob = pool.encoded()
-        # The next try aims at a little less than the budget; one that is above it tries fewer.
-        fitting = int(tried * budget * 0.98 / len(blob))
-        is_enough = tried == number or tried >= fitting * 0.9
-        if tried == 1 or (len(blob) <= budget and is_enough):
-            return frames, blob
-        tried = max(1, min(number, fitting if len(blob) <= budget else min(fitting, tried - 1)))
+    for _ in range(_MOST_TRIES):
+        if not fitting < tried < too_many:
+            break
+        frames, blob = _packed_frames(load, tried, name)
+        # The next try aims at a little less than the budget.
+        aim = int(tried * budget * 0.98 / len(blob))
+        if len(blob) <= budget:
+            found, fitting = (frames, blob), tried
+            if tried >= aim * 0.9:
+                break
+        else:
+            too_many = tried
+        # Bytes of a step depend on which steps are chosen, and aims may mislead: then half way between.
+        aim = min(aim, number)
+        tried = aim if fitting < aim < too_many else (fitting + too_many) // 2
+    return found
+
+
+def _packed_frames(load: ExpertLoadHistory, most: int, name: str) -> tuple[dict[str, Any], str]:
+    chosen = evenly_spaced(len(load.steps), most)
+    pool = ArrayPool(name)
+    frames = {
+        "steps": pool.add(load.steps[chosen].astype(np.int32)),
+        "counts": pool.add(narrowest(load.counts[chosen])),
+    }
+    return frames, pool.encoded()
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
@@ -165,5 +203,11 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     ]
 
 
-def _as_text(document: Mapping[str, Any]) -> str:
-    return json.dumps(document, allow_nan=False, separators=(",", ":"))
+def _as_text(value: Any) -> str:
+    """JSON in which nothing can end the block of a page that it stands in; all of it can be written as UTF-8."""
+    text = json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode("utf-8").translate(_MARKUP)
+
+
+def _num_bytes(value: Any) -> int:
+    return len(_as_text(value).encode())

@@ -20,16 +20,13 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
+from nemo_rl_moe.report.load_scale import ANCHORS, MOST_DOUBLINGS
 from nemo_rl_moe.report.load_statistics import coefficient_of_variation, dead, utilization
 
 HEATMAP_KEY = "pictures/expert_load"
 SORTED_LOAD_KEY = "pictures/expert_load_sorted"
 
-MOST_UTILIZATION = 4.0
-"""Colours end at this multiple of the fair share, and at the same fraction of it."""
-COLORS = LinearSegmentedColormap.from_list(
-    "utilization", ["#2166ac", "#92c5de", "#f7f7f7", "#f4a582", "#b2182b"], N=255
-)
+COLORS = LinearSegmentedColormap.from_list("utilization", [tuple(c / 255 for c in rgb) for rgb in ANCHORS], N=255)
 DEAD_COLOR = (0.0, 0.0, 0.0)
 NO_LOAD_COLOR = (0.75, 0.75, 0.75)
 
@@ -193,14 +190,13 @@ def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -
 
 def _log_utilization(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts"]:
     """Base 2, cut to the scale; of no load at all, its lower end."""
-    loads: Float[np.ndarray, "layers experts"] = np.log2(
-        np.clip(utilization(counts), 1 / MOST_UTILIZATION, MOST_UTILIZATION)
-    )
+    least, most = 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS
+    loads: Float[np.ndarray, "layers experts"] = np.log2(np.clip(utilization(counts), least, most))
     return loads
 
 
 def _scale() -> Normalize:
-    return Normalize(-math.log2(MOST_UTILIZATION), math.log2(MOST_UTILIZATION))
+    return Normalize(-MOST_DOUBLINGS, MOST_DOUBLINGS)
 
 
 def _draw_scale(figure: Figure, geometry: HeatmapGeometry, counts: Int[np.ndarray, "layers experts"]) -> None:

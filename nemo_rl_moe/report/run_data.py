@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, read_load_arrays
 from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.loggers.run_folder import newest_run_folders
 
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
@@ -144,14 +145,17 @@ def describe_run(folder: Path) -> RunData:
 
 def _hint(folder: Path) -> str:
     """The runs below a log folder, where that was meant."""
-    runs = sorted(path.parent.name for path in folder.glob(f"*/{METRICS_FILE_NAME}")) if folder.is_dir() else []
-    return f"; did you mean {folder / runs[-1]}?" if runs else "; expected a run's folder, such as logs/sft/exp_001"
+    runs = (path for path in newest_run_folders(folder) if (path / METRICS_FILE_NAME).is_file())
+    newest = next(runs, None)
+    return f"; did you mean {newest}?" if newest else "; expected a run's folder, such as logs/sft/exp_001"
 
 
 def _metrics(path: Path) -> dict[str, Series]:
     steps: dict[str, list[int]] = {}
     values: dict[str, list[float]] = {}
     for record in read_metrics(path):
+        if not 0 <= record.step < 2**31:
+            raise DataError(f"{path}: steps are from 0 to 2^31 - 1, got {record.step}")
         for key, value in record.metrics.items():
             steps.setdefault(key, []).append(record.step)
             values.setdefault(key, []).append(value)
@@ -184,6 +188,8 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        # What holds itself, as YAML's aliases can make it, has no end.
+        json.dumps(found, default=str, skipkeys=True)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path}: cannot be read: {' '.join(str(error).split())}")
         return {}

@@ -12,6 +12,7 @@ from nemo_rl_moe.report.run_data import RunData, Series
 
 _BASE_CONFIGURATION = "sft.yaml"
 _METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates")
+_LARGEST = 1e300
 _FORCED_ROUTING = "moe_router_force_"
 
 
@@ -87,4 +88,4 @@ def _alerts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

@@ -4,12 +4,14 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.loggers.samples import SAMPLES_FILE_NAME
 from nemo_rl_moe.report.thinning import evenly_spaced
 
+_CUT = " [...]"
 STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
@@ -48,20 +50,28 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     return chosen
 
 
+def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
+    """The same with at most so many characters of each text."""
+    return [
+        {name: _short(value, length) if isinstance(value, str) else value for name, value in sample.items()}
+        for sample in samples
+    ]
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         reward = record.get("reward")
         return {
             "step": int(record["step"]),
-            "split": str(record["split"]),
-            "sample_id": str(record["sample_id"]),
+            "split": _short(record["split"]),
+            "sample_id": _short(record["sample_id"]),
             "prompt": _short(record["prompt"]),
             "response": _short(record["response"]),
             "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
             "verdict": _verdict(record),
         }
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
@@ -71,6 +81,6 @@ def _verdict(record: dict[str, Any]) -> str:
     return "right" if record.get("is_correct") else "cut off" if record.get("is_truncated") else "wrong"
 
 
-def _short(text: Any) -> str:
+def _short(text: Any, length: int = LONGEST_TEXT) -> str:
     words = str(text)
-    return words if len(words) <= LONGEST_TEXT else f"{words[:LONGEST_TEXT]} [...]"
+    return words if len(words) <= length else f"{words[:length].removesuffix(_CUT)}{_CUT}"

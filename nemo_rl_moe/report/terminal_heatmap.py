@@ -13,13 +13,12 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Span, Text
 
+from nemo_rl_moe.report.load_scale import ANCHORS, MOST_DOUBLINGS
 from nemo_rl_moe.report.load_statistics import dead, utilization
 
-# From a quarter of the fair share to four times it, in colours that the colour-blind can tell apart.
-_ANCHORS = np.array([(33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)], dtype=float)
 # A terminal may be black or white itself, and a half of a line has no room for a mark.
 _DEAD, _UNUSED = (255, 221, 0), (120, 120, 120)
-_MOST_DOUBLINGS, _COLORS_OF_A_DOUBLING = 2, 12
+_COLORS_OF_A_DOUBLING = 12
 _DEAD_LEVEL, _UNUSED_LEVEL = -1, -2
 _WIDEST_CELL, _LEAST_CELL_WITH_NUMBER = 7, 6
 _SYMBOLS = ((0.5, "="), (0.8, "-"), (1.25, "."), (2.0, "+"), (4.0, "*"))
@@ -104,9 +103,9 @@ def merged(shares: Float[np.ndarray, "layers experts"], rows: int, columns: int)
 def load_colors(shares: Float[np.ndarray, "rows columns"]) -> list[list[Color]]:
     """The colour of each cell: half of the fair share is as blue as twice is red, 1 is white, dead is yellow."""
     with np.errstate(divide="ignore"):
-        places = np.clip(np.log2(shares), -_MOST_DOUBLINGS, _MOST_DOUBLINGS)
+        places = np.clip(np.log2(shares), -MOST_DOUBLINGS, MOST_DOUBLINGS)
     # Steps of colour, so that there are few of them: a terminal is told of each by itself.
-    levels = np.round((np.nan_to_num(places) + _MOST_DOUBLINGS) * _COLORS_OF_A_DOUBLING).astype(int)
+    levels = np.round((np.nan_to_num(places) + MOST_DOUBLINGS) * _COLORS_OF_A_DOUBLING).astype(int)
     levels[shares == 0] = _DEAD_LEVEL
     levels[np.isnan(shares)] = _UNUSED_LEVEL
     return [[_color_of(level) for level in row] for row in levels.tolist()]
@@ -116,8 +115,9 @@ def load_colors(shares: Float[np.ndarray, "rows columns"]) -> list[list[Color]]:
 def _color_of(level: int) -> Color:
     if level in (_DEAD_LEVEL, _UNUSED_LEVEL):
         return Color.from_rgb(*(_DEAD if level == _DEAD_LEVEL else _UNUSED))
-    place = level / (2 * _MOST_DOUBLINGS * _COLORS_OF_A_DOUBLING) * (len(_ANCHORS) - 1)
-    return Color.from_rgb(*(round(float(np.interp(place, range(len(_ANCHORS)), channel))) for channel in _ANCHORS.T))
+    place = level / (2 * MOST_DOUBLINGS * _COLORS_OF_A_DOUBLING) * (len(ANCHORS) - 1)
+    channels = zip(*ANCHORS, strict=True)
+    return Color.from_rgb(*(round(float(np.interp(place, range(len(ANCHORS)), channel))) for channel in channels))
 
 
 def load_symbol(share: float) -> str:

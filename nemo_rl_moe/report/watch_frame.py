@@ -12,6 +12,7 @@ from rich.text import Text
 from nemo_rl_moe.loggers.console import printable
 from nemo_rl_moe.loggers.step_text import clock_text
 from nemo_rl_moe.report import sparkline
+from nemo_rl_moe.report.findings import likewise
 from nemo_rl_moe.report.run_findings import Episodes
 from nemo_rl_moe.report.terminal_heatmap import terminal_heatmap
 from nemo_rl_moe.report.watch_state import SHOWN_METRICS, WatchedRun
@@ -20,7 +21,6 @@ _LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET = 30.0, 10
 _LEAST_WIDTH_WITH_RANGES = 80
 _LABEL_WIDTH, _VALUE_WIDTH, _RANGE_WIDTH = 10, 10, 24
 _LEAST_HEATMAP_LINES = 5
-_MOST_LAYERS_NAMED = 8
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,7 @@ def _finding_line(group: Sequence[Episodes]) -> str:
         line = f"over: {line}, until step {first.latest.last_step}"
     if first.number > 1:
         line += f" ({first.number} times since step {first.first_step})"
-    if others:
-        named = [str(episode.latest.layer) for episode in others[:_MOST_LAYERS_NAMED]]
-        more = [f"{len(others) - _MOST_LAYERS_NAMED} more"] if len(others) > _MOST_LAYERS_NAMED else []
-        line += f" (likewise layer{'s' if len(others) > 1 else ''} {', '.join(named + more)})"
-    return line
+    return line + likewise([episode.latest for episode in others])
 
 
 def _cropped(lines: Sequence[Text], room: Room) -> list[Text]:

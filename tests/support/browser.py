@@ -25,7 +25,7 @@ class OpenPage:
         dialogs: What scripts of the page have shown, such as an alert.
     """
 
-    def __init__(self, page: Any, path: Path):
+    def __init__(self, page: Any, path: Path, state: str):
         self.page = page
         self.problems: list[str] = []
         self.requests: list[str] = []
@@ -36,7 +36,7 @@ class OpenPage:
         page.route("**/*", lambda route: self._refuse(route, path.as_uri()))
         page.goto(path.as_uri())
         page.wait_for_selector("html[data-state]", timeout=_MOST_MS)
-        assert page.evaluate("document.documentElement.dataset.state") == "ready", self.problems
+        assert page.evaluate("document.documentElement.dataset.state") == state, self.problems
 
     def plot(self, selector: str) -> list[dict[str, Any]]:
         """The traces of a chart, as plain values."""
@@ -74,6 +74,6 @@ def running_browser() -> Iterator[Any]:
         browser.close()
 
 
-def open_page(browser: Any, path: Path, **options: Any) -> OpenPage:
-    """Opens a report and waits until it is drawn."""
-    return OpenPage(browser.new_page(viewport=_VIEWPORT, **options), path)
+def open_page(browser: Any, path: Path, state: str = "ready", **options: Any) -> OpenPage:
+    """Opens a report and waits until it is drawn: `ready`, or `incomplete` where a part of it cannot be."""
+    return OpenPage(browser.new_page(viewport=_VIEWPORT, **options), path, state)

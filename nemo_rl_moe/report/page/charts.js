@@ -28,8 +28,8 @@ function referenceTrace(traces, reference) {
     return [];
   }
   const [value, name] = reference;
-  const first = Math.min(...traces.map((trace) => trace.x[0]));
-  const last = Math.max(...traces.map((trace) => trace.x[trace.x.length - 1]));
+  const first = traces.reduce((found, { x }) => Math.min(found, x[0]), Infinity);
+  const last = traces.reduce((found, { x }) => Math.max(found, x[x.length - 1]), -Infinity);
   const line = { color: themeColor("muted"), width: 1, dash: "dash" };
   return [
     { type: "scatter", mode: "lines", x: [first, last], y: [value, value], name: plain(name), line, hoverinfo: "skip" },
@@ -40,7 +40,7 @@ function referenceTrace(traces, reference) {
 function remarksOn(runs, lines) {
   const remarks = [];
   for (const run of runs) {
-    for (const line of lines.filter((line) => line.key in run.metrics)) {
+    for (const line of lines.filter((line) => Object.hasOwn(run.metrics, line.key))) {
       const metric = run.metrics[line.key];
       const values = numbers(metric.values);
       const first = values.findIndex((value) => !Number.isFinite(value));
@@ -61,7 +61,7 @@ function remarksOn(runs, lines) {
 function drawLines(place, runs, { lines, reference, from_zero: fromZero }) {
   const traces = runs.flatMap((run, runNumber) =>
     lines.flatMap((line, lineNumber) =>
-      line.key in run.metrics ? [lineTrace(run, runNumber, lineNumber, line, runs.length)] : [],
+      Object.hasOwn(run.metrics, line.key) ? [lineTrace(run, runNumber, lineNumber, line, runs.length)] : [],
     ),
   );
   // A long legend must not squeeze the chart.
@@ -84,7 +84,7 @@ function addChart(parent, runs, chart) {
   const place = element("div", { class: "plot", "data-chart": chart.title });
   const remarks = remarksOn(runs, chart.lines);
   parent.append(card(chart.title, chart.caption, place, ...(remarks.length ? [remarkElement(remarks)] : [])));
-  drawings.push(() => drawLines(place, runs, chart));
+  drawWhenReady(place, () => drawLines(place, runs, chart));
 }
 
 function addAnyMetric(parent, runs, keys) {
@@ -109,6 +109,5 @@ function addAnyMetric(parent, runs, keys) {
     remark.replaceChildren(remarkElement(remarksOn(runs, lines)));
     return drawLines(place, runs, { lines });
   };
-  choice.addEventListener("change", draw);
-  drawings.push(draw);
+  choice.addEventListener("change", drawWhenReady(place, draw));
 }

@@ -2,7 +2,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page's own data: one JSON document, and arrays of numbers packed as report/arrays.py packs them.
 
-const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array };
+const KINDS = { u1: Uint8Array, u2: Uint16Array, u4: Uint32Array, i4: Int32Array, f4: Float32Array, f8: Float64Array };
 const blobs = new Map();
 
 function textOfBlock(name) {

@@ -143,6 +143,7 @@ function heatmapCaption() {
   const [fair, dead] = IS_DARK.matches ? ["dark", "white"] : ["white", "black"];
   return (
     `The load of each expert over its fair share: ${fair} is fair, red too much, blue too little, ${dead} dead. ` +
+    "A layer without any load is blue all over: none of its experts counts as dead. " +
     "Healthy: near the colour of 1 all over; the patterns that a run begins with fade."
   );
 }
@@ -175,5 +176,5 @@ function addHeatmaps(parent, runs) {
   const title = element("h3", {}, "Load of every expert");
   const shown = element("p", { class: "caption" }, stepsShown(all));
   parent.append(element("section", { class: "card" }, title, caption, controls.place, shown), grid);
-  drawings.push(draw);
+  drawWhenReady(grid, draw);
 }

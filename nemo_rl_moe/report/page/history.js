@@ -24,7 +24,8 @@ function rowsOf(reference) {
 function addLayersOverTime(parent, runs, title, caption, choose) {
   const withLoad = runs.map((run, runNumber) => ({ run, runNumber })).filter(({ run }) => run.load !== null);
   const matrices = withLoad.map(({ run }) => rowsOf(choose(run.load.by_layer)));
-  const highest = Math.max(...matrices.flat(2), 0);
+  // As arguments of one call, the values of some large runs would be too many.
+  const highest = matrices.flat(2).reduce((found, value) => Math.max(found, value), 0);
   for (const [position, { run, runNumber }] of withLoad.entries()) {
     const place = element("div", { class: "plot", "data-chart": title });
     const { layers, by_layer: byLayer } = run.load;
@@ -37,7 +38,7 @@ function addLayersOverTime(parent, runs, title, caption, choose) {
     );
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
     parent.append(made);
-    drawings.push(() => {
+    drawWhenReady(place, () => {
       const trace = {
         type: "heatmap",
         x: numbers(byLayer.steps),
@@ -74,7 +75,7 @@ function addOutliers(parent, runs) {
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
     parent.append(made);
     const { steps, experts } = run.load.outliers;
-    drawings.push(() => {
+    drawWhenReady(place, () => {
       const traces = experts.map(({ which, layer, expert, values }, number) => ({
         type: "scatter",
         mode: "lines",
@@ -145,7 +146,6 @@ function addWhatIf(parent, runs) {
       shareSteps(place),
     );
   };
-  choice.addEventListener("change", draw);
-  drawings.push(draw);
+  choice.addEventListener("change", drawWhenReady(place, draw));
   parent.append(whatIfTable(withLoad, sizes));
 }

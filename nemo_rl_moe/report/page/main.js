@@ -2,10 +2,34 @@
 // SPDX-License-Identifier: Apache-2.0
 // The page from top to bottom: words first, for they need no plotting library.
 
-function addSection(title, kind) {
+// A section whose data cannot be shown says so; those after it stand all the same.
+function addSection(title, kind, build) {
   const place = element("div", { class: kind });
   document.getElementById("report").append(element("h2", {}, title), place);
-  return place;
+  addGuarded(place, build);
+}
+
+function addGuarded(place, build) {
+  try {
+    build(place);
+  } catch (error) {
+    sayFailed(place, error);
+  }
+}
+
+function addLoads(runs) {
+  addSection("Layers and experts", "stack", (place) => addHeatmaps(place, runs));
+  addSection("Where and when", "grid", (grid) => {
+    const spread = (byLayer) =>
+      byLayer.is_beyond_chance
+        ? "How far the loads of each layer's experts spread beyond chance. Healthy: it fades to 0."
+        : "How far the loads of each layer's experts spread, by chance too: the routers' top-k is not known.";
+    const dead = () => "Experts without any token. Healthy: 0 after the first steps.";
+    addGuarded(grid, () => addLayersOverTime(grid, runs, "spread of each layer", spread, ({ spread }) => spread));
+    addGuarded(grid, () => addLayersOverTime(grid, runs, "dead experts of each layer", dead, ({ dead }) => dead));
+    addGuarded(grid, () => addOutliers(grid, runs));
+  });
+  addSection("Other layouts", "grid", (place) => addWhatIf(place, runs));
 }
 
 async function buildReport() {
@@ -14,44 +38,30 @@ async function buildReport() {
   document.getElementById("report").append(element("h1", {}, runs.length > 1 ? "Runs compared" : "Report of a run"));
   const top = element("div", { class: "grid top" });
   document.getElementById("report").append(top);
-  top.append(...runs.map(runSummary));
+  runs.forEach((run, runNumber) => addGuarded(top, () => top.append(runSummary(run, runNumber))));
   await loadBlobs();
   await runPlotly();
   for (const section of [...new Set(report.charts.map((chart) => chart.section))]) {
-    const grid = addSection(section, "grid");
-    for (const chart of report.charts.filter((chart) => chart.section === section)) {
-      addChart(grid, runs, chart);
-    }
+    addSection(section, "grid", (grid) => {
+      for (const chart of report.charts.filter((chart) => chart.section === section)) {
+        addGuarded(grid, () => addChart(grid, runs, chart));
+      }
+    });
   }
   if (runs.some((run) => run.load !== null)) {
-    addHeatmaps(addSection("Layers and experts", "stack"), runs);
-    const grid = addSection("Where and when", "grid");
-    const spread = (byLayer) =>
-      byLayer.is_beyond_chance
-        ? "How far the loads of each layer's experts spread beyond chance. Healthy: it fades to 0."
-        : "How far the loads of each layer's experts spread, by chance too: the routers' top-k is not known.";
-    addLayersOverTime(grid, runs, "spread of each layer", spread, (byLayer) => byLayer.spread);
-    addLayersOverTime(
-      grid,
-      runs,
-      "dead experts of each layer",
-      () => "Experts without any token. Healthy: 0 after the first steps.",
-      (byLayer) => byLayer.dead,
-    );
-    addOutliers(grid, runs);
-    addWhatIf(addSection("Other layouts", "grid"), runs);
+    addLoads(runs);
   }
   if (report.keys.length > 0) {
-    addAnyMetric(addSection("Everything else", "stack"), runs, report.keys);
+    addSection("Everything else", "stack", (place) => addAnyMetric(place, runs, report.keys));
   }
   if (report.configuration.length > 0) {
-    addConfiguration(addSection("Configuration", "stack"), runs, report.configuration);
+    addSection("Configuration", "stack", (place) => addConfiguration(place, runs, report.configuration));
   }
   if (runs.some((run) => run.samples.length > 0)) {
-    addSamples(addSection("Responses", "stack"), runs);
+    addSection("Responses", "stack", (place) => addSamples(place, runs));
   }
   await drawAll();
-  document.documentElement.dataset.state = "ready";
+  document.documentElement.dataset.state = numFailed ? "incomplete" : "ready";
 }
 
 buildReport().catch((error) => {

@@ -8,7 +8,29 @@ const LIGHT_COLORS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#5
 const DARK_COLORS = ["#4FA8E8", "#FF8A4C", "#2FC79A", "#E59AC4", "#F5BE4A", "#8FD3FF", "#B08CD0"];
 const DASHES = ["solid", "dot", "dash", "dashdot", "longdash"];
 const drawings = [];
+let numFailed = 0;
 const overSteps = new Set();
+
+// One chart that cannot be drawn must not take the others with it: it says so in its place.
+function sayFailed(place, error) {
+  console.error(error);
+  numFailed += 1;
+  place.querySelectorAll(":scope > .error").forEach((before) => before.remove());
+  place.append(element("p", { class: "error" }, `This cannot be drawn: ${error}.`));
+}
+
+// Draws when all places are there, and again in other colours; what comes back does the same at once.
+function drawWhenReady(place, draw) {
+  const guarded = async () => {
+    try {
+      await draw();
+    } catch (error) {
+      sayFailed(place, error);
+    }
+  };
+  drawings.push(guarded);
+  return guarded;
+}
 
 function colorOf(number) {
   const colors = IS_DARK.matches ? DARK_COLORS : LIGHT_COLORS;

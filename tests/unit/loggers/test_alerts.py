@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.schema_run import AlertsConfig
+from nemo_rl_moe.loggers import alerts
 from nemo_rl_moe.loggers.alerts import Alert, AlertWatch, alerts_of
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
@@ -56,13 +57,14 @@ def log_run(
 
 
 def test_each_episode_is_told_once_on_the_console_and_by_wandb(tmp_path: Path) -> None:
-    loads = {step: SICK if 5 <= step < 11 or step >= 15 else HEALTHY for step in range(1, 25)}
-    assert log_run(tmp_path, loads, "wandb") == [TOLD.format(7, 5), TOLD.format(17, 15)]
+    sick = {*range(5, 11), *range(15, 20), *range(121, 130)}
+    loads = {step: SICK if step in sick else HEALTHY for step in range(1, 130)}
+    assert log_run(tmp_path, loads, "wandb") == [TOLD.format(7, 5), TOLD.format(123, 121)]
     (file,) = wandb_files(tmp_path / "wandb")
     first, second = wandb_records(file, "alert")
     assert (first.title, first.level) == ("dead experts at step 7", "WARN")
     assert first.text == "layer 2: 1 of 4 experts dead since step 5; beyond sampling noise"
-    assert second.title == "dead experts at step 17"
+    assert second.title == "dead experts at step 123"
 
 
 def test_a_healthy_run_is_silent(tmp_path: Path) -> None:
@@ -86,6 +88,34 @@ def test_what_went_on_at_the_checkpoint_is_not_told_again(
     assert log_run(tmp_path, loads) == [TOLD.format(begins + 2, begins)]
     rest = {step: load for step, load in loads.items() if step > resumed_after}
     assert log_run(tmp_path, rest, resumed_after=resumed_after) == told_again
+
+
+def test_an_episode_that_comes_back_after_the_checkpoint_is_not_told_again(tmp_path: Path) -> None:
+    quiet_from = 130
+    loads = {step: SICK if quiet_from - 9 <= step < quiet_from else HEALTHY for step in range(1, quiet_from + 60)}
+    assert log_run(tmp_path, loads) == [TOLD.format(quiet_from - 7, quiet_from - 9)]
+    last = max(loads)
+    assert log_run(tmp_path, dict.fromkeys(range(last + 1, last + 9), SICK), resumed_after=last) == []
+
+
+def test_an_expert_of_few_tokens_that_was_dead_at_the_checkpoint_is_not_told_again(tmp_path: Path) -> None:
+    """It has been dead for longer than the thresholds ask, as chance was to be ruled out."""
+    few = load_of([1, 1, 1, 1], [1, 2, 1, 0])
+    assert log_run(tmp_path, dict.fromkeys(range(1, 41), few)) == [TOLD.format(23, 1)]
+    assert log_run(tmp_path, dict.fromkeys(range(41, 81), few), resumed_after=40) == []
+
+
+def test_a_replay_that_fails_is_told_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log_run(tmp_path, dict.fromkeys(range(1, 8), SICK))
+
+    def fail(*_: object) -> None:
+        raise ValueError("odd file")
+
+    monkeypatch.setattr(alerts, "read_load_arrays", fail)
+    warning, told = log_run(tmp_path, dict.fromkeys(range(8, 12), SICK), resumed_after=7)
+    assert warning.startswith("warning: alerts start anew at step 8")
+    assert warning.endswith("ValueError: odd file")
+    assert told == TOLD.format(10, 8)
 
 
 def test_what_cannot_be_replayed_stops_nothing(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers import expert_load
-from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
+from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load, read_load_arrays
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
 from tests.unit.loggers.helpers import files_no_longer_than
 
@@ -214,3 +215,41 @@ def test_files_that_cannot_be_joined_stay_as_they_are(
     assert file_names(tmp_path)[-2:] == ["steps-00000004-00000006.parquet", "steps-00000007-00000009.parquet"]
     first.unlink(missing_ok=True)
     assert read_expert_load(tmp_path).to_pylist() == rows_of_steps(range(3 if damage == "gone" else 2, 10))
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"count": [5, -1]}, "column 'count' is from 0 to 4294967295, got -1 to 5"),
+        ({"count": [5, 2**32]}, "column 'count' is from 0 to 4294967295, got 5 to 4294967296"),
+        ({"count": [5, None]}, "column 'count' is missing, or lacks values"),
+        ({"count": None}, "column 'count' is missing, or lacks values"),
+        ({"layer": None}, "column 'layer' is missing, or lacks values"),
+        ({"count": ["a", "b"]}, "cannot be read: "),
+        ({"count": [0.5, 1.0]}, "cannot be read: "),
+        ({"step": [2, 2]}, "column 'step' is from 1 to 1, got 2 to 2"),
+        ({"step": [], "layer": [], "expert": [], "count": []}, "holds no row"),
+    ],
+)
+def test_values_that_no_load_has_are_told(tmp_path: Path, changes: dict[str, list[int] | None], problem: str) -> None:
+    columns = {"step": [1, 1], "layer": [0, 0], "expert": [0, 1], "count": [5, 2**32 - 1]}
+    path = tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table(columns), path)
+    assert read_load_arrays(tmp_path)[2].tolist() == [[[5, 2**32 - 1]]]
+    pq.write_table(pa.table({name: values for name, values in (columns | changes).items() if values is not None}), path)
+    with pytest.raises(DataError) as found:
+        read_load_arrays(tmp_path)
+    assert str(found.value).startswith(f"{path}: {problem}")
+
+
+def test_files_that_overlap_are_told(writer: ExpertLoadWriter, tmp_path: Path) -> None:
+    write(writer, [1, 2, 3])
+    folder = tmp_path / FOLDER_NAME
+    rows = {first: rows_of_steps([first, first + 1]) for first in (1, 2)}
+    for path in folder.iterdir():
+        path.unlink()
+    for first, of_file in rows.items():
+        pq.write_table(pa.Table.from_pylist(of_file), folder / f"steps-{first:08d}-{first + 1:08d}.parquet")
+    with pytest.raises(DataError, match="its files overlap in their steps"):
+        read_load_arrays(tmp_path)

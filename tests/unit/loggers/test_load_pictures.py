@@ -146,6 +146,22 @@ def test_a_slow_backend_loses_pictures_and_no_step(
     assert warnings == ["logger x: 18 steps' pictures were dropped while it was silent"]
 
 
+def test_few_pictures_wait_for_a_silent_backend(
+    warnings: list[str], gate: threading.Event, drawn_in: list[threading.Thread]
+) -> None:
+    """Each holds a load matrix; the usual patience is what keeps the memory small."""
+    backend = Backend(gate)
+    loggers = fan_out([backend], warnings, 1, Patience())
+    log(loggers, range(1, 2))
+    while loggers._isolated[0]._waiting:  # the thread hangs at step 1
+        time.sleep(0.001)
+    log(loggers, range(2, 42))
+    assert sum(job.kind == "pictures" for job in loggers._isolated[0]._waiting) == 4
+    gate.set()
+    loggers.close()
+    assert [step for kind, step in backend.calls if kind == "pictures"] == [1, 2, 3, 4, 5]
+
+
 def test_a_backend_that_takes_no_pictures_is_told_once_and_keeps_its_metrics(
     warnings: list[str], drawn_in: list[threading.Thread]
 ) -> None:

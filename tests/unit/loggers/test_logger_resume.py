@@ -9,12 +9,15 @@ import shutil
 import subprocess
 import sys
 import time
+from io import BytesIO
 from pathlib import Path
 
+import PIL.Image
 import pytest
 
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
+from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.loggers.readers import (
     MetricHistory,
@@ -138,6 +141,22 @@ def test_tensorboard_knows_what_it_would_show(resumed_after: int, last_step: int
             logger.log_step(step, {"train/loss": 1.0})
         logger.close()
     assert TensorBoardLogger(tmp_path, resumed_after).last_step == last_step
+
+
+def test_a_step_of_which_tensorboard_has_the_picture_alone_is_sent_again(tmp_path: Path) -> None:
+    """As a kill leaves it between the pictures and the metrics, which `metrics.jsonl` has before both."""
+    png = BytesIO()
+    PIL.Image.new("RGB", (2, 2)).save(png, "png")
+    backend, lines = TensorBoardLogger(tmp_path), JsonlLogger(tmp_path, pytest.fail, pytest.fail)
+    log_steps(lines, (1, 2))
+    log_steps(backend, (1,))
+    backend.log_pictures(2, {"pictures/a": png.getvalue()})
+    for logger in (lines, backend):
+        logger.close()
+    console = ConsoleLogger(3, stream=io.StringIO())
+    with build_loggers(settings_for(tmp_path, "tensorboard"), tmp_path, console, LoggerResume(2, {})) as loggers:
+        log_steps(loggers, (3,))
+    assert read_tensorboard(tmp_path / "tensorboard") == {"train/loss": [(1, 1.0), (2, 2.0), (3, 3.0)]}
 
 
 def test_a_torn_event_is_passed_over(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.wandb_charts import OUTLIER_CHART_KEY, OutlierChart
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.report import pictures as drawn_pictures
 from nemo_rl_moe.report.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
 from tests.unit.loggers.helpers import load_of, settings_for
 
@@ -152,7 +153,7 @@ def test_wandb_has_the_picture_in_the_steps_row_and_all_outliers_on_one_chart(ru
     tables = sorted((file.parent / "files" / "media" / "table").rglob("*outliers_table_4_*.json"))
     table = json.loads(tables[0].read_text())
     assert table["columns"] == ["step", "utilization", "expert"]
-    assert table["data"] == [[step, 1.0 + step, f"layer_1_expert_{step % 3}"] for step in (1, 2, 3)]
+    assert table["data"] == [[step, 1.0 + step, f"layer_1_expert_{step % 3}"] for step in (1, 2, 3, 4)]
     defined = {metric.name or metric.glob_name: metric for metric in wandb_records(file, "metric")}
     assert defined["train/moe_expert_utilization/*"].options.hidden
     assert defined["val/loss"].summary.min
@@ -167,7 +168,36 @@ def test_the_chart_of_a_resumed_run_begins_at_the_runs_first_step(run_folder: Pa
     log_attempt(run_folder, 2, range(4, 9))
     file = wandb_files(run_folder / "wandb")[-1]
     (path,) = (file.parent / "files" / "media" / "table").rglob("*outliers_table_8_*.json")
-    assert [row[0] for row in json.loads(path.read_text())["data"]] == list(range(1, 8))
+    assert [row[0] for row in json.loads(path.read_text())["data"]] == list(range(1, 9))
+
+
+def test_without_pictures_wandb_hides_no_outliers(run_folder: Path) -> None:
+    log_attempt(run_folder, 1, range(1, 4), every=0)
+    (file,) = wandb_files(run_folder / "wandb")
+    assert not any(metric.options.hidden for metric in wandb_records(file, "metric"))
+    assert not list((file.parent / "files").rglob("*outliers_table*"))
+
+
+def test_pictures_that_cannot_be_drawn_leave_the_chart_of_the_outliers(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts")
+
+    monkeypatch.setattr(drawn_pictures, "expert_load_pictures", fail)
+    log_attempt(run_folder, 1, range(1, 5))
+    (file,) = wandb_files(run_folder / "wandb")
+    (path,) = (file.parent / "files" / "media" / "table").rglob("*outliers_table_4_*.json")
+    assert [row[0] for row in json.loads(path.read_text())["data"]] == [1, 2, 3, 4]
+
+
+def test_a_chart_that_fails_costs_no_metric(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(OutlierChart, "draw", fail)
+    assert "warning" not in log_attempt(run_folder, 1, range(1, 4))
+    assert [step for step, _ in metrics_of(run_folder)["wandb"]["train/loss"]] == [1, 2, 3]
 
 
 def test_the_chart_of_a_long_run_keeps_what_wandb_shows() -> None:

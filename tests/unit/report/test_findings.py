@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nemo_rl_moe.report.findings import Finding, FindingTracker, StepObservation, Thresholds
+from nemo_rl_moe.report.findings import QUIET_STEPS, Finding, FindingTracker, StepObservation, Thresholds
 from tests.unit.report.made_runs import THRESHOLDS, random_counts
 
 EVEN = [100, 100, 100, 100]
@@ -45,9 +45,36 @@ def test_dead_experts_are_told_once_an_episode() -> None:
 
 def test_a_second_episode_is_a_second_finding() -> None:
     dead = [0, 133, 133, 134]
-    findings, begun = watch([[dead], [dead], [dead], [EVEN], [dead], [dead], [dead]], DEAD_ONLY)
-    assert [len(found) for found in begun] == [0, 0, 1, 0, 0, 0, 1]
-    assert [(finding.first_step, finding.is_over) for finding in findings] == [(1, True), (5, False)]
+    quiet = QUIET_STEPS + 1
+    findings, begun = watch([[dead]] * 3 + [[EVEN]] * quiet + [[dead]] * 3, DEAD_ONLY)
+    assert [step for step, found in enumerate(begun, 1) if found] == [3, quiet + 6]
+    assert [(finding.first_step, finding.is_over) for finding in findings] == [(1, True), (quiet + 4, False)]
+
+
+def test_what_comes_back_after_few_quiet_steps_is_the_same_finding() -> None:
+    dead = [0, 133, 133, 134]
+    steps = [[dead]] * 3 + [[EVEN]] * QUIET_STEPS
+    (over,), _ = watch(steps, DEAD_ONLY)
+    assert (over.first_step, over.last_step, over.is_over) == (1, 3, True)
+    (finding,), begun = watch(steps + [[dead]] * 3, DEAD_ONLY)
+    assert [step for step, found in enumerate(begun, 1) if found] == [3]
+    assert (finding.first_step, finding.last_step, finding.is_over) == (1, QUIET_STEPS + 6, False)
+
+
+@pytest.mark.parametrize(("dead_expert_steps", "every"), [(20, 22), (QUIET_STEPS + 20, QUIET_STEPS + 22)])
+def test_an_expert_with_a_token_now_and_then_is_told_once(dead_expert_steps: int, every: int) -> None:
+    """However long it takes to find it dead again: those steps are not quiet ones."""
+    steps = [[[int(step % every == 0), 133, 133, 134]] for step in range(1, 1001)]
+    (finding,), begun = watch(steps, Thresholds(dead_expert_steps, None, None, 20))
+    assert sum(map(len, begun)) == 1
+    assert finding.first_step == 1
+
+
+def test_loads_that_even_out_for_a_step_now_and_then_are_told_once() -> None:
+    steps = [[EVEN if step % 21 == 0 else [250, 50, 50, 50]] for step in range(1, 1001)]
+    (finding,), begun = watch(steps, Thresholds(None, 0.5, None, 20))
+    assert sum(map(len, begun)) == 1
+    assert finding.first_step == 1
 
 
 def test_a_finding_keeps_its_beginning_while_more_experts_die() -> None:
@@ -117,6 +144,14 @@ def test_updates_left_out_are_told_at_once() -> None:
     findings, begun = watch([None] * 3, metrics=[{"train/skipped_updates": value} for value in (0.0, 1.0, 0.0)])
     assert [len(found) for found in begun] == [0, 1, 0]
     assert findings[0].text.startswith("updates have been left out since step 2")
+
+
+def test_updates_left_out_every_other_step_are_told_once() -> None:
+    metrics = [{"train/skipped_updates": float(step % 2)} for step in range(1000)]
+    (finding,), begun = watch([None] * 1000, metrics=metrics)
+    assert sum(map(len, begun)) == 1
+    assert (finding.first_step, finding.last_step, finding.is_over) == (2, 1000, False)
+    assert finding.text.startswith("updates have been left out since step 2:")
 
 
 def test_a_number_that_is_none_is_no_finding() -> None:

@@ -4,14 +4,16 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
+import stat
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.report import page
+from nemo_rl_moe.report import command, page
 from nemo_rl_moe.report.command import MOST_BYTES
 from tests.unit.report.made_runs import make_run, random_counts
 
@@ -150,6 +152,28 @@ def test_without_plotly_the_user_is_told_how_to_get_it(
     assert cli.main(["report", str(make_run(tmp_path / "run", {}))]) == 2
     assert "pip install 'nemo-rl-moe[report]'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_page_above_the_limit_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "MOST_BYTES", 500_000)
+    output = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}) / "report.html"
+    assert cli.main(["report", str(output.parent)]) == 0
+    told = capsys.readouterr().out.splitlines()[1]
+    assert told == f"{output}: above the 0.5 MB that reports are to stay below; name fewer runs"
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_the_file_has_the_rights_that_the_user_gives_to_new_files(tmp_path: Path, umask: int, mode: int) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}})
+    before = os.umask(umask)
+    try:
+        assert cli.main(["report", str(folder)]) == 0
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "report.html").stat().st_mode) == mode
 
 
 @pytest.mark.parametrize("name", ["metrics", "load", "neither"])

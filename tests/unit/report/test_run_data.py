@@ -69,6 +69,12 @@ def test_what_is_damaged_is_noted_and_the_rest_is_read(tmp_path: Path) -> None:
         assert f"{name}: cannot be read" in note
 
 
+@pytest.mark.parametrize("step", [-1, 2**31, 10**30])
+def test_a_step_that_none_can_be_is_told(tmp_path: Path, step: int) -> None:
+    with pytest.raises(DataError, match=rf"metrics\.jsonl: steps are from 0 to 2\^31 - 1, got {step}$"):
+        read_run(make_run(tmp_path / "run", {step: {"train/loss": 1.0}}))
+
+
 def test_settings_of_a_wrong_kind_are_as_good_as_none(tmp_path: Path) -> None:
     config = {"sft": {"max_num_steps": "many"}, "policy": {"megatron_cfg": [1]}}
     run = read_run(make_run(tmp_path / "run", {}, config=config, in_force={"moe_router_topk": "two"}))
@@ -76,9 +82,10 @@ def test_settings_of_a_wrong_kind_are_as_good_as_none(tmp_path: Path) -> None:
 
 
 def test_a_folder_above_the_runs_names_the_last_one(tmp_path: Path) -> None:
-    for name in ("exp_001", "exp_002"):
+    for name in ("exp_999", "exp_1000", "other"):
         make_run(tmp_path / name, {})
-    with pytest.raises(DataError, match=r"holds no metrics\.jsonl; did you mean .*exp_002\?$"):
+    (tmp_path / "exp_1001").mkdir()
+    with pytest.raises(DataError, match=r"holds no metrics\.jsonl; did you mean .*exp_1000\?$"):
         read_run(tmp_path)
     with pytest.raises(DataError, match="expected a run's folder, such as logs/sft/exp_001"):
         read_run(tmp_path / "nowhere")

@@ -1,10 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.report.run_samples import LONGEST_TEXT, PROMPTS_OF_A_STEP, STEPS_OF_A_SPLIT, read_samples
+from nemo_rl_moe.report.run_samples import LONGEST_TEXT, PROMPTS_OF_A_STEP, STEPS_OF_A_SPLIT, read_samples, shortened
 from tests.unit.report.made_runs import make_run
 
 
@@ -66,6 +67,27 @@ def test_lines_that_are_none_are_counted_and_a_cut_one_is_not(tmp_path: Path) ->
     notes: list[str] = []
     assert len(read_samples(folder, notes)) == 1
     assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 2"]
+
+
+def test_numbers_and_depths_beyond_all_bounds_are_no_samples(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, samples=[sample(1, "val", 1)])
+    deep = "[" * 100_000 + "]" * 100_000
+    large = "1" + "0" * 400
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps(sample(math.inf, "val", 2)) + "\n")  # type: ignore[arg-type]
+        file.write(json.dumps(sample(2, "val", 2)).replace('"2+1="', deep) + "\n")
+        file.write(json.dumps(sample(2, "val", 2)).replace("1.0", large) + "\n")
+    notes: list[str] = []
+    assert len(read_samples(folder, notes)) == 1
+    assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 3"]
+
+
+def test_texts_that_are_cut_twice_say_so_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, samples=[sample(1, "val", 1, response="x" * 3000)])
+    (found,) = shortened(read_samples(folder, []), 1000)
+    assert found["response"] == "x" * 1000 + " [...]"
+    (found,) = shortened([{"response": "x" * 10 + " [...]"}], 10)
+    assert found["response"] == "x" * 10 + " [...]"
 
 
 def test_a_run_without_samples(tmp_path: Path) -> None:

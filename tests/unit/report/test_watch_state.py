@@ -54,7 +54,7 @@ def test_findings_are_those_of_the_report_however_the_run_is_read(tmp_path: Path
             watcher.look()
     run = watcher.look()
     expected = findings_of(read_run(folder))
-    assert len(expected) == 3
+    assert len(expected) == 2
     assert list(run.episodes) == episodes_of(expected)
 
 
