@@ -32,7 +32,7 @@ IN_PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow clean
+.PHONY: help install demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -80,8 +80,17 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py $(PYTEST_ARGUMENTS)
 
-test-slow: $(STAMP) ## tests that take minutes each, which `make test` leaves out
-	@$(PYTEST) -m slow $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]  # 5: there is none
+test-slow: test-slow-unit test-slow-functional test-drills ## tests that `make test` leaves out, for the time that they take
+
+# Exit code 5: PYTEST_ARGUMENTS choose none of them.
+test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving
+	@$(PYTEST) tests/unit -m "slow and not drill" $(IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+
+test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
+	@$(PYTEST) tests/functional -m "slow and not drill" $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+
+test-drills: $(STAMP) ## dozens of kills of runs that go on to the same end
+	@$(PYTEST) -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 # Not --quiet: a strict build counts the warnings that are shown.
 docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked

@@ -19,7 +19,7 @@ import pytest
 
 from tests.functional import grpo_runs, run_kills, sft_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.drill, pytest.mark.timeout(3600)]
 
 NUM_RANKS = 2
 END_LIMIT_S = 30.0
