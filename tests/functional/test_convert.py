@@ -88,6 +88,7 @@ def test_there_and_back_changes_nothing(model: Path, megatron_model: Path) -> No
     assert not list(model.parent.glob("*.incomplete"))
 
 
+@pytest.mark.slow
 def test_output_tells_the_router_settings_and_what_to_do_with_it(model: Path, tmp_path: Path) -> None:
     done = convert(model, tmp_path / "out", "hf", "megatron")
     assert "moe_router_topk: 2  (config.json: num_experts_per_tok)" in done.stdout

@@ -151,7 +151,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", [pytest.param("ep2"), pytest.param("pp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ep2", "pp2"])
 def test_layout_generates_and_trains_as_two_data_parallel_workers_do(
     run: FinishedRun, tmp_path: Path, data: Path, layout: str
 ) -> None:

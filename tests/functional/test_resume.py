@@ -127,6 +127,7 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.timeout(900)  # three runs with every logger
 @pytest.mark.parametrize(
     "make",
     [sft, pytest.param(grpo, marks=pytest.mark.slow), pytest.param(dpo, marks=pytest.mark.slow)],

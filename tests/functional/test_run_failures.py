@@ -101,6 +101,7 @@ def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: 
     assert str(saved) in training_run.printed, "how to go on"
 
 
+@pytest.mark.slow
 def test_interrupted_twice_by_the_user(training_run: run_kills.Run) -> None:
     training_run.wait_for_text("step 2/", START_LIMIT_S)
     # Workers that do not answer: no step ends, so that the first request has no effect.
