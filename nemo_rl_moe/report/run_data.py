@@ -124,7 +124,8 @@ def read_run(folder: Path) -> RunData:
     """
     path = folder / METRICS_FILE_NAME
     if not path.is_file():
-        raise DataError(f"{folder}: holds no {METRICS_FILE_NAME}{_hint(folder)}")
+        what = f"holds no {METRICS_FILE_NAME}" if folder.is_dir() else "is no folder"
+        raise DataError(f"{folder}: {what}{_hint(folder)}")
     notes: list[str] = []
     expert_load, described = _expert_load(folder, notes), describe_run(folder)
     return replace(described, metrics=_metrics(path), expert_load=expert_load, notes=[*notes, *described.notes])

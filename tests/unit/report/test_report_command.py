@@ -125,7 +125,7 @@ def test_the_same_run_gives_the_same_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["RUN/nowhere"], "RUN/nowhere: holds no metrics.jsonl; expected a run's folder, such as logs/sft/exp_001"),
+        (["RUN/nowhere"], "RUN/nowhere: is no folder; expected a run's folder, such as logs/sft/exp_001"),
         (["RUN", "--output", "RUN"], "--output RUN: is a folder; did you mean RUN/report.html?"),
         (["RUN", "--output", "RUN/no/a.html"], "--output RUN/no/a.html: there is no folder RUN/no"),
         (
