@@ -3,11 +3,8 @@
 """What can go wrong on one rank is told by all of them: none waits for it, and training goes on."""
 
 import shutil
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from tests.support.checkpoint_run import (
     problem_of_a_rank_s_folder,
@@ -69,19 +66,6 @@ def test_a_checkpoint_that_cannot_be_written_is_told_by_all_ranks_and_the_next_o
         assert "\n" not in problem
     assert last == "saved"
     assert run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(with_room)] * 2) == ["loaded"] * 2
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KiB, less than the tiny model's checkpoint."""
-    folder = tmp_path / "small_disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
-    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:

@@ -151,14 +151,6 @@ def test_unsupported_value_is_named(model: str, field: str, value: Any, supporte
     assert problem.endswith(f": {supported}")
 
 
-@pytest.mark.parametrize("model", ["deepseek_v2", "deepseek_v3"])
-def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        read_config(tmp_path, **FAMILY_MODELS[model].hf_config().to_dict(), index_topk=2048)
-    (problem,) = caught.value.problems
-    assert problem.startswith("policy.model_name: config.json: index_topk: got 2048, a field that is not known")
-
-
 @pytest.mark.parametrize(
     ("model", "changes", "message"),
     [

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.megatron.families import family_of, rotary
+from nemo_rl_moe.models.megatron.families import FAMILIES, family_of, rotary
 from nemo_rl_moe.models.megatron.memory_estimate import whole_model_parameters
 from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
@@ -94,7 +94,7 @@ def test_other_families_are_refused(tmp_path: Path) -> None:
         read_config(tmp_path, model_type="gemma")
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("model", FAMILIES)
 def test_unknown_field_is_named(model: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         read_config(tmp_path, **FAMILY_MODELS[model].hf_config().to_dict(), residual_multiplier=2.0)

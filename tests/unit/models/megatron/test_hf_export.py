@@ -3,9 +3,6 @@
 """Writing a Hugging Face folder: whole or not at all, from any layout, and what fails on one rank ends all of them."""
 
 import json
-import shutil
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -123,19 +120,6 @@ def test_rank_without_memory_keeps_nobody_waiting(sizes: dict[str, int], functio
     problem = "rank 1: not enough memory: you tried to allocate 7 bytes"
     assert handed_out == (f"the weights cannot be handed out: {problem}" if "Writer" not in function else "done")
     assert (written, last) == (f"{folder}: cannot be written: {problem}", "done")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 256 KiB, less than the tiny model's weights."""
-    folder = tmp_path / "small_disk"
-    folder.mkdir()
-    mount = shutil.which("mount")
-    command = [str(mount), "-t", "tmpfs", "-o", "size=256k", "none", str(folder)]
-    if mount is None or subprocess.run(command, capture_output=True, check=False).returncode != 0:
-        pytest.skip("a file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_disk_that_fills_up(small_disk: Path, tmp_path: Path) -> None:
