@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 from small_model import VOCABULARY, positive, running_ray, write_model
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
-from nemo_rl_moe.data.collate import collate
+from nemo_rl_moe.data.loader import collate
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.run_folder.folder import collect_versions
 
 BATCH_SIZE, SEQUENCE_LENGTH, STEPS_BETWEEN = 8, 128, 5
 EXAMPLES = """\

@@ -36,25 +36,24 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.dpo import train_dpo
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.algorithms.run_keeper import Observers, RunKeeper
+from nemo_rl_moe.algorithms.training_run import Observers, RunKeeper
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_dpo_config
 from nemo_rl_moe.config.schema import DPOMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
+from nemo_rl_moe.data.loader import TokenStore
 from nemo_rl_moe.data.preferences import PreferenceDataset, PreferenceReport
-from nemo_rl_moe.data.token_store import TokenStore
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.interface import RunOutcome
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.notices import Notices
-from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.run_folder.metrics import JsonlLogger, RunOutcome
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
 TOKENS_PER_STEP = 2 * NUM_PAIRS * SEQUENCE_LENGTH

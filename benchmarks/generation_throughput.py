@@ -30,10 +30,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
-from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
-from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.run_folder.folder import collect_versions
 
 EXAMPLES = """\
 examples:

@@ -32,8 +32,7 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.rollouts import Roller
-from nemo_rl_moe.algorithms.run_keeper import Observers
+from nemo_rl_moe.algorithms.training_run import Observers
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
@@ -42,14 +41,15 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
-from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
+from nemo_rl_moe.generation.megatron import MegatronGeneration
 from nemo_rl_moe.launch.grpo import sampling_parameters
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
-from nemo_rl_moe.loggers.interface import RunOutcome
-from nemo_rl_moe.loggers.run_folder import collect_versions
-from nemo_rl_moe.loggers.samples import SampleLog
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.rollouts.rollouts import Roller
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.run_folder.metrics import RunOutcome
+from nemo_rl_moe.run_folder.samples import SampleLog
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
 PROMPT_LENGTH, MAX_NEW_TOKENS = 32, 64

@@ -12,12 +12,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.layer_load import LayerLoad
 from nemo_rl_moe.moe.load_balance_metrics import (
     compute_brief_metrics,
     compute_detailed_metrics,
     load_balance_metrics_from_matrix,
 )
+from nemo_rl_moe.moe.load_statistics import LayerLoad
 
 Input = TypeVar("Input")
 

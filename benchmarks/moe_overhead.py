@@ -24,14 +24,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, clear_auxiliary_losses
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
+from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, clear_auxiliary_losses
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Tokens of the demo's samples: a sum, with or without its working, in the chat template.

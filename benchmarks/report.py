@@ -22,13 +22,12 @@ import numpy as np
 import torch
 from small_model import positive
 
-from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.config.resolved import dump_resolved
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
-from nemo_rl_moe.loggers.run_folder import write_run_files
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics_from_matrix
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.folder import write_run_files
+from nemo_rl_moe.run_folder.metrics import JsonlLogger
 
 TOPK, TOKENS = 8, 16384
 # The kernel's own peak of this process alone: what `getrusage` tells includes the process that has started it.

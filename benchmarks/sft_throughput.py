@@ -36,20 +36,20 @@ from small_model import (
     write_model,
 )
 
-from nemo_rl_moe.algorithms.run_keeper import Observers
 from nemo_rl_moe.algorithms.sft import train_sft
+from nemo_rl_moe.algorithms.training_run import Observers
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.interface import RunOutcome
-from nemo_rl_moe.loggers.run_folder import collect_versions
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 128

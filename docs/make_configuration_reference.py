@@ -13,10 +13,10 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.describe import expected, section_model
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.loading import ALGORITHMS
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, VALUE_SINCE
+from nemo_rl_moe.config.validation import expected, section_model
 
 BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
 """The shipped file of each algorithm that has every key."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME
 from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
 
 OUTPUT = Path(__file__).resolve().parent / "images" / "demo.png"
 PANELS: dict[str, dict[str, str]] = {

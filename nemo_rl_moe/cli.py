@@ -21,8 +21,7 @@ from nemo_rl_moe.errors import (
     UserError,
     WorkerDiedError,
 )
-from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.stop_signals import StopSignals, exit_code_of_signal
+from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals, exit_code_of_signal
 from nemo_rl_moe.report import command as report_command
 from nemo_rl_moe.report import watch as watch_command
 
@@ -301,8 +300,7 @@ def _grpo() -> Callable[..., None]:
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:
     from omegaconf import OmegaConf
 
-    from nemo_rl_moe.config.loading import load_any_config
-    from nemo_rl_moe.config.resolved import dump_resolved
+    from nemo_rl_moe.config.loading import dump_resolved, load_any_config
 
     config = load_any_config(config_path, overrides, check_paths=False)
     print(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))), end="")

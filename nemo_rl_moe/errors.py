@@ -37,6 +37,12 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, is refused, or does not fit the run."""
 
 
+class CheckpointSaveError(CheckpointError):
+    """The last checkpoint of a run could not be saved. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
 class WorkerDiedError(RuntimeError):
     """A worker process ended or raised; carries the worker's own error text. Exit code 1."""
 

@@ -3,7 +3,9 @@
 """A metric carries its own reduction, so that no name ever decides how a number is combined."""
 
 import math
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -53,3 +55,49 @@ def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
     if len(reductions) != 1:
         raise ValueError(f"one metric needs one reduction, got {sorted(r.value for r in reductions)}")
     return MetricSeries(tuple(value for part in parts for value in part.values), reductions.pop())
+
+
+def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
+    """How long a phase took, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
+    metrics = {"seconds": seconds}
+    if num_tokens:
+        metrics["tokens_per_second"] = num_tokens / seconds
+    return with_prefix(f"timing/{phase}", metrics)
+
+
+def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
+    """The same numbers under `{prefix}/{name}`."""
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+class PhaseClock:
+    """Adds up the seconds and the tokens of each phase; a phase may come several times.
+
+    Args:
+        clock: Seconds on a clock that only goes forward.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._tokens: dict[str, int] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Everything inside counts for this phase."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._clock() - started
+
+    def count_tokens(self, name: str, num_tokens: int) -> None:
+        """Tokens that a phase worked on, for its tokens a second."""
+        self._tokens[name] = self._tokens.get(name, 0) + num_tokens
+
+    def metrics(self) -> dict[str, float]:
+        """`timing/{phase}/seconds`, and `timing/{phase}/tokens_per_second` where tokens were counted."""
+        metrics: dict[str, float] = {}
+        for name, seconds in self._seconds.items():
+            metrics |= timing_metrics(name, seconds, self._tokens.get(name, 0))
+        return metrics

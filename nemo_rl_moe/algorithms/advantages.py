@@ -1,17 +1,43 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From the rewards of a step to its advantages, one for each response."""
+"""Advantages from the rewards of a step, one for each response, and the shaping of the rewards before."""
 
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import AdvantageConfig
+from nemo_rl_moe.config.schema_grpo import AdvantageConfig, RewardShapingConfig
+from nemo_rl_moe.rollouts.source import informative_groups
+
+
+def shape_rewards(
+    rewards: Float[Tensor, "*responses"],
+    response_lengths: Int[Tensor, "*responses"],
+    max_new_tokens: int,
+    config: RewardShapingConfig,
+) -> Float[Tensor, "*responses"]:
+    """Soft punishment of long responses (DAPO, arXiv:2503.14476, eq. 13).
+
+    A response may have `max_new_tokens - overlong_buffer_length` tokens for nothing. Each one more costs
+    `overlong_buffer_penalty / overlong_buffer_length`, up to the whole penalty at `max_new_tokens`.
+
+    Args:
+        rewards: One for each response.
+        response_lengths: Generated tokens of each, its end token included.
+        max_new_tokens: Most tokens that a response can have.
+        config: The punishment; not enabled, the rewards are returned as they are.
+
+    Returns:
+        New rewards, of the same type.
+    """
+    if not config.enabled:
+        return rewards
+    tokens_for_nothing = max_new_tokens - config.overlong_buffer_length
+    share_of_buffer = (response_lengths.to(rewards.dtype) - tokens_for_nothing) / config.overlong_buffer_length
+    return rewards - config.overlong_buffer_penalty * share_of_buffer.clamp(0.0, 1.0)
+
 
 STANDARD_DEVIATION_FLOOR = 1e-6
 """Added to a standard deviation before anything is divided by it."""
-
-EQUAL_REWARDS_TOLERANCE = 1e-6
-"""Rewards that lie no further apart than this, times the largest of them where that is above 1, are equal."""
 
 
 def compute_advantages(
@@ -60,19 +86,6 @@ def compute_advantages(
         scale = advantages.std() if config.name == "reinforce_plus_plus_baseline" else exact.std(dim=1, keepdim=True)
         advantages = advantages / (scale + STANDARD_DEVIATION_FLOOR)
     return advantages.view_as(rewards).to(rewards.dtype)
-
-
-def informative_groups(rewards: Float[Tensor, "groups generations"]) -> Bool[Tensor, " groups"]:
-    """Which groups have something to learn from: their rewards differ.
-
-    Sums of the same parts in another order differ in the last digits, so rewards count as equal when the largest and
-    the smallest of the group lie at most `EQUAL_REWARDS_TOLERANCE * max(1, largest magnitude)` apart.
-    """
-    exact = rewards.double()
-    spread = exact.amax(dim=1) - exact.amin(dim=1)
-    magnitude = exact.abs().amax(dim=1).clamp(min=1.0)
-    # Asked this way round, a group with a NaN is not taken for one that has nothing to teach.
-    return ~(spread <= EQUAL_REWARDS_TOLERANCE * magnitude)
 
 
 def frac_zero_std_groups(rewards: Float[Tensor, "groups generations"]) -> float:

@@ -1,18 +1,91 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Direct preference optimization: the shared loop over pairs of responses, with what a reference model gives them."""
+"""What the reference model gives the responses of preference pairs: one number a sequence."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
-from nemo_rl_moe.algorithms.loop import RunSummary
-from nemo_rl_moe.algorithms.preference_loss import PreferenceLoss
-from nemo_rl_moe.algorithms.reference_sums import measured_in_step, num_pairs
-from nemo_rl_moe.algorithms.run_keeper import RunKeeper
-from nemo_rl_moe.algorithms.supervised import EpochBatches, SupervisedTraining, keep_as_it_is, train_on_batches
-from nemo_rl_moe.config.schema_dpo import DPOConfig
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.policy.interfaces import PolicyInterface
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, response_sums
+from nemo_rl_moe.algorithms.sft import EpochBatches, SupervisedTraining, keep_as_it_is, train_on_batches
+from nemo_rl_moe.algorithms.training_run import RunKeeper, RunSummary
+from nemo_rl_moe.config.schema import DPOConfig
+from nemo_rl_moe.data.loader import GlobalBatchLoader
+from nemo_rl_moe.data.preferences import REFERENCE_SUMS, PreferenceDataset, collate_pairs
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import PolicyInterface
+
+MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
+
+
+def measured_in_step(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
+    """The batch with its reference sums, measured by the reference weights that the policy keeps.
+
+    Args:
+        policy: Keeps a reference.
+        batch: Pairs.
+        clock: Gets the phase `reference_logprobs`.
+    """
+    with clock.phase("reference_logprobs"):
+        sums = _sums(policy.reference_logprobs, batch)
+    return replace(batch, extras=batch.extras | {REFERENCE_SUMS: sums})
+
+
+def measured_beforehand(
+    logprobs: MeasureLogprobs,
+    dataset: PreferenceDataset,
+    batches: Sequence[Sequence[int]],
+    pad_token_id: int,
+) -> PreferenceDataset:
+    """The data set with the reference sums of some of its pairs; those of the others are NaN.
+
+    Args:
+        logprobs: Of the model at the start of the run: a policy's own, before it has trained or loaded a checkpoint.
+        dataset: The pairs.
+        batches: Indices of the pairs to measure, those of a batch at a time.
+        pad_token_id: What stands after a sequence's end.
+    """
+    sums = np.full((len(dataset), 2), np.nan)
+    for chosen in batches:
+        batch = collate_pairs([dataset[index] for index in chosen], pad_token_id)
+        sums[list(chosen)] = _sums(logprobs, batch).reshape(-1, 2).numpy()
+    return dataset.with_reference_sums(sums)
+
+
+def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int]]:
+    """Indices of the pairs that some training steps use, in batches that do not depend on where the steps begin.
+
+    A batch holds the pairs that a training batch is the first to use. So a run that goes on from a checkpoint measures
+    what it still needs, in the same company, and gets the same numbers to the last bit.
+
+    Args:
+        loader: The training batches.
+        steps: From the steps that are done to the last one.
+    """
+    needed = {index for chosen in loader.indices(steps) for index in chosen}
+    seen: set[int] = set()
+    batches = []
+    for chosen in loader.indices(range(steps.stop)):
+        first_used = [index for index in chosen if index not in seen]
+        seen.update(first_used)
+        if not needed.isdisjoint(first_used):
+            batches.append(first_used)
+    return batches
+
+
+def num_pairs(batch: TokenBatch) -> int:
+    """How much a batch counts in a mean over pairs."""
+    return len(batch) // 2
+
+
+def _sums(logprobs: MeasureLogprobs, batch: TokenBatch) -> Float[Tensor, " batch"]:
+    # The first token has no prediction.
+    return response_sums(logprobs(batch)[:, 1:], batch.token_mask[:, 1:])
 
 
 def train_dpo(

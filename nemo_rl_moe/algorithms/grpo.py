@@ -5,23 +5,26 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from nemo_rl_moe.algorithms.advantages import compute_advantages
+from nemo_rl_moe.algorithms.advantages import compute_advantages, shape_rewards
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.grpo_validation import Validator
-from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps, validation_is_due
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
-from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
-from nemo_rl_moe.algorithms.prompt_stream import PromptRounds, PromptStream
-from nemo_rl_moe.algorithms.reward_shaping import shape_rewards
-from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups, collect_groups
-from nemo_rl_moe.algorithms.rollouts import Roller, response_lengths, rewards_of, training_batch
-from nemo_rl_moe.algorithms.run_keeper import RunKeeper, StepOutcome
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
+from nemo_rl_moe.algorithms.training_run import (
+    RunKeeper,
+    RunSummary,
+    StepOutcome,
+    num_training_steps,
+    validation_is_due,
+)
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.models.policy.interfaces import PolicyInterface
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.rollouts.rollouts import Roller, response_lengths, rewards_of, training_batch
+from nemo_rl_moe.rollouts.source import PromptRounds, PromptStream, RolloutGroups, collect_groups
 
 
 def train_grpo(

@@ -3,10 +3,10 @@
 """What a GRPO step says of its responses; the loss and the routing report for themselves."""
 
 from nemo_rl_moe.algorithms.advantages import frac_zero_std_groups
-from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups
-from nemo_rl_moe.algorithms.rollouts import rewards_of, rollout_metrics
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.environments.faults import fault_metrics
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.environments.interface import fault_metrics
+from nemo_rl_moe.rollouts.rollouts import rewards_of, rollout_metrics
+from nemo_rl_moe.rollouts.source import RolloutGroups
 
 
 def group_metrics(groups: RolloutGroups) -> dict[str, float]:

@@ -1,16 +1,124 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: the shared loop with the negative log-likelihood of the assistant's tokens."""
+"""The loop over batches of given samples, which supervised fine-tuning and preference optimization share."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
 
-from nemo_rl_moe.algorithms.loop import RunSummary
-from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.algorithms.run_keeper import RunKeeper
-from nemo_rl_moe.algorithms.supervised import EpochBatches, SupervisedTraining, train_on_batches
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.algorithms.step_metrics import training_metrics, validation_metrics
+from nemo_rl_moe.algorithms.training_run import (
+    RunKeeper,
+    RunSummary,
+    ScheduleConfig,
+    StepOutcome,
+    num_training_steps,
+    validation_is_due,
+)
 from nemo_rl_moe.config.schema import SFTConfig
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.policy.interfaces import PolicyInterface
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import LossFunction, PolicyInterface
+
+
+class EpochBatches(Protocol):
+    """The global batches of each epoch; `data.loader.GlobalBatchLoader` is one."""
+
+    def __len__(self) -> int:
+        """Batches of one epoch."""
+        ...
+
+    def epoch(self, epoch_index: int, first_batch: int = 0) -> Iterator[TokenBatch]:
+        """The batches of one epoch from one of them on; both are counted from 0."""
+        ...
+
+
+def keep_as_it_is(batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
+    """For algorithms whose batches need nothing more."""
+    return batch
+
+
+@dataclass(frozen=True)
+class SupervisedTraining:
+    """What is trained, on what, and how.
+
+    Attributes:
+        schedule: The algorithm's section: how long, and when to validate.
+        policy: What is trained.
+        batches: The training batches.
+        loss_function: What is minimised.
+        validation_batches: Makes one pass over the held-out batches; None without validation data.
+        prepare: Adds to a batch what the loss needs besides; its phases are timed.
+        count_of: How much a batch counts in a validation's means, as its loss counts it.
+    """
+
+    schedule: ScheduleConfig
+    policy: PolicyInterface
+    batches: EpochBatches
+    loss_function: LossFunction
+    validation_batches: Callable[[], Iterator[TokenBatch]] | None
+    prepare: Callable[[TokenBatch, PhaseClock], TokenBatch] = keep_as_it_is
+    count_of: Callable[[TokenBatch], int] = TokenBatch.num_valid_tokens
+
+
+def train_on_batches(training: SupervisedTraining, keeper: RunKeeper) -> RunSummary:
+    """Trains from where the run stands to its last step, validates when due, and ends each step with the keeper."""
+    num_steps = num_training_steps(training.schedule, len(training.batches))
+    if keeper.is_fresh and training.schedule.val_at_start:
+        keeper.record_start(run_validation(training))
+    for step, batch in _numbered_batches(training.batches, keeper.state.step, num_steps):
+        clock = PhaseClock()
+        batch = training.prepare(batch, clock)
+        with clock.phase("train"):
+            result = training.policy.train(batch, training.loss_function)
+        clock.count_tokens("train", result.num_tokens)
+        is_due = validation_is_due(training.schedule, step, num_steps)
+        outcome = StepOutcome(
+            batches_taken=step,
+            result=result,
+            training=training_metrics(result),
+            validation=run_validation(training) if is_due else {},
+            sample_ids=batch.sample_ids,
+        )
+        if not keeper.end_step(outcome, clock, is_last=step == num_steps):
+            break
+    keeper.finish()
+    return RunSummary.of(keeper.state, keeper.stopped_for)
+
+
+def run_validation(training: SupervisedTraining) -> dict[str, float]:
+    """The loss function's means over all held-out batches, each weighed by what it counts."""
+    assert training.validation_batches is not None  # the schema asks for data where a validation is asked for
+    clock, inner_clock = PhaseClock(), PhaseClock()
+    totals: dict[str, float] = {}
+    total_count = 0
+    with clock.phase("validation"):
+        for batch in training.validation_batches():
+            prepared = training.prepare(batch, inner_clock)
+            count = training.count_of(prepared)
+            total_count += count
+            for name, value in _means(training.policy, prepared, training.loss_function).items():
+                totals[name] = totals.get(name, 0.0) + value * count
+    return {name: total / total_count for name, total in totals.items()} | clock.metrics()
+
+
+def _means(policy: PolicyInterface, batch: TokenBatch, loss_function: LossFunction) -> Mapping[str, float]:
+    """What the loss function reports as means; counts say nothing of a validation as a whole."""
+    measured = validation_metrics(policy.evaluate(batch, loss_function))
+    return {name: value for name, value in measured.items() if not name.startswith("val/num_")}
+
+
+def _numbered_batches(batches: EpochBatches, steps_done: int, num_steps: int) -> Iterator[tuple[int, TokenBatch]]:
+    """Each further step's number, counted from 1, and its batch."""
+    step = steps_done
+    while step < num_steps:
+        epoch, first = divmod(step, len(batches))
+        for batch in batches.epoch(epoch, first):
+            step += 1
+            yield step, batch
+            if step == num_steps:
+                return
 
 
 def train_sft(

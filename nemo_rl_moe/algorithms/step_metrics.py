@@ -5,8 +5,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.policy.interfaces import EvaluationResult, TrainResult
+from nemo_rl_moe.metrics import MetricSeries, with_prefix
+from nemo_rl_moe.models.interfaces import EvaluationResult, TrainResult
 from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 
 
@@ -35,19 +35,6 @@ def training_metrics(result: TrainResult, further: Mapping[str, float] = Mapping
 def validation_metrics(result: EvaluationResult) -> dict[str, float]:
     """What one validation measured, as `val/...` keys."""
     return with_prefix("val", _reduced(result.microbatch_metrics))
-
-
-def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
-    """How long a phase took, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
-    metrics = {"seconds": seconds}
-    if num_tokens:
-        metrics["tokens_per_second"] = num_tokens / seconds
-    return with_prefix(f"timing/{phase}", metrics)
-
-
-def with_prefix(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """The same numbers under `{prefix}/{name}`."""
-    return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 def _reduced(series: Mapping[str, MetricSeries]) -> dict[str, float]:

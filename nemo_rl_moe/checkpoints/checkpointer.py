@@ -1,23 +1,72 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Saves checkpoints while training goes on."""
+"""One thread for slow work on a disk, which never keeps a program from ending."""
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.checkpoints.chosen_metric import ChosenMetric
-from nemo_rl_moe.checkpoints.disk_thread import DiskThread
-from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
-from nemo_rl_moe.checkpoints.retention import steps_to_remove
-from nemo_rl_moe.checkpoints.state import FORMAT_VERSION, CheckpointState, json_ready, loop_state_record, write_state
+from nemo_rl_moe.checkpoints.best_metric import ChosenMetric, steps_to_remove
+from nemo_rl_moe.checkpoints.state import (
+    FORMAT_VERSION,
+    CheckpointState,
+    LoopState,
+    json_ready,
+    loop_state_record,
+    write_state,
+)
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, CheckpointStore, of_history
 from nemo_rl_moe.config.schema_run import CheckpointingConfig
-from nemo_rl_moe.loggers.run_folder import read_run_id
+from nemo_rl_moe.errors import CheckpointSaveError
+from nemo_rl_moe.run_folder.folder import read_run_id
+
+Result = TypeVar("Result")
+
+
+class DiskThread:
+    """Does one thing after the other, beside the caller.
+
+    A `ThreadPoolExecutor` would hold up the interpreter's exit for as long as a disk does not answer.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="checkpoints", daemon=True)
+        self._thread.start()
+
+    def submit(self, action: Callable[..., Result], *arguments: Any) -> Future[Result]:
+        """Has something done; cancelled where the thread is closed before its turn."""
+        future: Future[Result] = Future()
+        if self._is_closed.is_set():
+            future.cancel()
+        else:
+            self._work.put((future, lambda: action(*arguments)))
+        return future
+
+    def close(self, timeout_s: float) -> bool:
+        """Lets the thread finish what it is at and drops the rest; returns whether it has ended in so many seconds."""
+        self._is_closed.set()
+        self._work.put(None)
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            future, action = item
+            if self._is_closed.is_set():
+                future.cancel()
+            elif future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(action())
+                except BaseException as error:
+                    future.set_exception(error)
+
 
 Tell = Callable[[str], None]
 _CLOSING_S = 5.0

@@ -1,21 +1,95 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Decides where a run starts: at the beginning, or at which checkpoint."""
+"""Notes, beside checkpoints, which run has gone on from them: its later attempts look nowhere else."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_rl_moe.checkpoints.attempts import note_history, noted_history
-from nemo_rl_moe.checkpoints.changes import changed_keys, changes_line, layout_line, other_experiment, wrong_changes
-from nemo_rl_moe.checkpoints.own_run_folder import run_folder_of
-from nemo_rl_moe.checkpoints.starting_model import refuse_model_among_checkpoints
-from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
+from nemo_rl_moe.checkpoints.changes import (
+    changed_keys,
+    changes_line,
+    layout_line,
+    other_experiment,
+    refuse_model_among_checkpoints,
+    wrong_changes,
+)
+from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of, read_json
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
-from nemo_rl_moe.config.resolved import dump_resolved
+from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.loggers.run_folder import find_run_folder, newest_run_folders
+from nemo_rl_moe.run_folder.folder import find_run_folder, newest_run_folders, read_run_id
+
+NOTE_FILE_NAME = ".going_on.json"
+
+
+def note_history(checkpoint_dir: Path, run_id: str, first_run_id: str) -> None:
+    """Notes that a run goes on from a history of training; of several runs, the last one is noted.
+
+    A disk that does not take it is passed over: a later attempt then looks for checkpoints as a first one does.
+
+    Args:
+        checkpoint_dir: Where the checkpoint lies.
+        run_id: The run's.
+        first_run_id: The history's.
+    """
+    staging = checkpoint_dir / f"{NOTE_FILE_NAME}.incomplete"
+    try:
+        staging.write_text(json.dumps({"run_id": run_id, "first_run_id": first_run_id}) + "\n", encoding="utf-8")
+        staging.replace(checkpoint_dir / NOTE_FILE_NAME)
+    except OSError:
+        pass
+
+
+def noted_history(checkpoint_dir: Path, run_id: str) -> str | None:
+    """The `first_run_id` of the history that a run has gone on from in this folder; None where none is noted."""
+    try:
+        note = read_json(checkpoint_dir / NOTE_FILE_NAME)
+    except CheckpointError:
+        return None
+    if not isinstance(note, dict) or note.get("run_id") != run_id:
+        return None
+    history = note.get("first_run_id")
+    return history if isinstance(history, str) else None
+
+
+def run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
+    """The folder of the checkpoint's run, which is written to and cut back: only where it surely belongs to it.
+
+    Args:
+        checkpoint: Where the run goes on.
+        config: The run's.
+        warn: Gets a line where there is none.
+
+    Returns:
+        None where the checkpoint is a copy, or the folder is gone or another run's.
+    """
+    state, recorded = checkpoint.state, Path(checkpoint.state.run_folder)
+    around = checkpoint.folder.parent.parent
+    if checkpoint.folder.parent.resolve() == Path(state.checkpoint_dir):
+        # The same folder under the shorter name that the user knows, where it is the same.
+        folder = around if around.resolve() == recorded.resolve() else recorded
+    elif config.checkpointing.checkpoint_dir is None and not _belongs_to(recorded, state):
+        folder = around  # all of it was moved
+    else:
+        warn(f"{checkpoint.folder} is a copy: {recorded} is left as it is, and metrics go on in a new folder")
+        return None
+    if _belongs_to(folder, state):
+        return folder
+    warn(f"{folder}, which {checkpoint.folder} belongs to, is not there: metrics go on in a new folder")
+    return None
+
+
+def _belongs_to(run_folder: Path, state: CheckpointState) -> bool:
+    return (
+        run_folder in newest_run_folders(run_folder.parent)
+        and (run_folder / "config.yaml").is_file()
+        and state.run_folder_id is not None
+        and read_run_id(run_folder) == state.run_folder_id
+    )
+
 
 CHECKPOINTS_FOLDER_NAME = "checkpoints"
 """Inside the run's folder, where no other folder is configured."""

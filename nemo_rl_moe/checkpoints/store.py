@@ -1,26 +1,71 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The folder that holds checkpoints, each whole or not there at all, whenever the machine or the program stops.
-
-<checkpoint_dir>/step_50/{state.json, policy/..., config.json and the tokenizer, files.json}   a checkpoint
-<checkpoint_dir>/.step_50.incomplete/    being written
-<checkpoint_dir>/.step_50.replaced/      the one before, while another of the same step takes its place
-<checkpoint_dir>/.step_50.removed/       being deleted
-"""
+"""`files.json`: which files a checkpoint is made of, so that one that has lost some of them is not taken for whole."""
 
 import contextlib
 import fcntl
+import json
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from nemo_rl_moe.checkpoints.inventory import check_inventory, write_inventory
-from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
-from nemo_rl_moe.disk_trees import delete, put_in_place, sync
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from nemo_rl_moe.atomic_writes import delete, put_in_place, sync
+from nemo_rl_moe.checkpoints.state import CheckpointState, read_json, read_state
 from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
 
-POLICY_FOLDER_NAME = "policy"
+INVENTORY_FILE_NAME = "files.json"
+_SIZES = TypeAdapter(dict[str, Annotated[int, Field(ge=0)]], config=ConfigDict(strict=True))
+
+
+def write_inventory(folder: Path) -> None:
+    """Notes the names and the sizes, in bytes, of all files that are in a checkpoint's folder.
+
+    Raises:
+        OSError: The disk did not take it.
+    """
+    sizes = _sizes(folder)
+    sizes.pop(INVENTORY_FILE_NAME, None)
+    (folder / INVENTORY_FILE_NAME).write_text(json.dumps(sizes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def check_inventory(folder: Path) -> None:
+    """Looks whether all that was noted is still there, in its size.
+
+    Raises:
+        CheckpointError: The note or a file is missing, or a file has another size; names the first such file.
+    """
+    path = folder / INVENTORY_FILE_NAME
+    try:
+        noted = _SIZES.validate_python(read_json(path))
+    except ValidationError:
+        raise CheckpointError(f"{path}: expected the names and the sizes of files") from None
+    # What is there is looked up, and not what is noted: a name in the note leads nowhere else.
+    present = _sizes(folder)
+    for name, size in noted.items():
+        if name not in present:
+            raise CheckpointError(f"{folder / name}: is missing")
+        if present[name] != size:
+            raise CheckpointError(f"{folder / name}: got {present[name]} bytes, expected {size}")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    sizes = {}
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent) / name for name in names):
+            try:
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+            except FileNotFoundError:  # its run removes the checkpoint at this moment, or a link leads nowhere
+                continue
+    return sizes
+
+
+POLICY_FOLDER_NAME = MEGATRON_WEIGHTS_FOLDER
 FINAL_WEIGHTS_FOLDER = "final"
 """Beside the checkpoints of a complete run."""
 LOCK_FILE_NAME = ".lock"

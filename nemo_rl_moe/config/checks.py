@@ -9,10 +9,8 @@ others still run, so that the user sees every problem at once.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nemo_rl_moe.config.checks_checkpointing import CHECKPOINTING_RULES
-from nemo_rl_moe.config.checks_dpo import DPO_RULES
-from nemo_rl_moe.config.checks_grpo import GRPO_RULES
-from nemo_rl_moe.config.checks_loop import LOOP_RULES
+from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
+from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, LOOP_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
 

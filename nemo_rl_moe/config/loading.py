@@ -9,12 +9,10 @@ from typing import Any, TypeVar
 
 from nemo_rl_moe.config.checks import combination_problems
 from nemo_rl_moe.config.checks_paths import path_problems
-from nemo_rl_moe.config.describe import known_keys
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.config.interpolation import resolve
-from nemo_rl_moe.config.overrides import apply_overrides
+from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
-from nemo_rl_moe.config.validation import validate
+from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
 
 ConfigT = TypeVar("ConfigT", bound=MasterConfig)
@@ -96,3 +94,13 @@ def installed_megatron_version() -> str | None:
         return metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
         return None
+
+
+def dump_resolved(config: MasterConfig) -> dict[str, Any]:
+    """The whole configuration as nested plain values; written as YAML, it loads to an equal configuration.
+
+    The algorithm's own section comes first. `moe_*` fields that the user did not set are left out.
+    """
+    values = config.model_dump(mode="json", exclude_unset=True)
+    own = [name for name in type(config).model_fields if name not in MasterConfig.model_fields]
+    return {name: values[name] for name in [*own, *MasterConfig.model_fields]}

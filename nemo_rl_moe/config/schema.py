@@ -1,9 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The whole configuration of each algorithm."""
+"""The section that only direct preference optimization (DPO) has."""
 
-from nemo_rl_moe.config.schema_base import StrictModel
-from nemo_rl_moe.config.schema_dpo import DPOConfig
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveFloat, StrictModel, SupervisedLoopConfig
 from nemo_rl_moe.config.schema_grpo import (
     EnvironmentConfig,
     GRPOConfig,
@@ -12,9 +15,43 @@ from nemo_rl_moe.config.schema_grpo import (
     PolicyGradientLossConfig,
     PromptDataConfig,
 )
-from nemo_rl_moe.config.schema_loop import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
+
+
+def _sigmoid_is_dpo(value: Any) -> Any:
+    return "sigmoid" if value == "dpo" else value
+
+
+PreferenceLossType = Annotated[Literal["sigmoid", "ipo"], BeforeValidator(_sigmoid_is_dpo)]
+BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
+
+
+class PreferenceLossConfig(StrictModel):
+    """The loss of direct preference optimization."""
+
+    preference_loss_type: PreferenceLossType
+    """sigmoid (or dpo): DPO; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`)."""
+    reference_policy_kl_penalty: PositiveFloat
+    """Beta: how strongly the policy is held to the reference model."""
+    label_smoothing: BelowHalf
+    """With sigmoid: share of the pairs taken to be labelled the wrong way round (conservative DPO); 0: none."""
+    preference_average_log_probs: bool
+    """Compare mean log-probabilities of a response's tokens instead of sums, so that its length does not count."""
+    preference_loss_weight: NonNegativeFloat
+    """Weight of the preference loss."""
+    sft_loss_weight: NonNegativeFloat
+    """Weight of the negative log-likelihood of the chosen responses; 0: none."""
+    sft_average_log_probs: bool
+    """Take that likelihood as a mean over each response's tokens, not as a sum."""
+
+
+class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
+    """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
+
+    reference_logprobs: Literal["in_step", "beforehand"]
+    """When the reference model, the policy at the start of the run, measures the responses. in_step: in each step, its
+    weights kept beside the policy's; beforehand: all pairs before the first step, without a second set of weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):

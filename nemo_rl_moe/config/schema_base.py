@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What all configuration models share: strict, frozen, no unknown keys, every number with its range."""
+"""Base of the configuration's models: strict, frozen, no unknown keys, every number with its range."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -41,3 +41,22 @@ class StrictModel(BaseModel):
     """One section of the configuration. It has no defaults: values come from YAML alone."""
 
     model_config = SETTINGS
+
+
+class SupervisedLoopConfig(StrictModel):
+    """How long a loop over samples runs, and when it validates."""
+
+    max_num_epochs: PositiveInt
+    """Passes over the training samples after which the run ends."""
+    max_num_steps: PositiveInt | None
+    """Optimizer steps after which the run ends, if that comes first; null: epochs alone decide."""
+    val_period: NonNegativeInt
+    """Validate each time this many steps are done; 0: never."""
+    val_batches: PositiveInt | None
+    """Global batches of one validation; null: all held-out samples."""
+    val_at_start: bool
+    """Validate before the first step."""
+    val_at_end: bool
+    """Validate after the last step."""
+    seed: NonNegativeInt
+    """Seed of the order of the samples and of dropout."""

@@ -1,16 +1,144 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From a plain mapping to the typed configuration, with every problem told at once."""
+"""Words for what the schema allows and for what the user wrote."""
 
+import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Annotated, Any, TypeVar
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.describe import choices, expected_instead_of, field_at, got, known_keys, section_model
-from nemo_rl_moe.config.schema_base import SETTINGS
+from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key
+
+_TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts"}
+_LONGEST_VALUE = 60
+
+
+def section_model(annotation: Any) -> type[BaseModel] | None:
+    """The model behind a field that is a section, also when the section may be null; None for a plain value."""
+    candidates = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    """Every full key of the schema, sections included."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        section = section_model(field.annotation)
+        if section is not None:
+            keys += known_keys(section, f"{prefix}{name}.")
+    return keys
+
+
+def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
+    """Follows a pydantic error location as far as the schema goes.
+
+    Returns:
+        The keys that the schema knows, and the field at their end; None when the first key is unknown.
+    """
+    keys: list[str] = []
+    field: FieldInfo | None = None
+    section: type[BaseModel] | None = model
+    for part in path:
+        if section is None or part not in section.model_fields:
+            break
+        field = section.model_fields[part]
+        keys.append(part)
+        section = section_model(field.annotation)
+    return tuple(keys), field
+
+
+def expected(field: FieldInfo) -> str:
+    """What a field takes, in words: `a whole number above 0 or null`."""
+    return _expected(field.annotation, field.metadata)
+
+
+def choices(field: FieldInfo) -> list[str]:
+    """The words that a field with fixed values takes."""
+    return [str(value) for value in _literals(field.annotation)]
+
+
+def got(value: Any) -> str:
+    """What the user wrote, in words: `'ten' (str)`."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "a section"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (bool)"
+    text = repr(value)
+    shown = text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+    return f"{shown} ({type(value).__name__})"
+
+
+def expected_instead_of(field: FieldInfo, value: Any) -> str:
+    """`expected`, made clearer where the value is an infinity or not a number."""
+    words = expected(field)
+    if isinstance(value, float) and not math.isfinite(value):
+        return words.replace("a number", "a finite number")
+    return words
+
+
+def _literals(annotation: Any) -> tuple[Any, ...]:
+    if get_origin(annotation) is Literal:
+        return get_args(annotation)
+    return tuple(value for argument in get_args(annotation) for value in _literals(argument))
+
+
+def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *inner_metadata = get_args(annotation)
+        flat = [
+            item for entry in inner_metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])
+        ]
+        return _expected(inner, [*metadata, *flat])
+    if origin in (Union, UnionType):
+        return " or ".join("null" if part is NoneType else _expected(part) for part in get_args(annotation))
+    if origin is Literal:
+        words = [str(value) for value in get_args(annotation)]
+        return " or ".join(words) if len(words) <= 2 else f"one of {', '.join(words)}"
+    if origin is dict:
+        return "a section"
+    if origin is list:
+        (item,) = get_args(annotation)
+        if _literals(item):
+            return "a list of these"
+        return f"a list of {_LIST_WORDS[get_args(item)[0] if get_origin(item) is Annotated else item]}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        required = [name for name, field in annotation.model_fields.items() if field.is_required()]
+        return f"a section with the keys {', '.join(required)}"
+    special = next((item.words for item in metadata if isinstance(item, ExpectedWords)), None)
+    if special is not None:
+        return special
+    if annotation is str and metadata:
+        return "text that is not empty"
+    bounds = [words for item in metadata for words in [_bound(item)] if words]
+    return " ".join([_TYPE_WORDS[annotation], *([" and ".join(bounds)] if bounds else [])])
+
+
+def _bound(item: Any) -> str | None:
+    match item:
+        case Gt(gt=limit):
+            return f"above {limit}"
+        case Ge(ge=limit):
+            return f"from {limit} up"
+        case Lt(lt=limit):
+            return f"below {limit}"
+        case Le(le=limit):
+            return f"up to {limit}"
+    return None
+
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 

@@ -1,15 +1,67 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which examples are trained on and validated with."""
+"""Puts examples side by side."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 
-from nemo_rl_moe.data.collate import collate
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.data.chat import TokenizedExample
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import DataError
+
+
+def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBatch:
+    """Pads examples on the right to the longest of them.
+
+    Args:
+        examples: At least one.
+        pad_token_id: What stands after an example's end.
+    """
+    lengths = torch.tensor([len(example) for example in examples], dtype=torch.long)
+    shape = (len(examples), int(lengths.max()))
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
+    token_mask = torch.zeros(shape, dtype=torch.bool)
+    for row, example in enumerate(examples):
+        input_ids[row, : len(example)] = torch.as_tensor(example.input_ids, dtype=torch.long)
+        token_mask[row, : len(example)] = torch.as_tensor(example.token_mask)
+    return TokenBatch(input_ids, lengths, token_mask, tuple(example.sample_id for example in examples))
+
+
+class TokenStore(Sequence[TokenizedExample]):
+    """A list of tokenized examples that is kept in three flat arrays: 5 bytes a token.
+
+    Args:
+        examples: The examples, in order.
+    """
+
+    def __init__(self, examples: Sequence[TokenizedExample]):
+        self._starts: NDArray[np.int64] = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
+        # The empty array in front lets an empty list be joined too.
+        self._input_ids = np.concatenate([np.empty(0, np.int32), *(example.input_ids for example in examples)])
+        self._token_mask = np.concatenate([np.empty(0, np.bool_), *(example.token_mask for example in examples)])
+        self._truncated = [example.truncated for example in examples]
+        self._sample_ids = [example.sample_id for example in examples]
+
+    def __len__(self) -> int:
+        return len(self._sample_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> TokenizedExample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TokenizedExample]: ...
+    def __getitem__(self, index: int | slice) -> TokenizedExample | list[TokenizedExample]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        position = range(len(self))[index]  # knows negative indices, and raises IndexError past the end
+        piece = slice(self._starts[position], self._starts[position + 1])
+        return TokenizedExample(
+            self._input_ids[piece], self._token_mask[piece], self._truncated[position], self._sample_ids[position]
+        )
+
 
 MakeBatch = Callable[[Sequence[Any], int], TokenBatch]
 """From examples and the token that pads them to a batch."""

@@ -1,27 +1,70 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts that responses are generated to: read or drawn, tokenized, and in which order they are taken."""
+"""Leaves out prompts that have been there before; published sets may hold each problem a hundred times."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
-from nemo_rl_moe.data.bad_lines import BadLineLog, counted
 from nemo_rl_moe.data.chat import encode_each
 from nemo_rl_moe.data.chat_template import PromptRenderer, RenderError, prompt_renderer_for
-from nemo_rl_moe.data.dataset import LINES_AT_ONCE
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
-from nemo_rl_moe.data.prompt_repeats import RepeatFilter
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.data.sources import LineSource, open_lines
+from nemo_rl_moe.data.sft import LINES_AT_ONCE
+from nemo_rl_moe.data.sources import BadLineLog, LineSource, counted, open_lines
 from nemo_rl_moe.environments.reasoning_gym import draw_items
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_DIGEST_BYTES = 16
+
+
+class RepeatFilter:
+    """Lets each prompt through once, and counts the others.
+
+    Two prompts are the same when the model is asked the same and the response is compared with the same.
+
+    Args:
+        env_name: Name of the environment, which decides what a response is compared with.
+
+    Attributes:
+        num_repeated: Prompts left out so far.
+    """
+
+    def __init__(self, env_name: str):
+        self.num_repeated = 0
+        self._env_name = env_name
+        self._seen: set[bytes] = set()
+
+    def first_of_each(self, lines: Iterable[PromptRecord | BadLine]) -> Iterator[PromptRecord | BadLine]:
+        """The lines in order, without repeated prompts; bad lines all pass."""
+        for line in lines:
+            if isinstance(line, BadLine) or self._is_new(line):
+                yield line
+            else:
+                self.num_repeated += 1
+
+    def _is_new(self, prompt: PromptRecord) -> bool:
+        # Digests, because the texts of a million prompts would fill the memory. Lone surrogates, which a JSON file may
+        # hold, have no UTF-8; `repr` escapes them.
+        content = repr((prompt.is_text, prompt.messages, self._compared_with(prompt)))
+        digest = blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
+        if digest in self._seen:
+            return False
+        self._seen.add(digest)
+        return True
+
+    def _compared_with(self, prompt: PromptRecord) -> Any:
+        if self._env_name == "callable":
+            return prompt.record  # the user's function may read any of it
+        return prompt.record["answer"], prompt.record.get("metadata") if self._env_name == "reasoning_gym" else None
 
 
 @dataclass(frozen=True)
@@ -275,3 +318,27 @@ def _why_none_is_left(report: PromptReport, max_prompt_length: int) -> list[str]
             "policy.max_total_sequence_length less policy.generation.max_new_tokens"
         )
     return reasons or [f"{report.name}: it has no lines"]
+
+
+def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
+    """The held-out prompts that are no training prompts, token for token; the report counts the others.
+
+    Raises:
+        DataError: None is left.
+    """
+    shared = {prompt.token_ids for prompt in held_out}.intersection(prompt.token_ids for prompt in training)
+    if not shared:
+        return held_out
+    kept = [prompt for prompt in held_out if prompt.token_ids not in shared]
+    if not kept:
+        raise DataError(
+            f"data.validation: each of the {counted(len(held_out), 'prompt')} of {held_out.report.name} is a training "
+            "prompt too; name held-out data, or null"
+        )
+    report = replace(
+        held_out.report,
+        num_prompts=len(kept),
+        num_tokens=sum(len(prompt.token_ids) for prompt in kept),
+        num_training_prompts=len(held_out) - len(kept),
+    )
+    return PromptDataset(kept, report)

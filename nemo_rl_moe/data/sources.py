@@ -1,21 +1,197 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Opens a path of the configuration, whatever kind of data it names."""
+"""Sources of records: JSONL files, data sets of the hub, and lines that cannot be used."""
 
+import json
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from nemo_rl_moe.data.hub import load_table, read_table
-from nemo_rl_moe.data.jsonl import count_lines, read_jsonl
-from nemo_rl_moe.data.load_limit import noting_samples
-from nemo_rl_moe.data.records import BadLine, Example, parse_record
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.records import BadLine, Example, RecordError, parse_record
+from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+
+MAX_PROBLEMS_SHOWN = 20
+
+
+class BadLineLog:
+    """Counts bad lines and remembers the first of them.
+
+    Attributes:
+        count: Bad lines so far.
+        shown: The first 20, one text each.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[str] = []
+
+    def add(self, line: BadLine) -> None:
+        """Notes a line."""
+        self.count += 1
+        if len(self.shown) < MAX_PROBLEMS_SHOWN:
+            self.shown.append(str(line))
+
+    def raise_if_any(self, name: str) -> None:
+        """For `data.on_bad_line: stop`, when all lines have been looked at.
+
+        Args:
+            name: The data set.
+
+        Raises:
+            DataError: There were bad lines; lists the first 20.
+        """
+        if not self.count:
+            return
+        more = self.count - len(self.shown)
+        last = [f"{name}: and {counted(more, 'more bad line')}"] if more else []
+        advice = f"{name}: data.on_bad_line=skip leaves such lines out and counts them"
+        raise DataError([*self.shown, *last, advice])
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 example`, `2,000 examples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+Parsed = TypeVar("Parsed")
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def count_lines(path: Path) -> int:
+    """Number of lines of a file, the last one with or without its newline.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    count, last = 0, b"\n"
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                count, last = count + block.count(b"\n"), block[-1:]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return count + (last != b"\n")
+
+
+def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[Parsed | BadLine]:
+    """Yields, for each line in order, what it holds or what is wrong with it.
+
+    Lines end at the newline byte only: JSON allows the other separators of Unicode inside a string.
+
+    Args:
+        path: The file.
+        parse: Gets a decoded line and its `file:line`; raises `RecordError` for one that cannot be used.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            sample_id = f"{path}:{number}"
+            try:
+                record = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
+                yield parse(record, sample_id)
+            except RecordError as error:
+                yield BadLine(sample_id, str(error))
+
+
+def _decode(line: bytes) -> object:
+    if not line.strip():
+        raise RecordError("the line is empty")
+    try:
+        text = line.decode("utf-8").rstrip("\r\n")  # or a line that is cut short would end in column 1 of the next
+    except UnicodeDecodeError as error:
+        raise RecordError(f"not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1}") from None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise RecordError(f"not valid JSON: {error.msg} at column {error.colno}") from None
+    except RecursionError:
+        raise RecordError("not valid JSON: nested too deeply") from None
+    except ValueError as error:  # a number with thousands of digits
+        raise RecordError(f"not valid JSON: {error}") from None
+
+
+_BUILDER_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".csv": "csv", ".arrow": "arrow"}
+
+
+def load_table(path: str, split: str) -> "Dataset":
+    """The rows of one split.
+
+    Args:
+        path: A hub's name; a folder of data files, or one that `save_to_disk` wrote; or a data file.
+        split: The split's name.
+
+    Raises:
+        DataError: There is no such dataset or split.
+    """
+    from datasets import Dataset
+
+    table = _load(path, split)
+    if not isinstance(table, Dataset):
+        raise DataError(f"{path}: split {split!r} is {type(table).__name__}, expected one table of rows")
+    return table
+
+
+def read_table(
+    table: "Dataset", path: str, split: str, parse: Callable[[object, str], Parsed]
+) -> Iterator[Parsed | BadLine]:
+    """Yields, for each row in order (counted from 0), what it holds or what is wrong with it.
+
+    Args:
+        table: The rows.
+        path: What was loaded.
+        split: Its split.
+        parse: Gets a row and its `path[split]:row`; raises `RecordError` for one that cannot be used.
+    """
+    for number, row in enumerate(table):
+        sample_id = f"{path}[{split}]:{number}"
+        try:
+            yield parse(row, sample_id)
+        except RecordError as error:
+            yield BadLine(sample_id, str(error))
+
+
+def _load(path: str, split: str) -> Any:
+    from datasets import DatasetDict, load_dataset, load_from_disk
+
+    local = Path(path)
+    saved = (local / "dataset_dict.json").is_file() or (local / "state.json").is_file()
+    try:
+        if saved:
+            loaded: Any = load_from_disk(path)
+        elif local.is_file():
+            builder = _BUILDER_OF_SUFFIX.get(local.suffix)
+            if builder is None:
+                allowed = ", ".join((".jsonl", *_BUILDER_OF_SUFFIX))
+                raise DataError(f"{path}: a file that ends in {local.suffix or 'no suffix'}, expected one of {allowed}")
+            loaded = load_dataset(builder, data_files=path)
+        else:
+            loaded = load_dataset(path)
+    except DataError:
+        raise
+    except Exception as error:  # the library raises dozens of types, of its own, the hub's and the file formats'
+        cause = next(iter(str(error).splitlines()), "")
+        raise DataError(f"{path}: datasets cannot load it: {type(error).__name__}: {cause}") from error
+    if not isinstance(loaded, DatasetDict):
+        return loaded
+    if split not in loaded:
+        hint = did_you_mean(nearest(split, list(loaded)))
+        raise DataError(f"{path}: has no split {split!r}; its splits: {', '.join(loaded)}{hint}")
+    return loaded[split]
+
 
 EXAMPLE_COLUMNS = ("messages", "prompt", "completion")
 
-Parsed = TypeVar("Parsed")
 Parse = Callable[[object, str], Parsed]
 ChooseColumns = Callable[[str, Sequence[str]], Sequence[str]]
 
@@ -74,3 +250,58 @@ def _example_columns(path: str, names: Sequence[str]) -> list[str]:
         found = ", ".join(names) or "none"
         raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {found}")
     return columns
+
+
+GRACE_S = 5.0
+"""Seconds after the limit at which a read that cannot be interrupted ends the program."""
+
+_last_sample = ""
+
+
+@contextmanager
+def load_limit(limit_s: float, name: str) -> Iterator[None]:
+    """Bounds the time that reading a data set inside may take.
+
+    Only on the main thread, and before anything has been started that needs an orderly end: what does not let itself
+    be interrupted, such as a mount whose server is gone, ends the process with exit code 2.
+
+    Args:
+        limit_s: Seconds that it may take.
+        name: What the user calls the data set.
+
+    Raises:
+        DataError: It took longer.
+    """
+    global _last_sample
+    _last_sample = ""
+    watchdog = threading.Timer(limit_s + GRACE_S, _end_the_program, (limit_s, name))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        with interrupted_after(limit_s):
+            yield
+    except TimeIsUp:
+        raise DataError(_problem(limit_s, name)) from None
+    finally:
+        watchdog.cancel()
+
+
+def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
+    """The same parser; which sample was the last one is known should the time run out."""
+
+    def parse_and_note(record: object, sample_id: str) -> Parsed:
+        global _last_sample
+        _last_sample = sample_id
+        return parse(record, sample_id)
+
+    return parse_and_note
+
+
+def _problem(limit_s: float, name: str) -> str:
+    last = f"the last sample that was read is {_last_sample}" if _last_sample else "no sample was read"
+    return f"{name}: reading it took longer than data.load_timeout_s = {limit_s:g} s; {last}"
+
+
+def _end_the_program(limit_s: float, name: str) -> None:
+    print(f"error: {_problem(limit_s, name)}", file=sys.stderr, flush=True)
+    os._exit(EXIT_BAD_INPUT)

@@ -1,15 +1,122 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Plans on the driver which sequences each data-parallel rank runs in which microbatch."""
+"""Neighbouring sequences that must run in the same microbatch, planned as if each group were one sequence."""
 
 import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from nemo_rl_moe.distributed.bin_packing import deal_by_work, first_fit_decreasing, split_evenly
-from nemo_rl_moe.distributed.sequence_groups import packed_group_lengths, padded_group_lengths, sequences_of
 from nemo_rl_moe.errors import ConfigurationError
+
+
+def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
+    """What each group takes where every sequence is padded to the longest of its microbatch.
+
+    A microbatch of groups takes as many times the largest of these numbers as it holds groups.
+
+    Args:
+        lengths: Tokens of each sequence; their number is a multiple of `group_size`.
+        group_size: Neighbours in a group.
+    """
+    return [group_size * max(group) for group in _groups(lengths, group_size)]
+
+
+def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multiple: int) -> list[int]:
+    """What each group takes where sequences stand end to end.
+
+    Args:
+        lengths: Tokens of each sequence; their number is a multiple of `group_size`.
+        group_size: Neighbours in a group.
+        sequence_multiple: Each sequence is padded to a multiple of it.
+    """
+    return [sum(round_up(length, sequence_multiple) for length in group) for group in _groups(lengths, group_size)]
+
+
+def sequences_of(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Indices of the sequences of these groups; a group's sequences stay neighbours and in their order."""
+    return tuple(group * group_size + member for group in groups for member in range(group_size))
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The smallest multiple that is not less."""
+    return -(-length // multiple) * multiple
+
+
+def _groups(lengths: Sequence[int], group_size: int) -> list[Sequence[int]]:
+    if len(lengths) % group_size:
+        raise ValueError(f"{len(lengths)} sequences are no whole number of groups of {group_size}")
+    return [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
+
+
+def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Packs items into few bins: the largest item first, each into the first bin that has room.
+
+    Args:
+        sizes: Size of each item, at least 1 and at most `capacity`.
+        capacity: Most that the items of one bin may add up to.
+
+    Returns:
+        The items of each bin, largest first.
+    """
+    bins: list[list[int]] = []
+    # A heap-shaped tree of maxima over the room left in each bin (an unopened bin has all its room), so that the first
+    # bin with enough room is found in logarithmic time.
+    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
+    room = [capacity] * (2 * leaves)
+    for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        node = 1
+        while node < leaves:
+            node = 2 * node if room[2 * node] >= sizes[item] else 2 * node + 1
+        position = node - leaves
+        if position == len(bins):
+            bins.append([])
+        bins[position].append(item)
+        room[node] -= sizes[item]
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+    return bins
+
+
+def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Cuts positions in two parts that are both non-empty and add up to about the same.
+
+    Args:
+        sizes: Size of each item, largest first; at least two.
+    """
+    halves: tuple[list[int], list[int]] = ([], [])
+    totals = [0, 0]
+    for position, size in enumerate(sizes):
+        lighter = 0 if totals[0] <= totals[1] else 1
+        halves[lighter].append(position)
+        totals[lighter] += size
+    return halves
+
+
+def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deals items to ranks so that every rank gets as many, and about the same work at each turn and in total.
+
+    Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size;
+    within a turn the largest goes to the rank that has least so far.
+
+    Args:
+        work: Work of each item; their number is a multiple of `num_ranks`.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The items of each rank, most work first.
+    """
+    order = sorted(range(len(work)), key=lambda index: (-work[index], index))
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for start in range(0, len(order), num_ranks):
+        least_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        for rank, item in zip(least_first, order[start : start + num_ranks], strict=True):
+            dealt[rank].append(item)
+            totals[rank] += work[item]
+    return dealt
+
 
 Microbatch = tuple[int, ...]
 """Indices of the sequences that run together."""

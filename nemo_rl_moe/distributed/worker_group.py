@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One Ray actor a rank, called together; when one fails, all are stopped and its own error is shown."""
+"""What came of a call to a Ray actor."""
 
 import sys
 import time
@@ -21,11 +21,64 @@ from nemo_rl_moe.distributed.node_tools import (
     end_processes,
     find_families,
     read_tail,
+    threads_per_worker,
 )
-from nemo_rl_moe.distributed.ray_calls import exit_reason, outcome
-from nemo_rl_moe.distributed.worker_environment import worker_environment
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerPlace, WorkerProcess
 from nemo_rl_moe.errors import WorkerDiedError
+
+
+def outcome(call: Any) -> Any:
+    """A call's result, or the error by which Ray says what went wrong."""
+    try:
+        return ray.get(call)
+    except RayError as error:
+        return error
+
+
+def exit_reason(error: RayActorError) -> str:
+    """The part of Ray's message that says how a process ended, in one line."""
+    text = " ".join(str(error).split())
+    for start in ("Worker exit type:", "The actor is dead because"):
+        if start in text:
+            return text[text.index(start) :].partition(" If the process was killed by the kernel OOM killer")[0]
+    return text
+
+
+def worker_environment(
+    places: Sequence[WorkerPlace], workers_per_node: int, master_port: int, *, is_local: bool
+) -> list[dict[str, str]]:
+    """The environment variables of each rank.
+
+    Args:
+        places: Where each rank runs, neighbours on one node.
+        workers_per_node: Ranks on each node.
+        master_port: A free port on the node of rank 0.
+        is_local: True when all ranks run on the driver's machine.
+    """
+    environments = []
+    for rank, place in enumerate(places):
+        local_rank = rank % workers_per_node
+        on_this_node = places[rank - local_rank : rank - local_rank + workers_per_node]
+        threads = str(threads_per_worker(place.num_cores, workers_per_node))
+        environment = {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(places)),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(workers_per_node),
+            "MASTER_ADDR": "127.0.0.1" if is_local else places[0].node_ip,
+            "MASTER_PORT": str(master_port),
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "TOKENIZERS_PARALLELISM": "false",
+            # Every worker sees all GPUs of the run on its node, so that LOCAL_RANK is the CUDA device and NCCL finds
+            # the direct ways between them. Empty on CPUs: GPUs that happen to be there stay out of it.
+            "CUDA_VISIBLE_DEVICES": ",".join(gpu for neighbour in on_this_node for gpu in neighbour.gpu_ids),
+        }
+        if not place.gpu_ids:
+            environment["TORCHDYNAMO_DISABLE"] = "1"
+        environments.append(environment)
+    return environments
+
 
 ROOT_CAUSE_WAIT_S = 3.0
 """After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""

@@ -17,7 +17,7 @@ from ray import cloudpickle
 from ray.exceptions import RayActorError, RayError
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.distributed.ray_calls import exit_reason, outcome
+from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.environments.worker import LONGEST_HOLD_S, EnvironmentWorker

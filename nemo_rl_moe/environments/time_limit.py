@@ -3,19 +3,9 @@
 """Scores one response within its time, whatever the environment does to the interpreter."""
 
 import math
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
 
-from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem
-from nemo_rl_moe.environments.one_line import one_line
-
-Result = TypeVar("Result")
-
-
-class TimeIsUp(BaseException):
-    """A call took too long. No `Exception`, so that code which catches those does not catch it."""
+from nemo_rl_moe.alarms import TimeIsUp, call_within
+from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem, one_line
 
 
 def score_within(limit_s: float, environment: Environment, item: ScoringItem) -> Score:
@@ -33,41 +23,6 @@ def score_within(limit_s: float, environment: Environment, item: ScoringItem) ->
         return call_within(limit_s, lambda: _score_or_error(environment, item))
     except TimeIsUp:
         return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
-
-
-def call_within(limit_s: float, function: Callable[[], Result]) -> Result:
-    """Calls a function, and interrupts it by an alarm signal.
-
-    Raises:
-        TimeIsUp: It took longer, even if it caught the interruption and returned.
-    """
-    with interrupted_after(limit_s):
-        return function()
-
-
-@contextmanager
-def interrupted_after(limit_s: float) -> Iterator[None]:
-    """Interrupts what runs inside by an alarm signal. Only on the main thread of a process, which gets the alarm.
-
-    Raises:
-        TimeIsUp: It took longer, even if it caught the interruption and went on.
-    """
-    rang = False
-
-    def on_alarm(signal_number: int, frame: Any) -> None:
-        nonlocal rang
-        rang = True
-        raise TimeIsUp
-
-    previous = signal.signal(signal.SIGALRM, on_alarm)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-    if rang:
-        raise TimeIsUp
 
 
 def _score_or_error(environment: Environment, item: ScoringItem) -> Score:

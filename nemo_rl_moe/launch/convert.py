@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_rl_moe.atomic_writes import put_in_place
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.disk_trees import put_in_place
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.launch.formats import NUMBER_FORMATS, NumberFormat, WeightsFormat
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -127,15 +127,18 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
     policy = _policy(source, conversion.dtype or _dtype_of(config_json, held, console))
     with console.phase("importing Megatron-Core"):
-        from nemo_rl_moe.models.megatron.router_settings import exported_config, setting_sources
-        from nemo_rl_moe.models.megatron.starting_weights import set_starting_weights
-        from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+        from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_sources
+        from nemo_rl_moe.models.megatron.model.transformer_config import (
+            build_transformer_config,
+            effective_moe_configuration,
+        )
+        from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
     config = build_transformer_config(policy, hf_config)
     # All weights are read: drawing random ones first would take longer than that.
     config.perform_initialization = False
     _announce(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
     with _process_group_of_one(policy):
-        from nemo_rl_moe.models.megatron.model import build_model_chunks
+        from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 
         with console.phase("building the model"):
             model = _Model(hf_config, config, build_model_chunks(policy, config, hf_config))
@@ -186,7 +189,7 @@ def _staged(target: Path) -> Iterator[Path]:
 
 
 def _announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    from nemo_rl_moe.launch.common import announce_moe
+    from nemo_rl_moe.launch.setup import announce_moe
 
     announce_moe(console, moe_configuration, sources)
 
@@ -248,7 +251,7 @@ def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
 
 @contextmanager
 def _process_group_of_one(policy: PolicyConfig) -> Iterator[None]:
-    from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
+    from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 
     # Nobody else joins: any free port of this machine does.
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -262,7 +265,7 @@ def _process_group_of_one(policy: PolicyConfig) -> Iterator[None]:
 def _write_hugging_face(
     model: _Model, staging: Path, files: Mapping[str, bytes], progress: Callable[[float], None]
 ) -> Sequence[str]:
-    from nemo_rl_moe.models.megatron.hf_export import save_weights
+    from nemo_rl_moe.models.megatron.weights.hf_export import save_weights
 
     def write_beside(folder: Path) -> None:
         write_model_files(files, folder)

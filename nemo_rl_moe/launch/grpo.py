@@ -7,28 +7,25 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.loop import num_training_steps
-from nemo_rl_moe.algorithms.rollouts import Roller
-from nemo_rl_moe.checkpoints.fingerprints import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
+from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
-from nemo_rl_moe.data.held_out_prompts import without_training_prompts
-from nemo_rl_moe.data.load_limit import load_limit
-from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts
+from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
+from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
-from nemo_rl_moe.generation.megatron_backend import MegatronGeneration
-from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.common import running_cluster, running_policy
-from nemo_rl_moe.launch.model import prepare_model
-from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
-from nemo_rl_moe.launch.stop_signals import StopSignals
+from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
+from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.samples import SampleLog
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.rollouts.rollouts import Roller
+from nemo_rl_moe.run_folder.samples import SampleLog
 
 _ENGINES = {"megatron": MegatronGeneration}
 """By the name of `policy.generation.backend`."""

@@ -8,11 +8,10 @@ from typing import Any
 from nemo_rl_moe.config.checks_paths import model_folder_exists
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.launch.common import announce_moe
-from nemo_rl_moe.launch.model import model_warnings
+from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
-from nemo_rl_moe.models.megatron.memory_estimate import (
+from nemo_rl_moe.models.megatron.model.memory_estimate import (
     WorkerMemory,
     active_parameters,
     expert_data_parallel_size,
@@ -23,9 +22,13 @@ from nemo_rl_moe.models.megatron.memory_estimate import (
     whole_model_parameters,
     worker_memory,
 )
-from nemo_rl_moe.models.megatron.moe_layers import layers_of_chunks, moe_layer_indices
-from nemo_rl_moe.models.megatron.router_settings import setting_sources
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    build_transformer_config,
+    effective_moe_configuration,
+    layers_of_chunks,
+    moe_layer_indices,
+)
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig

@@ -5,21 +5,19 @@
 from collections.abc import Iterator
 from typing import Any
 
-from nemo_rl_moe.algorithms.loop import num_training_steps
 from nemo_rl_moe.algorithms.sft import train_sft
-from nemo_rl_moe.checkpoints.fingerprints import TRAINING_DATA, samples_fingerprint
+from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.checkpoints.changes import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
-from nemo_rl_moe.data.dataset import load_sft_dataset
-from nemo_rl_moe.data.load_limit import load_limit
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
+from nemo_rl_moe.data.sft import load_sft_dataset
+from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.common import running_cluster, running_policy
-from nemo_rl_moe.launch.model import prepare_model
-from nemo_rl_moe.launch.run import end_run, keeping, open_run, prepared_run, restore
-from nemo_rl_moe.launch.stop_signals import StopSignals
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
+from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
 
 

@@ -13,9 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.loggers.expert_load import read_load_arrays
-from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, read_metrics
-from nemo_rl_moe.report.findings import (
+from nemo_rl_moe.moe.findings import (
     QUIET_STEPS,
     Finding,
     FindingTracker,
@@ -23,6 +21,8 @@ from nemo_rl_moe.report.findings import (
     Thresholds,
     likewise,
 )
+from nemo_rl_moe.run_folder.expert_load import read_load_arrays
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
 
 _MOST_LINES = 20
 

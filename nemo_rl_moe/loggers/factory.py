@@ -15,13 +15,13 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import Backend, MetricLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, JsonlLogger, StepRecord, read_metrics
 from nemo_rl_moe.loggers.load_pictures import LoadPictures
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.loggers.notices import Notices, reason_of
-from nemo_rl_moe.loggers.run_folder import read_logger_run_ids, store_logger_run_ids
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.loggers.wandb import WandbLogger, abandon_service, choose_run_id
+from nemo_rl_moe.run_folder.folder import read_logger_run_ids, store_logger_run_ids
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, JsonlLogger, StepRecord, read_metrics
 
 
 class WandbSettings(Protocol):

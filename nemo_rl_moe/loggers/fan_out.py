@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.loggers.alerts import AlertWatch
-from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger, RunOutcome
+from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.loggers.load_pictures import LoadPictures
 from nemo_rl_moe.loggers.notices import Notices, reason_of
+from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 if TYPE_CHECKING:
     # A logger needs no torch.
-    from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+    from nemo_rl_moe.moe.load_statistics import ExpertLoad
 
 _CLOSING_S = 10.0
 

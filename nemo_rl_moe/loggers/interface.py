@@ -3,9 +3,9 @@
 """What every logger can do; the training loop knows nothing else about them."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-RunOutcome = Literal["finished", "failed", "killed"]
+from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 DrawPictures = Callable[[], Mapping[str, bytes]]
 """Draws the pictures of a step: key, such as `pictures/expert_load`, to PNG file. The first time takes seconds."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nemo_rl_moe.loggers.accepted_keys import write_what_is_accepted
-from nemo_rl_moe.loggers.interface import Backend, DrawPictures, RunOutcome, SendsAlerts
-from nemo_rl_moe.loggers.jsonl import StepRecord
+from nemo_rl_moe.loggers.interface import Backend, DrawPictures, SendsAlerts
 from nemo_rl_moe.loggers.load_pictures import PictureSender
 from nemo_rl_moe.loggers.notices import Notices, reason_of
+from nemo_rl_moe.run_folder.metrics import RunOutcome, StepRecord
 
 _REFUSALS_BEFORE_A_KEY_IS_LEFT_OUT = 3
 _KEYS_NAMED = 5

@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Int
 
 from nemo_rl_moe.loggers.interface import Backend, DrawPictures
-from nemo_rl_moe.loggers.notices import Notices, reason_of
-from nemo_rl_moe.loggers.quiet import quiet
+from nemo_rl_moe.loggers.notices import Notices, quiet, reason_of
 
 _FAILURES_BEFORE_PICTURES_END = 3
 
@@ -58,7 +57,7 @@ class LoadPictures:
         try:
             # At the first import, matplotlib tells of folders and of fonts that it looks for.
             with quiet("matplotlib"):
-                from nemo_rl_moe.report.pictures import expert_load_pictures
+                from nemo_rl_moe.loggers.pictures import expert_load_pictures
 
                 return expert_load_pictures(step, layers, counts)
         except Exception as error:

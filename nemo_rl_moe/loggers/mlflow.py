@@ -11,8 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.loggers.interface import RunOutcome
-from nemo_rl_moe.loggers.quiet import quiet
+from nemo_rl_moe.loggers.notices import quiet
+from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 # The most that one request may carry, and the lengths that servers in use accept.
 _METRICS_PER_BATCH = 1000

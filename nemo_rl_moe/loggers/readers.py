@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.loggers.jsonl import read_metrics
 from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_images, wandb_rows
+from nemo_rl_moe.run_folder.metrics import read_metrics
 
 MetricHistory = dict[str, list[tuple[int, float]]]
 PictureHistory = dict[str, list[tuple[int, bytes]]]

@@ -14,9 +14,8 @@ from typing import Any
 
 import yaml
 
-from nemo_rl_moe.loggers.interface import RunOutcome
-from nemo_rl_moe.loggers.line_file import append_whole
-from nemo_rl_moe.loggers.plain import to_plain
+from nemo_rl_moe.run_folder.lines import append_whole, to_plain
+from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 _file_numbers = itertools.count()
 # After the signature, and the length and the name of the first part.

@@ -22,15 +22,13 @@ import torch
 from jaxtyping import Num
 from torch import Tensor
 
-from nemo_rl_moe.moe.layer_load import LayerLoad
-from nemo_rl_moe.moe.layer_statistics import LayerStatistics, joined, layer_statistics
 from nemo_rl_moe.moe.load_balance_tracking import (
     collect_expert_loads,
     disable_load_balance_tracking,
     enable_load_balance_tracking,
 )
+from nemo_rl_moe.moe.load_statistics import LayerLoad, LayerStatistics, joined, layer_statistics, positions_at_ranks
 from nemo_rl_moe.moe.metric_keys import indices_of_layers, outlier_key
-from nemo_rl_moe.moe.order_statistics import positions_at_ranks
 
 __all__ = [
     "LayerLoad",

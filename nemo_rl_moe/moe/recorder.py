@@ -1,16 +1,37 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the routers' assignments on the device while training runs: no host synchronisation, nothing in the graph."""
+"""Counts what a router chose: on the device, without waiting for it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from nemo_rl_moe.moe.assignment_counts import add_assignments
+
+def add_assignments(
+    counts: Int[Tensor, " experts"],
+    chosen: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+    valid: Bool[Tensor, " tokens"] | None,
+) -> None:
+    """Adds one router call to the counts, in place.
+
+    Args:
+        counts: Assignments of each expert so far, int64.
+        chosen: A map of the assignments, or the numbers of the experts that each token goes to.
+        valid: Tokens that count; None: all of them.
+    """
+    if chosen.dtype == torch.bool:
+        counts.add_((chosen if valid is None else chosen & valid[:, None]).sum(0))
+        return
+    # Not bincount, which waits for the device to learn the largest number.
+    chosen = chosen.long()
+    ones = torch.ones_like(chosen) if valid is None else valid.long()[:, None].expand_as(chosen)
+    counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+
 
 FORWARD, BACKWARD = 1, -1
 
@@ -88,3 +109,24 @@ class ExpertLoadRecorder:
         if self._microbatch is not None:
             valid = None if padding is None else ~padding
             add_assignments(self.counts[self._microbatch, layer_position], chosen, valid)
+
+
+def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Sums every tensor over all ranks of the job.
+
+    All axes of the layout (data, tensor, expert, pipeline) are covered by the one collective: a rank that holds nothing
+    of some part gives zeros of the same shape. Numbers travel as float64, in which counts below 2^53 are exact.
+
+    Args:
+        parts: Tensors of the same shapes and in the same order on every rank.
+        device: Where the collective runs.
+
+    Returns:
+        The sums as float64 tensors on the host, in the shapes of the parts; the same on every rank.
+    """
+    packed = torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(packed)
+    on_host = packed.cpu()
+    sizes = [part.numel() for part in parts]
+    return [piece.view(part.shape) for piece, part in zip(on_host.split(sizes), parts, strict=True)]

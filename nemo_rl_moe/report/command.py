@@ -63,7 +63,7 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
     """
     from nemo_rl_moe.report.page import PageParts
     from nemo_rl_moe.report.page_data import page_data
-    from nemo_rl_moe.report.run_data import read_run
+    from nemo_rl_moe.run_folder.run_data import read_run
 
     runs = [read_run(folder) for folder in folders]
     _check_output(output)

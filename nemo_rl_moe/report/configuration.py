@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_rl_moe.report.run_data import RunData
+from nemo_rl_moe.run_folder.run_data import RunData
 
 LONGEST_VALUE = 2000
 

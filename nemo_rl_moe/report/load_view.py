@@ -9,16 +9,16 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 
-from nemo_rl_moe.report.arrays import ArrayPool
-from nemo_rl_moe.report.load_statistics import (
+from nemo_rl_moe.moe.load_arrays import (
     coefficient_of_variation,
     dead,
     excess_coefficient_of_variation,
     overload_of_steps,
     utilization,
 )
-from nemo_rl_moe.report.run_data import ExpertLoadHistory
-from nemo_rl_moe.report.thinning import evenly_spaced, highest_of_stretches
+from nemo_rl_moe.report.arrays import ArrayPool
+from nemo_rl_moe.run_folder.run_data import ExpertLoadHistory
+from nemo_rl_moe.run_folder.samples import evenly_spaced, highest_of_stretches
 
 OUTLIERS_OF_A_KIND = 5
 MOST_COLUMNS, MOST_POINTS = 300, 400

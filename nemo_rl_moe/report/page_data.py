@@ -14,10 +14,9 @@ from nemo_rl_moe.report.arrays import ArrayPool, narrowest
 from nemo_rl_moe.report.charts import charts_of
 from nemo_rl_moe.report.configuration import configuration_rows
 from nemo_rl_moe.report.load_view import load_view, view_bytes
-from nemo_rl_moe.report.run_data import ExpertLoadHistory, RunData, Series
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of, thresholds_of
-from nemo_rl_moe.report.run_samples import LONGEST_TEXT, read_samples, shortened
-from nemo_rl_moe.report.thinning import evenly_spaced, thinned
+from nemo_rl_moe.run_folder.run_data import ExpertLoadHistory, RunData, Series
+from nemo_rl_moe.run_folder.samples import LONGEST_TEXT, evenly_spaced, read_samples, shortened, thinned
 
 _POINTS = ((2000, 2000), (2000, 500), (1000, 250), (1000, 120), (600, 60), (300, 30), (150, 15), (75, 6))
 """How many points the metrics of the charts keep, and how many the others: the first pair that fits."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.report.findings import Finding, FindingTracker, StepObservation, Thresholds
-from nemo_rl_moe.report.run_data import RunData, Series
+from nemo_rl_moe.moe.findings import Finding, FindingTracker, StepObservation, Thresholds
+from nemo_rl_moe.run_folder.run_data import RunData, Series
 
 _BASE_CONFIGURATION = "sft.yaml"
 _METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates")

@@ -13,8 +13,8 @@ from rich.color import Color
 from rich.style import Style
 from rich.text import Span, Text
 
-from nemo_rl_moe.report.load_scale import ANCHORS, MOST_DOUBLINGS
-from nemo_rl_moe.report.load_statistics import dead, utilization
+from nemo_rl_moe.loggers.pictures import ANCHORS, MOST_DOUBLINGS
+from nemo_rl_moe.moe.load_arrays import dead, utilization
 
 # A terminal may be black or white itself, and a half of a line has no room for a mark.
 _DEAD, _UNUSED = (255, 221, 0), (120, 120, 120)

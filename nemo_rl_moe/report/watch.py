@@ -139,8 +139,8 @@ def _console() -> "Console":
 def _check(folder: Path) -> None:
     """Whether there is a run, or will be one."""
     from nemo_rl_moe.loggers.console import printable
-    from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME
-    from nemo_rl_moe.loggers.run_folder import RUN_FILE_NAME, newest_run_folders
+    from nemo_rl_moe.run_folder.folder import RUN_FILE_NAME, newest_run_folders
+    from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
 
     if any((folder / name).is_file() for name in (METRICS_FILE_NAME, RUN_FILE_NAME)):
         return

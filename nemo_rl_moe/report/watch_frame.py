@@ -1,21 +1,66 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run on one screen: what it is, sparklines, the load of its experts, and what is wrong with it."""
+"""A metric over time in one line of text."""
 
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from jaxtyping import Float
 from rich.text import Text
 
-from nemo_rl_moe.loggers.console import printable
-from nemo_rl_moe.loggers.step_text import clock_text
-from nemo_rl_moe.report import sparkline
-from nemo_rl_moe.report.findings import likewise
+from nemo_rl_moe.loggers.console import clock_text, printable
+from nemo_rl_moe.moe.findings import likewise
 from nemo_rl_moe.report.run_findings import Episodes
 from nemo_rl_moe.report.terminal_heatmap import terminal_heatmap
 from nemo_rl_moe.report.watch_state import SHOWN_METRICS, WatchedRun
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+ASCII = "_.-~=+*#"
+NOT_FINITE = "!"
+_LEAST_RELATIVE_SPAN = 1e-9  # below it, what differs are the last bits of means
+
+
+def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
+    """At most so many characters: the lowest value has the first level, the highest the last.
+
+    Of more values than characters, each character is the mean of those that it stands for. One that stands for a value
+    that is NaN or infinite is a `!`, however many others there are.
+
+    Args:
+        values: In the order of the steps.
+        width: Characters that there is room for.
+        levels: From low to high.
+    """
+    columns = _columns(np.asarray(values, dtype=np.float64), width)
+    is_finite = np.isfinite(columns)
+    finite = columns[is_finite] if is_finite.any() else np.zeros(1)
+    # Halves: the difference of two huge numbers may be beyond all numbers.
+    lowest, half_span = finite.min(), finite.max() / 2 - finite.min() / 2
+    if half_span <= _LEAST_RELATIVE_SPAN * np.abs(finite).max():
+        shares = np.full(len(columns), 0.5)
+    else:
+        shares = (np.where(is_finite, columns, lowest) / 2 - lowest / 2) / half_span
+    places = np.minimum(shares * len(levels), len(levels) - 1).astype(int)
+    return "".join(
+        levels[place] if is_number else NOT_FINITE
+        for place, is_number in zip(places.tolist(), is_finite.tolist(), strict=True)
+    )
+
+
+def _columns(values: Float[np.ndarray, " steps"], width: int) -> Float[np.ndarray, " columns"]:
+    number = min(len(values), max(width, 0))
+    if number == 0:
+        return np.zeros(0)
+    edges = np.arange(number + 1) * len(values) // number
+    sizes = np.diff(edges)
+    with np.errstate(invalid="ignore"):
+        # The sum of the parts: that of the values could be beyond all numbers.
+        means: Float[np.ndarray, " columns"] = np.add.reduceat(values / np.repeat(sizes, sizes), edges[:-1])
+    return means
+
 
 _LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET = 30.0, 10
 _LEAST_WIDTH_WITH_RANGES = 80
@@ -122,7 +167,7 @@ def _header(run: WatchedRun, now: float, width: int) -> list[Text]:
 
 
 def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
-    levels = sparkline.BLOCKS if room.is_unicode else sparkline.ASCII
+    levels = BLOCKS if room.is_unicode else ASCII
     has_ranges = room.width >= _LEAST_WIDTH_WITH_RANGES
     width = room.width - _LABEL_WIDTH - _VALUE_WIDTH - (_RANGE_WIDTH if has_ranges else 0)
     lines = []
@@ -132,7 +177,7 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
         _, values = run.series[key]
         line = Text.assemble(
             (f"{label:<{_LABEL_WIDTH}}", "dim"),
-            (f"{sparkline.sparkline(values, width, levels):<{max(width, 0)}}", "cyan"),
+            (f"{sparkline(values, width, levels):<{max(width, 0)}}", "cyan"),
             (f"{values[-1]:>{_VALUE_WIDTH}.4g}", "bold"),
         )
         if has_ranges:

@@ -10,12 +10,11 @@ from math import isfinite
 from pathlib import Path
 from statistics import median
 
-from nemo_rl_moe.loggers.jsonl import METRICS_FILE_NAME, StepRecord
-from nemo_rl_moe.report.findings import FindingTracker, StepObservation
-from nemo_rl_moe.report.run_data import RunData, describe_run
+from nemo_rl_moe.moe.findings import FindingTracker, StepObservation
 from nemo_rl_moe.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
-from nemo_rl_moe.report.run_tail import ExpertLoadTail, MetricsTail
 from nemo_rl_moe.report.terminal_heatmap import StepLoad
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, StepRecord
+from nemo_rl_moe.run_folder.run_data import ExpertLoadTail, MetricsTail, RunData, describe_run
 
 SHOWN_METRICS = {
     "train/reward": "reward",

@@ -17,10 +17,9 @@ import safetensors.torch
 import torch
 
 from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
 from nemo_rl_moe.launch.sft import run_sft
-from nemo_rl_moe.launch.stop_signals import StopSignals
-from nemo_rl_moe.loggers.jsonl import StepRecord, read_metrics
+from nemo_rl_moe.run_folder.metrics import StepRecord, read_metrics
 from tests.functional import sft_runs
 from tests.support.tiny_model import layout
 

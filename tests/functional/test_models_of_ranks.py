@@ -16,9 +16,8 @@ import pytest
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
-from nemo_rl_moe.launch.common import fetch_on_machines
-from nemo_rl_moe.models.hf_files import ModelSource
-from nemo_rl_moe.models.hub_files import HubModel
+from nemo_rl_moe.launch.setup import fetch_on_machines
+from nemo_rl_moe.models.hf_files import HubModel, ModelSource
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from tests.functional import sft_runs
 

@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.loggers.expert_load import read_load_arrays
 from nemo_rl_moe.loggers.readers import read_jsonl
-from nemo_rl_moe.report.load_statistics import utilization
+from nemo_rl_moe.moe.load_arrays import utilization
+from nemo_rl_moe.run_folder.expert_load import read_load_arrays
 from tests.functional import sft_runs
 from tests.support.browser import OpenPage, open_page, running_browser
 

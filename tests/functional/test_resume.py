@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from nemo_rl_moe.loggers.expert_load import read_expert_load
-from nemo_rl_moe.loggers.jsonl import read_metrics
 from nemo_rl_moe.loggers.readers import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
+from nemo_rl_moe.run_folder.expert_load import read_expert_load
+from nemo_rl_moe.run_folder.metrics import read_metrics
 from tests.functional import dpo_runs, grpo_runs, sft_runs
 
 NUM_STEPS, STOP_AFTER, TIME_LIMIT_S = 7, 4, 200

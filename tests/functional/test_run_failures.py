@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from nemo_rl_moe.cli import main
-from nemo_rl_moe.loggers.jsonl import read_metrics
+from nemo_rl_moe.run_folder.metrics import read_metrics
 from tests.functional import run_kills, sft_runs
 
 START_LIMIT_S = 200.0

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, HeatmapGeometry, cell_colors
 from nemo_rl_moe.loggers.readers import (
     MetricHistory,
     read_jsonl,
@@ -28,8 +29,7 @@ from nemo_rl_moe.loggers.readers import (
     read_wandb_offline_pictures,
 )
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
-from nemo_rl_moe.report.pictures import HEATMAP_KEY, HeatmapGeometry, cell_colors
-from nemo_rl_moe.report.run_data import read_run
+from nemo_rl_moe.run_folder.run_data import read_run
 from tests.functional import sft_runs
 
 NUM_STEPS = 40

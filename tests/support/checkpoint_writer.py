@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_moe.checkpoints.checkpointer import RunDescription
 from nemo_rl_moe.checkpoints.state import layout_of
 from nemo_rl_moe.checkpoints.store import Checkpoint
-from nemo_rl_moe.config.resolved import dump_resolved
+from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 
 SHARDS = ("shard_0.bin", "shard_1.bin")

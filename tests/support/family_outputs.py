@@ -19,7 +19,7 @@ from tests.support.family_reference import Array, ModelOutputs, as_rows, token_i
 
 def trainer_of(folder: Path, policy: PolicyConfig, num_steps: int = 1) -> Any:
     """This rank's trainer, with the weights of a folder."""
-    from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+    from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
     return MegatronTrainer(policy, load_hf_config(str(folder)), folder, num_steps=num_steps)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from tests.support.family_layouts import LAYOUTS

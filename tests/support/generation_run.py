@@ -11,10 +11,10 @@ import numpy.typing as npt
 import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.tiny_model import parallel_job
 from tests.support.training_run import hf_config_of
 

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.rollouts import Roller, Rollout
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
-from nemo_rl_moe.models.policy.interfaces import EvaluationResult, ExpertLoad, LossFunction, TrainResult
+from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.rollouts.rollouts import Roller, Rollout
 
 END_TOKEN, PAD_TOKEN = 1, 0
 SAMPLING = SamplingParameters(max_new_tokens=6, temperature=0.8, top_k=5, stop_token_ids=(END_TOKEN,))

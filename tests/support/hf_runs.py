@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
-from nemo_rl_moe.models.megatron import hf_import
-from nemo_rl_moe.models.megatron.families import FAMILIES, decoder
-from nemo_rl_moe.models.megatron.families.rules import Rule, RuleTable, rule
-from nemo_rl_moe.models.megatron.hf_export import save_weights, tensors_of_this_rank
-from nemo_rl_moe.models.megatron.hf_import import load_weights
-from nemo_rl_moe.models.megatron.model import build_model_chunks
-from nemo_rl_moe.models.megatron.parameter_layout import parameter_pieces
-from nemo_rl_moe.models.megatron.random_init import initialize_weights
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
-from nemo_rl_moe.models.safetensors_reader import SliceReader
+from nemo_rl_moe.models.families import FAMILIES, decoder
+from nemo_rl_moe.models.families.rules import Rule, RuleTable, rule
+from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.weights import hf_import
+from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
+from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
+from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
+from nemo_rl_moe.models.megatron.weights.starting_weights import initialize_weights
+from nemo_rl_moe.models.safetensors_files import SliceReader
 from tests.support.tiny_model import parallel_job, tiny_hf_config
 
 # isort: split

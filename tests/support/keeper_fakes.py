@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.algorithms.run_keeper import Checkpoints, Observers, RunKeeper
+from nemo_rl_moe.algorithms.training_run import Checkpoints, Observers, RunKeeper
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.loggers.interface import MetricLogger
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.checkpoint import contents
-from nemo_rl_moe.models.megatron.checkpoint.data_only import check_folder
+from nemo_rl_moe.models.megatron.checkpoint.index import check_folder
 from tests.support.tiny_model import parallel_job
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step
 

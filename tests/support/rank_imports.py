@@ -16,7 +16,7 @@ torch.set_num_threads(1)
 
 from transformers import Qwen3MoeConfig  # noqa: E402, F401
 
-import nemo_rl_moe.models.megatron.trainer  # noqa: E402, F401
+import nemo_rl_moe.models.megatron.training.trainer  # noqa: E402, F401
 
 # What is here stays; a collection in a fork would touch, and so copy, all of it.
 gc.collect()

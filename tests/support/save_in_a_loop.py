@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.checkpoints.state import LoopState
 from tests.support.saving_run import Run
 
 

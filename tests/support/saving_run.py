@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.checkpoints.store import Checkpoint, CheckpointStore
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig

@@ -5,8 +5,8 @@
 import math
 from dataclasses import dataclass
 
-from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.models.policy.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from transformers import Qwen3MoeConfig
 from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
 
 NUM_SEQUENCES = 8
 MICROBATCHES = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -131,7 +130,7 @@ def parallel_job(policy: PolicyConfig) -> Iterator[int]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from nemo_rl_moe.models.megatron.parallel_state import destroy_parallel_state, initialize_parallel_state
+    from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     apply_expert_bias = TopKRouter._apply_expert_bias
@@ -147,7 +146,7 @@ def parallel_job(policy: PolicyConfig) -> Iterator[int]:
 
 def forget_recorded_losses() -> None:
     """Clears Megatron-Core's global record of auxiliary losses, whose size is the first model's number of layers."""
-    from nemo_rl_moe.models.megatron.versions import HAS_MOE_METRICS_TRACKER
+    from nemo_rl_moe.models.megatron.model.releases import HAS_MOE_METRICS_TRACKER
 
     if HAS_MOE_METRICS_TRACKER:
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker

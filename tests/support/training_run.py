@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.parameter_layout import ParameterPiece, parameter_pieces
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.tiny_model import MICROBATCHES, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config
 

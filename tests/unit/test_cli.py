@@ -12,11 +12,10 @@ import yaml
 
 from nemo_rl_moe import __version__, cli
 from nemo_rl_moe.config import loading
-from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.config.resolved import dump_resolved
+from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, DataError, TrainingDivergedError, WorkerDiedError
 from nemo_rl_moe.launch import supervisor
-from nemo_rl_moe.launch.attempt import RunAttempt
+from nemo_rl_moe.launch.driver_process import RunAttempt
 from nemo_rl_moe.launch.supervisor import Supervision
 
 REPOSITORY = Path(__file__).resolve().parents[2]

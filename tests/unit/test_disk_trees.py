@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.disk_trees import delete, put_in_place
+from nemo_rl_moe.atomic_writes import delete, put_in_place
 
 
 def staged(folder: Path) -> Path:

@@ -4,11 +4,11 @@
 
 import json
 
-from nemo_rl_moe.algorithms.preference_loss import PreferenceLoss
+from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
-from nemo_rl_moe.data.preference_records import parse_preference
+from nemo_rl_moe.data.preferences import parse_preference
 from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.policy.interfaces import TrainResult
+from nemo_rl_moe.models.interfaces import TrainResult
 from tests.unit.algorithms.preference_reference import config_of, random_pairs
 from tests.unit.test_docs_examples import DOCS, blocks, documented_keys
 from tests.unit.test_docs_grpo_metrics import unfolded

@@ -8,12 +8,12 @@ from itertools import product
 import torch
 
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
-from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
-from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups
-from nemo_rl_moe.algorithms.rollouts import training_batch
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.policy.interfaces import TrainResult
+from nemo_rl_moe.models.interfaces import TrainResult
+from nemo_rl_moe.rollouts.rollouts import training_batch
+from nemo_rl_moe.rollouts.source import RolloutGroups
 from tests.support.grpo_fakes import PAD_TOKEN, rollout
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 from tests.unit.test_docs_examples import GRPO_PAGE, documented_keys

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_moe.config.describe import known_keys
 from nemo_rl_moe.config.files import find_config
 from nemo_rl_moe.config.loading import ALGORITHMS
 from nemo_rl_moe.config.schema_base import StrictModel
+from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
 
 DOCS = REPOSITORY_ROOT / "docs"

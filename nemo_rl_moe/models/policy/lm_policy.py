@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shard
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.distributed.fillers import append_fillers
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
     DynamicBatching,
@@ -25,18 +24,16 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_evaluation,
     plan_microbatches,
 )
-from nemo_rl_moe.distributed.rank_batch import make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import CheckpointError, ConfigurationError
+from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource
-from nemo_rl_moe.models.policy.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
+from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
 from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WeightsOutcome, WorkerDescription
 
 if TYPE_CHECKING:
-    from nemo_rl_moe.models.megatron.trainer import RankTrainResult
+    from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 
 
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor: one rank of the policy. Thin: everything it does is in `models/megatron/trainer.py`."""
+"""The Ray actor: one rank of the policy. Thin: everything it does is in `models/megatron/training/trainer.py`."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.errors import CheckpointError, UserError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.hf_files import ModelSource
-from nemo_rl_moe.models.policy.interfaces import LossFunction
+from nemo_rl_moe.models.interfaces import LossFunction
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,9 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
         from nemo_rl_moe.data.tokenizer import load_tokenizer
         from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config, weights_folder
-        from nemo_rl_moe.models.megatron.parallel_state import initialize_parallel_state
-        from nemo_rl_moe.models.megatron.same_model import agree_on_model
-        from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-        from nemo_rl_moe.models.policy.gloo_device import shared_gloo_device
+        from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
+        from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
+        from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of
@@ -108,8 +106,8 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def describe(self) -> WorkerDescription:
         """What this rank is, or why it cannot be."""
-        from nemo_rl_moe.models.megatron.router_settings import setting_sources
-        from nemo_rl_moe.models.megatron.transformer_config import effective_moe_configuration
+        from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
+        from nemo_rl_moe.models.megatron.model.transformer_config import effective_moe_configuration
 
         if self._problems:
             return WorkerDescription(problems=self._problems)

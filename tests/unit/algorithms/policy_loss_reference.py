@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
-from nemo_rl_moe.models.policy.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import LossInputs
 
 PLAIN = {
     "ratio_clip_min": 0.2,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_dpo import PreferenceLossConfig
+from nemo_rl_moe.config.schema import PreferenceLossConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
-from nemo_rl_moe.models.policy.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import LossInputs
 
 DEFAULTS: dict[str, Any] = {
     "preference_loss_type": "sigmoid",

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.advantages import compute_advantages, frac_zero_std_groups, informative_groups
+from nemo_rl_moe.algorithms.advantages import compute_advantages, frac_zero_std_groups
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
+from nemo_rl_moe.rollouts.source import informative_groups
 
 ESTIMATORS = ["grpo", "reinforce_plus_plus_baseline"]
 

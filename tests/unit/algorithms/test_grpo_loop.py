@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.grpo import ratio_is_one, train_grpo
-from nemo_rl_moe.algorithms.loop import RunSummary
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
-from nemo_rl_moe.algorithms.rollouts import Rollout
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.rollouts.rollouts import Rollout
 from tests.support.grpo_fakes import (
     PAD_TOKEN,
     SAMPLING,

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
-from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups
-from nemo_rl_moe.algorithms.rollouts import training_batch
 from nemo_rl_moe.environments.interface import Fault
+from nemo_rl_moe.rollouts.rollouts import training_batch
+from nemo_rl_moe.rollouts.source import RolloutGroups
 from tests.support.grpo_fakes import PAD_TOKEN, rollout
 
 DULL = [rollout(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True), rollout(reward=0.0, fault=Fault.TIMEOUT)]

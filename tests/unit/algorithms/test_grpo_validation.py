@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from nemo_rl_moe.algorithms.grpo_validation import Validator
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
-from nemo_rl_moe.algorithms.rollout_groups import TRAINING_SEEDS
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_roller, prompts, small_config
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.importance_sampling import importance_ratio, importance_weights, out_of_bounds
+from nemo_rl_moe.algorithms.losses.policy_gradient import importance_ratio, importance_weights, out_of_bounds
 from tests.unit.algorithms.policy_loss_reference import config_of
 
 RATIOS = torch.tensor([0.0, 0.49, 0.5, 1.0, 2.0, 2.01, 1e9], dtype=torch.float64)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.kl_divergence import kl_estimate
+from nemo_rl_moe.algorithms.losses.policy_gradient import kl_estimate
 
 LOGITS = torch.tensor([0.3, -1.0, 0.7, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.2, 0.4, 0.9, -1.5], dtype=torch.float64).log_softmax(0)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps, validation_is_due
-from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.training_run import RunSummary, num_training_steps, validation_is_due
+from nemo_rl_moe.checkpoints.state import LoopState
 
 
 @dataclass(frozen=True)

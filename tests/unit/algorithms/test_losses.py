@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.metrics import Reduction
-from nemo_rl_moe.models.policy.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import LossInputs
 
 MASKS = [[True, False, True], [False, True, True]]
 

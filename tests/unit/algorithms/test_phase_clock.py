@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
 
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
+from nemo_rl_moe.metrics import PhaseClock
 
 
 class ClockByHand:

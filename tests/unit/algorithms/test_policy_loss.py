@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
-from nemo_rl_moe.models.policy.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import LossInputs
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs, reference_loss
 
 SWITCHES = {

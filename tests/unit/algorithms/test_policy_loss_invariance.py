@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import MetricSeries, concatenate
-from nemo_rl_moe.models.policy.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import LossInputs
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs
 
 SEQUENCES, TARGETS = 7, 5

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.preference_loss import PreferenceLoss
-from nemo_rl_moe.config.schema_dpo import PreferenceLossConfig
+from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss
+from nemo_rl_moe.config.schema import PreferenceLossConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
-from nemo_rl_moe.models.policy.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import LossInputs
 from tests.unit.algorithms.preference_reference import config_of, inputs_of, random_pairs, reference_losses
 
 PAIRS, TARGETS = 5, 6

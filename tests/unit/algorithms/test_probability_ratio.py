@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.probability_ratio import (
+from nemo_rl_moe.algorithms.losses.policy_gradient import (
     LARGEST_LOG_RATIO,
     both_bounds,
     bounded_exp,

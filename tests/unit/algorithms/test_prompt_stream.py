@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-from nemo_rl_moe.algorithms.prompt_stream import PromptStream
 from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.rollouts.source import PromptStream
 from tests.support.grpo_fakes import prompts
 
 

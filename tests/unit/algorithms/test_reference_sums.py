@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.reference_sums import batches_to_measure, measured_beforehand
+from nemo_rl_moe.algorithms.dpo import batches_to_measure, measured_beforehand
 from nemo_rl_moe.data.chat import TokenizedExample
-from nemo_rl_moe.data.loader import GlobalBatchLoader
+from nemo_rl_moe.data.loader import GlobalBatchLoader, TokenStore
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS, PreferenceDataset, PreferenceReport, collate_pairs
-from nemo_rl_moe.data.token_store import TokenStore
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch
 
 
 def pairs(count: int) -> PreferenceDataset:

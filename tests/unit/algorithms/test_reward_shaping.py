@@ -5,7 +5,7 @@
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.reward_shaping import shape_rewards
+from nemo_rl_moe.algorithms.advantages import shape_rewards
 from nemo_rl_moe.config.schema_grpo import RewardShapingConfig
 
 

@@ -2,11 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which groups a step trains on, without and with dynamic sampling."""
 
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
-from nemo_rl_moe.algorithms.prompt_stream import PromptStream
-from nemo_rl_moe.algorithms.rollout_groups import RolloutGroups, collect_groups
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.source import PromptStream, RolloutGroups, collect_groups
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_roller, prompts, small_config
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
-from nemo_rl_moe.algorithms.rollouts import (
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.rollouts import (
     Rollout,
     correctness_of,
     response_lengths,

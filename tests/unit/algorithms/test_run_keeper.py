@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
-from nemo_rl_moe.algorithms.run_keeper import RunKeeper, StepOutcome
+from nemo_rl_moe.algorithms.training_run import RunKeeper, StepOutcome
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import TrainingDivergedError
-from nemo_rl_moe.models.policy.interfaces import TrainResult
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import TrainResult
 from tests.support.grpo_fakes import ListLogger
 from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
 

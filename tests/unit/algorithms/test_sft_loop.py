@@ -13,17 +13,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.loop import RunSummary, num_training_steps
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.algorithms.sft import train_sft
-from nemo_rl_moe.algorithms.supervised import SupervisedTraining, run_validation
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.algorithms.sft import SupervisedTraining, run_validation, train_sft
+from nemo_rl_moe.algorithms.training_run import RunSummary, num_training_steps
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
-from nemo_rl_moe.models.policy.interfaces import EvaluationResult, ExpertLoad, LossFunction, TrainResult
+from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
 
 BATCH_SIZE = 2

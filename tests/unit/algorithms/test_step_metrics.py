@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from nemo_rl_moe.algorithms.step_metrics import timing_metrics, training_metrics, validation_metrics, with_prefix
-from nemo_rl_moe.metrics import MetricSeries, Reduction
-from nemo_rl_moe.models.policy.interfaces import EvaluationResult, TrainResult
+from nemo_rl_moe.algorithms.step_metrics import training_metrics, validation_metrics
+from nemo_rl_moe.metrics import MetricSeries, Reduction, timing_metrics, with_prefix
+from nemo_rl_moe.models.interfaces import EvaluationResult, TrainResult
 
 SERIES = {
     # Two global batches in one call: the sum of the shares is not the loss that is reported.

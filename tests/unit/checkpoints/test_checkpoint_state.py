@@ -13,9 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
 from nemo_rl_moe.checkpoints import state as state_module
-from nemo_rl_moe.checkpoints.state import LoopStateRecord, json_ready, loop_state_record, read_state, write_state
+from nemo_rl_moe.checkpoints.state import (
+    LoopState,
+    LoopStateRecord,
+    json_ready,
+    loop_state_record,
+    read_state,
+    write_state,
+)
 from nemo_rl_moe.errors import CheckpointError
 from tests.support.saving_run import Run
 

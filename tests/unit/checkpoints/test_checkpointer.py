@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.algorithms.loop_state import LoopState
-from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
+from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.errors import CheckpointSaveError
 from tests.support.checkpoint_writer import is_whole
 from tests.support.saving_run import Run
 

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from nemo_rl_moe.checkpoints.disk_thread import DiskThread
+from nemo_rl_moe.checkpoints.checkpointer import DiskThread
 
 
 def test_one_after_the_other_and_errors_come_back() -> None:
@@ -47,7 +47,7 @@ def test_closing_is_bounded_and_drops_what_has_not_begun() -> None:
 
 def test_it_does_not_hold_up_the_end_of_a_program() -> None:
     code = (
-        "import time; from nemo_rl_moe.checkpoints.disk_thread import DiskThread\n"
+        "import time; from nemo_rl_moe.checkpoints.checkpointer import DiskThread\n"
         "DiskThread().submit(time.sleep, 600); time.sleep(0.1)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_moe.checkpoints.fingerprints import changed_inputs, model_fingerprint, samples_fingerprint
+from nemo_rl_moe.checkpoints.changes import changed_inputs, model_fingerprint, samples_fingerprint
 
 
 @pytest.mark.parametrize(

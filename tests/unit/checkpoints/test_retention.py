@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.checkpoints.retention import steps_to_remove
+from nemo_rl_moe.checkpoints.best_metric import steps_to_remove
 
 values = st.one_of(st.none(), st.just(math.nan), st.floats(), st.sampled_from([0.0, 0.5, 1.0]))
 checkpoints = st.dictionaries(st.integers(0, 50), values, max_size=12).map(lambda found: list(found.items()))

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.config.duration import format_duration, parse_duration
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
+from nemo_rl_moe.config.schema_run import format_duration, parse_duration
 from nemo_rl_moe.errors import ConfigurationError
 
 Problems = Callable[..., list[str]]

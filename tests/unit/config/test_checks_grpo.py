@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nemo_rl_moe.config.checks_grpo import GRPO_RULES
-from nemo_rl_moe.config.checks_loop import LOOP_RULES
+from nemo_rl_moe.config.checks_algorithms import GRPO_RULES
+from nemo_rl_moe.config.checks_run import LOOP_RULES
 from nemo_rl_moe.config.loading import load_grpo_config
 
 Problems = Callable[..., list[str]]

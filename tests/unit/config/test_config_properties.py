@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.config.describe import known_keys
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.config.suggestions import nearest, nearest_key
+from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
 KEYS = known_keys(SFTMasterConfig)

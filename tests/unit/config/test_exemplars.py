@@ -9,13 +9,19 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_rl_moe.config.describe import field_at, known_keys
 from nemo_rl_moe.config.files import exemplar_names, exemplars_folder, read_with_defaults
-from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_dpo_config, load_grpo_config
+from nemo_rl_moe.config.loading import (
+    ALGORITHMS,
+    dump_resolved,
+    load_any_config,
+    load_config,
+    load_dpo_config,
+    load_grpo_config,
+)
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
-from nemo_rl_moe.config.resolved import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.validation import field_at, known_keys
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
 BASE_EXEMPLARS = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}

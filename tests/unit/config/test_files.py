@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.config.files import exemplars_folder, read_with_defaults
-from nemo_rl_moe.config.interpolation import resolve
 from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.overrides import resolve
 from nemo_rl_moe.errors import ConfigurationError
 
 Problems = Callable[..., list[str]]

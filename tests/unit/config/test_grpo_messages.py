@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
-from nemo_rl_moe.config.resolved import dump_resolved
+from nemo_rl_moe.config.loading import dump_resolved, load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
 
 Problems = Callable[..., list[str]]

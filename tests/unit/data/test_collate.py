@@ -5,7 +5,7 @@
 import numpy as np
 
 from nemo_rl_moe.data.chat import TokenizedExample
-from nemo_rl_moe.data.collate import collate
+from nemo_rl_moe.data.loader import collate
 
 
 def example(ids, trained_from, name):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.data.jsonl import count_lines, read_jsonl
 from nemo_rl_moe.data.records import BadLine, Example, parse_record
+from nemo_rl_moe.data.sources import count_lines, read_jsonl
 from nemo_rl_moe.errors import DataError
 
 GOOD = b'{"prompt": "a", "completion": "b"}'

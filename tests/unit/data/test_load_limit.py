@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.data.load_limit import load_limit
-from nemo_rl_moe.data.sources import open_lines, open_source
+from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
 from nemo_rl_moe.errors import DataError
 
 LINE = '{"prompt": "1+1", "completion": "2"}\n'
@@ -55,7 +54,7 @@ def test_the_last_sample_is_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_interrupted_ends_the_program() -> None:
     code = (
-        "import signal, time; from nemo_rl_moe.data import load_limit; load_limit.GRACE_S = 0.2\n"
+        "import signal, time; from nemo_rl_moe.data import sources as load_limit; load_limit.GRACE_S = 0.2\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\n"
         "with load_limit.load_limit(0.1, 'a mount'): time.sleep(60)"
     )

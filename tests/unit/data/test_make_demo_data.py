@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
-from nemo_rl_moe.data.dataset import load_sft_dataset
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
+from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.environments.registry import make_environment
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
-from nemo_rl_moe.data.preference_records import parse_preference
-from nemo_rl_moe.data.preferences import REFERENCE_SUMS, collate_pairs, load_preferences
+from nemo_rl_moe.data.preferences import REFERENCE_SUMS, collate_pairs, load_preferences, parse_preference
 from nemo_rl_moe.data.records import RecordError
 from nemo_rl_moe.errors import DataError
 

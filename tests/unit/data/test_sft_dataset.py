@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from nemo_rl_moe.data.dataset import LINES_AT_ONCE, load_sft_dataset
+from nemo_rl_moe.data.sft import LINES_AT_ONCE, load_sft_dataset
 from nemo_rl_moe.errors import DataError
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import ray
 
-from nemo_rl_moe.distributed.local_ray import (
+from nemo_rl_moe.distributed.cluster import (
     LARGEST_OBJECT_STORE_BYTES,
     SMALLEST_OBJECT_STORE_BYTES,
     kept_in_its_place,

@@ -17,7 +17,7 @@ from nemo_rl_moe.distributed.node_tools import (
     threads_per_worker,
     usable_cores,
 )
-from nemo_rl_moe.distributed.worker_environment import worker_environment
+from nemo_rl_moe.distributed.worker_group import worker_environment
 from nemo_rl_moe.distributed.worker_process import WorkerPlace, describe_failure
 from nemo_rl_moe.errors import DataError
 

@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_moe.distributed.fillers import append_fillers
-from nemo_rl_moe.distributed.rank_batch import count_trained_sequences, make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, count_trained_sequences, make_shard
 
 LENGTHS = (3, 5, 2, 4)
 

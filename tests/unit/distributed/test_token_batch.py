@@ -5,9 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.distributed.fillers import append_fillers
-from nemo_rl_moe.distributed.rank_batch import count_trained_sequences, make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, count_trained_sequences, make_shard
 
 
 def make_batch(lengths: list[int], columns: int | None = None) -> TokenBatch:

@@ -4,8 +4,8 @@
 
 import pytest
 
-from nemo_rl_moe.environments.answers import AnswerEnvironment, answer_in
 from nemo_rl_moe.environments.interface import Score
+from nemo_rl_moe.environments.registry import AnswerEnvironment, answer_in
 
 
 class Listener:

@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults as metrics."""
 
-from nemo_rl_moe.environments.faults import fault_metrics
-from nemo_rl_moe.environments.interface import Fault, Score
+from nemo_rl_moe.environments.interface import Fault, Score, fault_metrics
 
 
 def test_counts_by_hand():

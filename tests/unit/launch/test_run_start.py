@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.loop import RunSummary
-from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
-from nemo_rl_moe.launch.attempt import RunAttempt
-from nemo_rl_moe.launch.run import FINAL_RUN_FILE, end_run, prepared_run
-from nemo_rl_moe.launch.stop_signals import StopSignals
+from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.training_run import FINAL_RUN_FILE, end_run, prepared_run
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from tests.support.saving_run import Run as SavedRun
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.algorithms.loop import RunSummary
-from nemo_rl_moe.algorithms.loop_state import LoopState
+from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_grpo_config
-from nemo_rl_moe.launch.common import summarise
+from nemo_rl_moe.launch.setup import summarise
 
 
 @pytest.mark.parametrize(("content", "is_named"), [(None, False), ("", False), ("{}\n", True)])

@@ -12,7 +12,7 @@ import pytest
 LIMIT_S = 20.0
 PROGRAM = """
 import signal, sys, time
-from nemo_rl_moe.launch.stop_signals import StopSignals
+from nemo_rl_moe.launch.driver_process import StopSignals
 
 def say(text):
     print(text, flush=True)

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl_moe.config.schema_run import LoggerConfig
 from nemo_rl_moe.loggers.interface import MetricLogger
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
 
 
 def settings_for(

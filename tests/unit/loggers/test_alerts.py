@@ -16,14 +16,14 @@ from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.loggers import alerts
 from nemo_rl_moe.loggers.alerts import Alert, AlertWatch, alerts_of
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.notices import Notices
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
-from nemo_rl_moe.report.findings import Finding
+from nemo_rl_moe.moe.findings import Finding
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.unit.loggers.helpers import load_of, settings_for
 
 TOPK = 2

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, flatten_config, local_store_uri
 from nemo_rl_moe.loggers.readers import (
     MetricHistory,
@@ -24,6 +23,7 @@ from nemo_rl_moe.loggers.readers import (
 )
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.loggers.wandb import WandbLogger, choose_mode
+from nemo_rl_moe.run_folder.metrics import JsonlLogger
 
 CONFIG = {"policy": {"model_name": "tiny", "megatron_cfg": {"track_moe_metrics": True}}, "empty": {}, "steps": [1, 2]}
 

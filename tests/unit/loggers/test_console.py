@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.step_text import TimeLeft, clock_text, train_line, validation_line
+from nemo_rl_moe.loggers.console import ConsoleLogger, TimeLeft, clock_text, train_line, validation_line
 
 STEP = {
     "train/loss": 1.23449,

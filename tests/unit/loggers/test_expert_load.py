@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.loggers import expert_load
-from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load, read_load_arrays
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder import expert_load
+from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load, read_load_arrays
 from tests.unit.loggers.helpers import files_no_longer_than
 
 LAYERS = (1, 3, 10)

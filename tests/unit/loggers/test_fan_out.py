@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.jsonl import JsonlLogger, read_metrics
 from nemo_rl_moe.loggers.notices import Notices
+from nemo_rl_moe.run_folder.metrics import JsonlLogger, read_metrics
 from tests.unit.loggers.helpers import files_no_longer_than
 
 

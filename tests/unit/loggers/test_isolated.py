@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.loggers.jsonl import StepRecord
 from nemo_rl_moe.loggers.notices import Notices
+from nemo_rl_moe.run_folder.metrics import StepRecord
 from tests.unit.loggers.helpers import log_steps
 
 QUICK = Patience(opening_s=0.2, silence_s=0.1, closing_s=0.2, most_waiting=3)

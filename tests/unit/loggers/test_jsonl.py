@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.loggers.jsonl import JsonlLogger, StepRecord, read_metrics
+from nemo_rl_moe.run_folder.metrics import JsonlLogger, StepRecord, read_metrics
 
 
 def refuse(constant: str) -> float:
@@ -47,7 +47,7 @@ def test_lines_are_strict_json_and_read_back(tmp_path: Path) -> None:
 
 def test_a_step_is_on_disk_when_the_process_dies_right_after_it(tmp_path: Path) -> None:
     code = (
-        "import os, pathlib, sys; from nemo_rl_moe.loggers.jsonl import JsonlLogger\n"
+        "import os, pathlib, sys; from nemo_rl_moe.run_folder.metrics import JsonlLogger\n"
         "logger = JsonlLogger(pathlib.Path(sys.argv[1]), print, print)\n"
         "for step in range(1, 4): logger.log_step(step, {'train/loss': 1 / step})\n"
         "os._exit(9)\n"

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.loggers import line_file
-from nemo_rl_moe.loggers.jsonl import JsonlLogger, read_metrics
-from nemo_rl_moe.loggers.line_file import LineFile
+from nemo_rl_moe.run_folder import lines as line_file
+from nemo_rl_moe.run_folder.lines import LineFile
+from nemo_rl_moe.run_folder.metrics import JsonlLogger, read_metrics
 from tests.unit.loggers.helpers import files_no_longer_than
 
 

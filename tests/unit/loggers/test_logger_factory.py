@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.readers import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
-from nemo_rl_moe.loggers.run_folder import create_run_folder
+from nemo_rl_moe.run_folder.folder import create_run_folder
 from tests.unit.loggers.helpers import settings_for
 
 

@@ -17,7 +17,6 @@ import pytest
 
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.loggers.readers import (
     MetricHistory,
@@ -26,10 +25,11 @@ from nemo_rl_moe.loggers.readers import (
     read_tensorboard,
     read_wandb_offline,
 )
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.loggers.wandb import WandbLogger
 from nemo_rl_moe.loggers.wandb_files import last_wandb_step
+from nemo_rl_moe.run_folder.metrics import JsonlLogger
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.unit.loggers.helpers import log_steps, settings_for
 from tests.unit.loggers.resumed_run import metrics_of
 

@@ -11,9 +11,11 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from nemo_rl_moe.loggers import pictures as drawn_pictures
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.isolated import Patience
+from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
 from nemo_rl_moe.loggers.readers import (
     MetricHistory,
     PictureHistory,
@@ -25,12 +27,10 @@ from nemo_rl_moe.loggers.readers import (
     read_wandb_offline,
     read_wandb_offline_pictures,
 )
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
-from nemo_rl_moe.loggers.wandb_charts import OUTLIER_CHART_KEY, OutlierChart
+from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
-from nemo_rl_moe.report import pictures as drawn_pictures
-from nemo_rl_moe.report.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.unit.loggers.helpers import load_of, settings_for
 
 BACKENDS = ("tensorboard", "wandb", "mlflow")

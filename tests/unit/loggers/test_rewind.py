@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.loggers import expert_load
-from nemo_rl_moe.loggers.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder import expert_load
+from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 
 
 def write_lines(path: Path, steps: list[int], torn: str = "") -> None:

@@ -14,8 +14,13 @@ import pytest
 import yaml
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.loggers.git_state import read_git_state
-from nemo_rl_moe.loggers.run_folder import create_run_folder, find_run_folder, newest_run_folders, write_run_files
+from nemo_rl_moe.run_folder.folder import (
+    create_run_folder,
+    find_run_folder,
+    newest_run_folders,
+    read_git_state,
+    write_run_files,
+)
 
 
 def test_folders_are_numbered_and_the_number_goes_on(tmp_path: Path) -> None:
@@ -31,7 +36,7 @@ def test_folders_are_numbered_and_the_number_goes_on(tmp_path: Path) -> None:
 
 def test_processes_that_race_get_different_folders(tmp_path: Path) -> None:
     code = (
-        "import sys; from nemo_rl_moe.loggers.run_folder import create_run_folder\n"
+        "import sys; from nemo_rl_moe.run_folder.folder import create_run_folder\n"
         "print('ready', flush=True); sys.stdin.readline()\n"
         "print(*[create_run_folder(sys.argv[1]).name for _ in range(100)])\n"
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.rollouts import Rollout
 from nemo_rl_moe.environments.interface import Fault
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.samples import SampleLog
+from nemo_rl_moe.rollouts.rollouts import Rollout
+from nemo_rl_moe.run_folder.samples import SampleLog
 from tests.support.grpo_fakes import rollout
 
 

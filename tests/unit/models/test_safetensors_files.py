@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
-from nemo_rl_moe.models.safetensors_reader import TYPES, SliceReader
-from nemo_rl_moe.models.safetensors_writer import (
+from nemo_rl_moe.models.safetensors_files import (
+    TYPES,
     SafetensorsWriter,
+    SliceReader,
     TensorHeader,
     file_names,
     index_of,
     split_into_files,
 )
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
 
 DTYPES = st.sampled_from(list(TYPES.values()))
 
@@ -65,7 +66,7 @@ def test_file_is_opened_anew_after_so_many_bytes(tmp_path: Path, monkeypatch: py
         opened.append(path)
         return safe_open(path, framework=framework)
 
-    monkeypatch.setattr("nemo_rl_moe.models.safetensors_reader.safe_open", counting_open)
+    monkeypatch.setattr("nemo_rl_moe.models.safetensors_files.safe_open", counting_open)
     whole = torch.arange(64.0).reshape(8, 8)
     save_file({"tensor": whole}, tmp_path / "model.safetensors")
     target = torch.zeros(8, 2)

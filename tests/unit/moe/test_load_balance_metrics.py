@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.layer_load import LayerLoad
 from nemo_rl_moe.moe.load_balance_metrics import (
     compute_brief_metrics,
     compute_detailed_metrics,
     load_balance_metrics_from_matrix,
 )
+from nemo_rl_moe.moe.load_statistics import LayerLoad
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX
 
 

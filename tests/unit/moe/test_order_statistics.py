@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.moe.order_statistics import positions_at_ranks
+from nemo_rl_moe.moe.load_statistics import positions_at_ranks
 
 # Few distinct values make ties; wide ranges make buckets that hold nearly everything.
 VALUES = st.one_of(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl_moe.moe.packed_reduction import sum_over_ranks
+from nemo_rl_moe.moe.recorder import sum_over_ranks
 from tests.support.gloo_ranks import run_ranks
 
 CPU = torch.device("cpu")

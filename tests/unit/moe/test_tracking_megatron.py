@@ -24,7 +24,7 @@ def routers(index_router: bool = False, **fields: Any) -> nn.Module:
     from megatron.core.transformer.moe.router import TopKRouter
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from nemo_rl_moe.models.megatron.cpu_layers.router import IndexTopKRouter
+    from nemo_rl_moe.models.megatron.layers.cpu.moe import IndexTopKRouter
 
     config = TransformerConfig(
         num_layers=12,

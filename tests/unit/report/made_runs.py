@@ -12,10 +12,10 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from nemo_rl_moe.loggers.expert_load import ExpertLoadWriter
-from nemo_rl_moe.loggers.jsonl import JsonlLogger
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
-from nemo_rl_moe.report.findings import Thresholds
+from nemo_rl_moe.moe.findings import Thresholds
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.metrics import JsonlLogger
 
 TOPK = 2
 THRESHOLDS = Thresholds(dead_expert_steps=3, excess_cv=0.5, overload_factor=1.5, sustained_steps=2)

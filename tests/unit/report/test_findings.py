@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nemo_rl_moe.report.findings import QUIET_STEPS, Finding, FindingTracker, StepObservation, Thresholds
+from nemo_rl_moe.moe.findings import QUIET_STEPS, Finding, FindingTracker, StepObservation, Thresholds
 from tests.unit.report.made_runs import THRESHOLDS, random_counts
 
 EVEN = [100, 100, 100, 100]

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from nemo_rl_moe.moe.layer_statistics import layer_statistics
-from nemo_rl_moe.report.load_statistics import (
+from nemo_rl_moe.moe.load_arrays import (
     coefficient_of_variation,
     dead,
     excess_coefficient_of_variation,
@@ -17,6 +16,7 @@ from nemo_rl_moe.report.load_statistics import (
     overload_of_steps,
     utilization,
 )
+from nemo_rl_moe.moe.load_statistics import layer_statistics
 from tests.unit.report.made_runs import random_counts
 
 matrices = arrays(np.int64, st.tuples(st.integers(1, 4), st.integers(1, 9)), elements=st.integers(0, 10**6))

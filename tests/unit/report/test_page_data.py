@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe.report import load_view
 from nemo_rl_moe.report import page_data as page_data_module
 from nemo_rl_moe.report.page_data import PageData, _frames, page_data
-from nemo_rl_moe.report.run_data import ExpertLoadHistory, RunData, Series, read_run
+from nemo_rl_moe.run_folder.run_data import ExpertLoadHistory, RunData, Series, read_run
 from tests.unit.report.made_runs import make_run, random_counts
 from tests.unit.report.packed_arrays import unpacked
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
 
-from nemo_rl_moe.report.load_statistics import utilization
-from nemo_rl_moe.report.pictures import (
+from nemo_rl_moe.loggers.pictures import (
     DEAD_COLOR,
     HEATMAP_KEY,
     NO_LOAD_COLOR,
@@ -26,6 +25,7 @@ from nemo_rl_moe.report.pictures import (
     draw_sorted_load,
     expert_load_pictures,
 )
+from nemo_rl_moe.moe.load_arrays import utilization
 
 # Two layers of four experts: fair, half, twice, dead; and one expert with everything.
 COUNTS = np.array([[10, 5, 20, 0], [0, 0, 0, 7]])

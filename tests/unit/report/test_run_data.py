@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.report.run_data import read_run
+from nemo_rl_moe.run_folder.run_data import read_run
 from tests.unit.report.made_runs import make_run, random_counts
 
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.report.run_samples import LONGEST_TEXT, PROMPTS_OF_A_STEP, STEPS_OF_A_SPLIT, read_samples, shortened
+from nemo_rl_moe.run_folder.samples import LONGEST_TEXT, PROMPTS_OF_A_STEP, STEPS_OF_A_SPLIT, read_samples, shortened
 from tests.unit.report.made_runs import make_run
 
 

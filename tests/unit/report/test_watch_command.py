@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.loggers.run_folder import create_run_folder
+from nemo_rl_moe.run_folder.folder import create_run_folder
 from tests.unit.report.made_runs import make_run, random_counts
 
 

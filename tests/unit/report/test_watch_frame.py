@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.report.findings import Finding
-from nemo_rl_moe.report.run_data import RunData
+from nemo_rl_moe.moe.findings import Finding
 from nemo_rl_moe.report.run_findings import Episodes
 from nemo_rl_moe.report.terminal_heatmap import StepLoad
 from nemo_rl_moe.report.watch_frame import Room, finding_lines, frame, packed, status
 from nemo_rl_moe.report.watch_state import WatchedRun
+from nemo_rl_moe.run_folder.run_data import RunData
 
 HOSTILE = "[bold red]\x1b[2J\x1b]0;owned\x07\r\n\u202e[/] :boom: \udc80"
 PLAIN = Room(width=100, height=None, in_color=False, is_unicode=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
 
-from nemo_rl_moe.report.load_statistics import utilization
+from nemo_rl_moe.moe.load_arrays import utilization
 from nemo_rl_moe.report.terminal_heatmap import (
     Fit,
     StepLoad,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.report.sparkline import ASCII, BLOCKS, NOT_FINITE, sparkline
+from nemo_rl_moe.report.watch_frame import ASCII, BLOCKS, NOT_FINITE, sparkline
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.loggers.expert_load import STEPS_OF_A_FILE, ExpertLoadWriter
-from nemo_rl_moe.loggers.rewind import rewind_run_folder
-from nemo_rl_moe.models.policy.interfaces import ExpertLoad
-from nemo_rl_moe.report import run_tail
-from nemo_rl_moe.report.run_tail import ExpertLoadTail, MetricsTail, NewRecords
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder import run_data as run_tail
+from nemo_rl_moe.run_folder.expert_load import STEPS_OF_A_FILE, ExpertLoadWriter
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.run_data import ExpertLoadTail, MetricsTail, NewRecords
 
 
 def line_of(step: int, loss: float = 1.0) -> bytes:

@@ -13,15 +13,17 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.checkpoint.contents import (
+    COUNTERS_KEY,
     TrainerCounters,
     TrainingObjects,
+    check_names,
+    may_keep_zeros,
     restore_contents,
     restore_model,
     sharded_contents,
     sharded_model,
 )
-from nemo_rl_moe.models.megatron.checkpoint.data_only import check_folder, data_only
-from nemo_rl_moe.models.megatron.checkpoint.tensor_names import COUNTERS_KEY, check_names, may_keep_zeros
+from nemo_rl_moe.models.megatron.checkpoint.index import check_folder, data_only
 
 # isort: split
 from megatron.core import dist_checkpointing

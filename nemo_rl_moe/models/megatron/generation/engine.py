@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generation with the weights that are being trained, on the ranks that train them."""
+"""What a generation request must fulfil, checked before any rank has begun."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,19 +13,131 @@ from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
-from nemo_rl_moe.models.megatron.generation.inference_mode import inference
-from nemo_rl_moe.models.megatron.generation.responses import Responses
-from nemo_rl_moe.models.megatron.generation.sampling import sample
-from nemo_rl_moe.models.megatron.generation.slots import plan_slots
-from nemo_rl_moe.models.megatron.generation.stopping import StopCondition
-from nemo_rl_moe.models.megatron.generation.validation import check_request
-from nemo_rl_moe.models.megatron.parallel_state import parallel_coordinates
+from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
+from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
+from nemo_rl_moe.models.megatron.training.token_statistics import hidden_states_only
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def check_request(
+    request: GenerationRequest, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
+) -> None:
+    """Refuses what the engine cannot do.
+
+    Args:
+        request: The request; it may be empty.
+        chunk: Any of the model's chunks; holds its sizes.
+        config: The model's configuration.
+        max_batch_size: Most sequences at a time.
+
+    Raises:
+        ValueError: With what was got and what is allowed.
+    """
+    if config.context_parallel_size > 1:
+        raise ValueError(f"generation needs context_parallel_size 1, got {config.context_parallel_size}")
+    if max_batch_size is not None and max_batch_size < 1:
+        raise ValueError(f"max_batch_size: got {max_batch_size}, expected at least 1")
+    _check_sampling(request.sampling)
+    _check_prompts(request, chunk)
+
+
+def _check_sampling(sampling: SamplingParameters) -> None:
+    if sampling.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens: got {sampling.max_new_tokens}, expected at least 1")
+    if sampling.temperature < 0:
+        raise ValueError(f"temperature: got {sampling.temperature}, expected 0 (greedy) or more")
+    if sampling.top_k is not None and sampling.top_k < 1:
+        raise ValueError(f"top_k: got {sampling.top_k}, expected at least 1, or None for all tokens")
+    if not 0 < sampling.top_p <= 1:
+        raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
+
+
+def _check_prompts(request: GenerationRequest, chunk: GPTModel) -> None:
+    if len(request.prompts) != len(request.seeds):
+        raise ValueError(f"got {len(request.prompts)} prompts and {len(request.seeds)} seeds, expected one seed each")
+    for index, (prompt, seed) in enumerate(zip(request.prompts, request.seeds, strict=True)):
+        if not prompt:
+            raise ValueError(f"prompt {index} is empty")
+        if min(prompt) < 0 or max(prompt) >= chunk.real_vocabulary_size:
+            raise ValueError(f"prompt {index} holds a token outside of 0 to {chunk.real_vocabulary_size - 1}")
+        if seed < 0:
+            raise ValueError(f"seed {index}: got {seed}, expected 0 or more")
+        total = len(prompt) + request.sampling.max_new_tokens
+        if total > chunk.max_sequence_length:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; with max_new_tokens {request.sampling.max_new_tokens} that "
+                f"is {total}, more than the model's max_total_sequence_length {chunk.max_sequence_length}"
+            )
+
+
+# What modules of Megatron-Core call it.
+_SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
+
+
+@contextmanager
+def inference(
+    chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, own_forward: bool
+) -> Iterator[None]:
+    """While open, the chunks are in evaluation mode, return hidden states, and cut no sequence among ranks.
+
+    They stay in evaluation mode; everything else is put back, random states included.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: Their configuration.
+        device: Where they are.
+        own_forward: Nothing but this project's forward pass runs. Torch's inference mode is faster than a mere absence
+            of gradients, but what other code keeps from it (Transformer Engine its sequence boundaries, Megatron-Core a
+            router's bias) can never again be saved for a backward pass.
+    """
+    for chunk in chunks:
+        chunk.eval()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(_kept_random_states())
+        stack.enter_context(_without_sequence_parallelism(chunks, config))
+        stack.enter_context(hidden_states_only(chunks))
+        stack.enter_context(torch.inference_mode() if own_forward else torch.no_grad())
+        yield
+
+
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    """Megatron-Core has random states of its own, which noise on the router's input draws from, say."""
+    tracker = get_cuda_rng_tracker()
+    states = {name: state.clone() for name, state in tracker.get_states().items()}
+    try:
+        yield
+    finally:
+        tracker.set_states(states)
+
+
+@contextmanager
+def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
+    """One token cannot be cut among ranks.
+
+    Megatron-Core has a function for this, which remembers modules by the address of their model: a later model at the
+    same address would get the first one's.
+    """
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    changed = [
+        (owner, name) for owner in (config, *modules) for name in _SEQUENCE_PARALLEL if getattr(owner, name, False)
+    ]
+    try:
+        for owner, name in changed:
+            setattr(owner, name, False)
+        yield
+    finally:
+        for owner, name in changed:
+            setattr(owner, name, True)
+
 
 LEAVE_SHARE = 0.1
 """When this share of a batch's rows has ended, they leave it. Each time the cache is copied."""

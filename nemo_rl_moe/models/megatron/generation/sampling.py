@@ -1,15 +1,17 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws tokens from logits. A token depends on its row's logits and one uniform number, and on nothing else."""
+"""Sampling: tokens from logits, where they lie in the cache, when a response ends, and the responses as they grow."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, SamplingParameters, TokenIds
 
 
 class SampledTokens(NamedTuple):
@@ -84,3 +86,186 @@ def sample(
     token_ids = logits.argmax(-1) if greedy else draw(truncate(probs, parameters.top_k, parameters.top_p), uniforms)
     # A token that is drawn has a probability above zero: nothing is lost by taking the logarithm last.
     return SampledTokens(token_ids, probs.gather(-1, token_ids[:, None])[:, 0].log())
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """A batch of prompts in slots.
+
+    Prompts either end at the same slot, with padding before the shorter ones, or begin at the first slot without any;
+    in the second case the rest of the longer prompts goes in token by token while the others are being answered.
+
+    Attributes:
+        prompt_tokens: Tokens of the prompts; 0 elsewhere.
+        uniforms: The number that draws the token of a slot; 0 on prompts.
+        first_sampled: Slot of each row's first sampled token.
+        num_pads: Padding before each row; None where there is none in any.
+        prefill: Slots that the first forward pass fills.
+    """
+
+    prompt_tokens: Int[Tensor, "slots rows"]
+    uniforms: Float[Tensor, "slots rows"]
+    first_sampled: Int[Tensor, " rows"]
+    num_pads: Int[Tensor, " rows"] | None
+    prefill: int
+
+    def keep(self, rows: Int[Tensor, " kept"]) -> "SlotPlan":
+        """The plan of some of the rows."""
+        return SlotPlan(
+            prompt_tokens=self.prompt_tokens.index_select(1, rows),
+            uniforms=self.uniforms.index_select(1, rows),
+            first_sampled=self.first_sampled.index_select(0, rows),
+            num_pads=None if self.num_pads is None else self.num_pads.index_select(0, rows),
+            prefill=self.prefill,
+        )
+
+
+def plan_slots(
+    prompts: Sequence[TokenIds], seeds: Sequence[int], max_new_tokens: int, *, padded: bool, device: torch.device
+) -> SlotPlan:
+    """Puts prompts into slots.
+
+    Args:
+        prompts: At least one, none empty.
+        seeds: One for each.
+        max_new_tokens: Slots after each prompt.
+        padded: True to let prompts end together, False to let them begin together.
+        device: Where the tensors go.
+    """
+    lengths = np.array([len(prompt) for prompt in prompts])
+    longest = int(lengths.max())
+    num_pads = longest - lengths if padded else np.zeros_like(lengths)
+    first_sampled = num_pads + lengths
+    tokens = np.zeros((longest + max_new_tokens, len(prompts)), dtype=np.int64)
+    uniforms = np.zeros(tokens.shape)
+    for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        first = first_sampled[row]
+        tokens[num_pads[row] : first, row] = prompt
+        uniforms[first : first + max_new_tokens, row] = uniform_numbers(seed, max_new_tokens)
+    return SlotPlan(
+        prompt_tokens=torch.from_numpy(tokens).to(device),
+        uniforms=torch.from_numpy(uniforms).to(device),
+        first_sampled=torch.from_numpy(first_sampled).to(device),
+        num_pads=torch.from_numpy(num_pads).to(device) if num_pads.any() else None,
+        prefill=int(first_sampled.min()),
+    )
+
+
+# Decoding from the middle can garble what the first tokens stand for: half a character, a space that is left out.
+_MARGIN = 8
+
+
+class StopCondition:
+    """Tells the responses that their last token ends.
+
+    Args:
+        parameters: The stop tokens and stop strings.
+        tokenizer: Decodes tokens; needed for stop strings alone.
+
+    Raises:
+        ValueError: Stop strings without a tokenizer, or an empty one.
+    """
+
+    def __init__(self, parameters: SamplingParameters, tokenizer: Any):
+        if parameters.stop_strings and tokenizer is None:
+            raise ValueError("stop_strings need a tokenizer, and this engine was given none; use stop_token_ids")
+        if not all(parameters.stop_strings):
+            raise ValueError("stop_strings: got an empty string, which would end every response at once")
+        self._token_ids = np.asarray(parameters.stop_token_ids, dtype=np.int64)
+        self._strings = parameters.stop_strings
+        self._tokenizer = tokenizer
+        # A token stands for at least one byte.
+        self._window = max((len(string.encode()) for string in self._strings), default=0) + _MARGIN
+
+    def ended(
+        self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
+    ) -> Bool[np.ndarray, " rows"]:
+        """Whether the last token of each response ends it. To be asked after every token.
+
+        Args:
+            responses: Token ids; whatever lies beyond the length does not count.
+            lengths: Tokens of each so far; never with 0, which has no last token.
+        """
+        last = responses[np.arange(len(lengths)), np.maximum(lengths, 1) - 1]
+        # For so few numbers faster than numpy's isin.
+        found = (last[:, None] == self._token_ids).any(1) & (lengths > 0)
+        if self._strings:
+            for row in np.flatnonzero(~found & (lengths > 0)):
+                end = lengths[row]
+                found[row] = self._completes_string(responses[row, max(0, end - self._window) : end].tolist())
+        return found
+
+    def _completes_string(self, token_ids: Sequence[int]) -> bool:
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(string in text for string in self._strings)
+
+
+class Responses:
+    """Tokens, log-probabilities and ends of the responses of a batch.
+
+    Args:
+        num_responses: How many.
+        max_new_tokens: Most tokens of each.
+        stop: Ends them earlier.
+    """
+
+    def __init__(self, num_responses: int, max_new_tokens: int, stop: StopCondition):
+        self._token_ids = np.zeros((num_responses, max_new_tokens), dtype=np.int64)
+        self._logprobs = np.zeros((num_responses, max_new_tokens), dtype=np.float32)
+        self._lengths = np.zeros(num_responses, dtype=np.int64)
+        self._stopped = np.zeros(num_responses, dtype=np.bool_)
+        self._max_new_tokens = max_new_tokens
+        self._stop = stop
+
+    def append(
+        self,
+        responses: Int[np.ndarray, " rows"],
+        token_ids: Int[np.ndarray, " rows"],
+        logprobs: Float[np.ndarray, " rows"],
+        sampled: Bool[np.ndarray, " rows"],
+    ) -> Bool[np.ndarray, " rows"]:
+        """Adds a token to each response that has not ended.
+
+        Args:
+            responses: Which response each row of the batch is.
+            token_ids: A token for each row.
+            logprobs: Their log-probabilities.
+            sampled: False where a row is still at its prompt; its token does not count.
+
+        Returns:
+            Which rows have ended.
+        """
+        open_rows = sampled & ~self._ended(responses)
+        growing = responses[open_rows]
+        column = self._lengths[growing]
+        self._token_ids[growing, column] = token_ids[open_rows]
+        self._logprobs[growing, column] = logprobs[open_rows]
+        self._lengths[growing] = column + 1
+        self._stopped[growing] = self._stop.ended(self._token_ids[growing], column + 1)
+        return self._ended(responses)
+
+    def _ended(self, responses: Int[np.ndarray, " rows"]) -> Bool[np.ndarray, " rows"]:
+        ended: Bool[np.ndarray, " rows"] = self._stopped[responses] | (self._lengths[responses] >= self._max_new_tokens)
+        return ended
+
+    def sequences(self, weight_version: int) -> list[GeneratedSequence]:
+        """The finished responses, in their order.
+
+        Raises:
+            RuntimeError: A log-probability is not a finite number: the weights are not, or a pass over them went wrong.
+        """
+        if not np.isfinite(self._logprobs).all():
+            broken = int((~np.isfinite(self._logprobs)).any(axis=1).sum())
+            raise RuntimeError(
+                f"{broken} of {len(self._lengths)} responses have tokens whose log-probability is NaN or infinite, made"
+                f" with the weights after {weight_version} optimizer steps: the model's output is not finite"
+            )
+        return [
+            GeneratedSequence(
+                token_ids=self._token_ids[index, :length].copy(),
+                logprobs=self._logprobs[index, :length].copy(),
+                is_truncated=not self._stopped[index],
+                weight_version=weight_version,
+            )
+            for index, length in enumerate(self._lengths)
+        ]

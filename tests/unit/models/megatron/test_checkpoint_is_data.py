@@ -18,8 +18,7 @@ import torch.serialization
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.models.megatron.checkpoint.data_only import DataOnlyReader, check_folder
-from nemo_rl_moe.models.megatron.checkpoint.index import parse_index
+from nemo_rl_moe.models.megatron.checkpoint.index import DataOnlyReader, check_folder, parse_index
 from tests.support.checkpoint_run import problems_of_loading, save_once
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import tiny_policy

@@ -13,9 +13,12 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.common import get_moe_metrics
-from nemo_rl_moe.models.megatron.moe_layers import auxiliary_loss_names, moe_layer_indices
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
-from nemo_rl_moe.models.megatron.versions import record_auxiliary_loss, recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.model.releases import record_auxiliary_loss, recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    auxiliary_loss_names,
+    build_transformer_config,
+    moe_layer_indices,
+)
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_hf_config, tiny_policy
 

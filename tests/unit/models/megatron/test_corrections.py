@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.megatron import corrections, transformer_config
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
 from nemo_rl_moe.models.megatron.common import get_moe_metrics
-from nemo_rl_moe.models.megatron.versions import (
+from nemo_rl_moe.models.megatron.model import releases as corrections
+from nemo_rl_moe.models.megatron.model import transformer_config
+from nemo_rl_moe.models.megatron.model.releases import (
     HAS_MOE_METRICS_TRACKER,
     MEGATRON_VERSION,
     record_auxiliary_loss,

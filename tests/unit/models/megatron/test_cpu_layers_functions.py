@@ -11,14 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu_layers.attention import SDPAttention, causal_attention, packed_attention
-from nemo_rl_moe.models.megatron.cpu_layers.cross_entropy import cross_entropy
-from nemo_rl_moe.models.megatron.cpu_layers.dispatcher import CombineFunction, DispatchFunction
-from nemo_rl_moe.models.megatron.cpu_layers.eligibility import FastModule, eligible
-from nemo_rl_moe.models.megatron.cpu_layers.experts import SwigluExpertsFunction
-from nemo_rl_moe.models.megatron.cpu_layers.norm import RMSNorm
-from nemo_rl_moe.models.megatron.cpu_layers.packing import PaddedBatch, packed_lengths, worth_padding
-from nemo_rl_moe.models.megatron.cpu_layers.rope import RotaryFunction, cosines_and_sines
+from nemo_rl_moe.models.megatron.layers.cpu.attention import (
+    PaddedBatch,
+    SDPAttention,
+    causal_attention,
+    packed_attention,
+    packed_lengths,
+    worth_padding,
+)
+from nemo_rl_moe.models.megatron.layers.cpu.functions import RMSNorm, RotaryFunction, cosines_and_sines, cross_entropy
+from nemo_rl_moe.models.megatron.layers.cpu.moe import CombineFunction, DispatchFunction, SwigluExpertsFunction
+from nemo_rl_moe.models.megatron.layers.cpu.spec import FastModule, eligible
 
 # isort: split
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd

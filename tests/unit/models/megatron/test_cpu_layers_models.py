@@ -23,15 +23,17 @@ from test_cpu_layers_support import (
     train_once,
 )
 
-from nemo_rl_moe.models.megatron.cpu_layers import self_attention
-from nemo_rl_moe.models.megatron.cpu_layers.dispatcher import LocalMoELayer, LocalTokenDispatcher
-from nemo_rl_moe.models.megatron.cpu_layers.experts import GroupedExperts
-from nemo_rl_moe.models.megatron.cpu_layers.linear import PlainColumnLinear
-from nemo_rl_moe.models.megatron.cpu_layers.norm import RMSNorm
-from nemo_rl_moe.models.megatron.cpu_layers.router import IndexTopKRouter
-from nemo_rl_moe.models.megatron.cpu_layers.self_attention import FastSelfAttention
-from nemo_rl_moe.models.megatron.cpu_layers.spec import fast_layer_spec
-from nemo_rl_moe.models.megatron.versions import recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.layers.cpu import fused_attention as self_attention
+from nemo_rl_moe.models.megatron.layers.cpu.functions import PlainColumnLinear, RMSNorm
+from nemo_rl_moe.models.megatron.layers.cpu.fused_attention import FastSelfAttention
+from nemo_rl_moe.models.megatron.layers.cpu.moe import (
+    GroupedExperts,
+    IndexTopKRouter,
+    LocalMoELayer,
+    LocalTokenDispatcher,
+)
+from nemo_rl_moe.models.megatron.layers.cpu.spec import fast_layer_spec
+from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
 
 # isort: split
 from megatron.core.inference.contexts import StaticInferenceContext

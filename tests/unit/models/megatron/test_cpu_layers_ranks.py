@@ -24,8 +24,8 @@ from test_cpu_layers_support import (
     train_once,
 )
 
-from nemo_rl_moe.models.megatron.cpu_layers.experts import GroupedExperts
-from nemo_rl_moe.models.megatron.versions import clear_auxiliary_losses, recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.layers.cpu.moe import GroupedExperts
+from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-from nemo_rl_moe.models.megatron.cpu_layers.spec import FastGPTModel, block_spec
-from nemo_rl_moe.models.megatron.versions import (
+from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.model.releases import (
     HAS_MOE_METRICS_TRACKER,
     clear_auxiliary_losses,
     recorded_auxiliary_losses,

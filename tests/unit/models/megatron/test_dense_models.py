@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
 from tests.support.family_outputs import trainer_of
 from tests.support.family_reference import write_reference
 from tests.support.gloo_ranks import run_ranks

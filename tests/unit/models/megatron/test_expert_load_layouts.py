@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
 from nemo_rl_moe.distributed.microbatches import Batching, DynamicBatching, PackedBatching, plan_microbatches
-from nemo_rl_moe.distributed.rank_batch import GlobalBatchShard, make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 

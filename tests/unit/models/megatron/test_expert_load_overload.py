@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,

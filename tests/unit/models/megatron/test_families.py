@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import FAMILIES, family_of
+from nemo_rl_moe.models.families import decoder as rotary
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.megatron.families import FAMILIES, family_of, rotary
-from nemo_rl_moe.models.megatron.memory_estimate import whole_model_parameters
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.published_configs import PUBLISHED_CONFIGS
 from tests.support.tiny_model import tiny_policy

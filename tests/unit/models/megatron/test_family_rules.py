@@ -4,7 +4,7 @@
 
 import torch
 
-from nemo_rl_moe.models.megatron.families import qwen3_moe
+from nemo_rl_moe.models.families import softmax_moe as qwen3_moe
 from tests.support.tiny_model import tiny_hf_config
 
 
@@ -17,7 +17,7 @@ def test_query_key_value_are_grouped_by_key_head() -> None:
         "v": torch.arange(20, 22).repeat_interleave(8),
     }
     read = {f"model.layers.1.self_attn.{key}_proj.weight": rows[:, None].float() for key, rows in parts.items()}
-    rule = qwen3_moe.FAMILY.rules.find("decoder.layers.1.self_attention.linear_qkv.weight")
+    rule = qwen3_moe.QWEN3_MOE.rules.find("decoder.layers.1.self_attention.linear_qkv.weight")
     assert rule is not None
     joined = rule.layout.join([read[source.name] for source in rule.sources], hf_config)
     assert joined.view(8, 8).float().mean(1).tolist() == [0, 1, 10, 20, 2, 3, 11, 21]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.forced_routing import FORCED_ROUTING_FIELDS, forced_routing_in_force
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, difference, train_run

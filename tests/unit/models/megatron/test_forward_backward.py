@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.rank_batch import make_shard
+from nemo_rl_moe.distributed.batch import make_shard
 from nemo_rl_moe.metrics import Reduction
-from nemo_rl_moe.models.megatron.forward_backward import metrics_to_host
-from nemo_rl_moe.models.megatron.versions import recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
+from nemo_rl_moe.models.megatron.training.forward_backward import metrics_to_host
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_policy
 from tests.support.training_run import RankRun, RunSettings, build_trainer, difference, shard_of_step, train_run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_policy
 from tests.support.training_run import RunSettings, build_trainer, shard_of_step

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.models.megatron.parameter_layout import parameter_pieces
+from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.generation_run import (
     PROMPT_LENGTHS,
     SAMPLING,

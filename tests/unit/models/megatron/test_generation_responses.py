@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.models.megatron.generation.responses import Responses
-from nemo_rl_moe.models.megatron.generation.stopping import StopCondition
+from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition
 
 END = 9
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_rl_moe.generation.interface import SamplingParameters
-from nemo_rl_moe.models.megatron.generation.stopping import StopCondition
+from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
 
 
 class ByteTokenizer:

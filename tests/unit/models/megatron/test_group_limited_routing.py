@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron import model as model_module
-from nemo_rl_moe.models.megatron.group_limited_routing import group_limited_topk, limit_groups
-from nemo_rl_moe.models.megatron.model import build_model_chunks
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.layers.routers import group_limited_topk, limit_groups
+from nemo_rl_moe.models.megatron.model import gpt_model as model_module
+from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import parallel_job, tiny_policy

@@ -106,9 +106,9 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
     ("sizes", "function"),
     [
         ({"tp": 2, "etp": 2}, "torch.Tensor.new_empty"),
-        ({"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.hf_gather._joined"),
-        ({"ep": 2}, "nemo_rl_moe.models.megatron.hf_gather._as_bytes"),
-        ({"pp": 2}, "nemo_rl_moe.models.safetensors_writer.SafetensorsWriter.write"),
+        ({"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._joined"),
+        ({"ep": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._as_bytes"),
+        ({"pp": 2}, "nemo_rl_moe.models.safetensors_files.SafetensorsWriter.write"),
     ],
 )
 def test_rank_without_memory_keeps_nobody_waiting(sizes: dict[str, int], function: str, tmp_path: Path) -> None:

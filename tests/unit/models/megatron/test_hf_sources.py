@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.families.rules import InterleavedRows, QueryGroups, Rows, Rule, Source, rule
-from nemo_rl_moe.models.megatron.hf_sources import SourcePart, source_parts
-from nemo_rl_moe.models.megatron.parameter_layout import ParameterPiece
+from nemo_rl_moe.models.families.rules import InterleavedRows, QueryGroups, Rows, Rule, Source, rule
+from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, source_parts
+from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
 
 EXPERTS, EXPERT = 3, 1
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.model import build_model_chunks
-from nemo_rl_moe.models.megatron.optimizer import wrap_data_parallel
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.training.optimizer import wrap_data_parallel
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_outputs import trainer_of
@@ -87,7 +87,7 @@ def test_layout_trains_as_one_rank_does(model: str, chosen: str) -> None:
 
 def train_without_whole_projections(settings: RunSettings) -> RankRun:
     """`train_run` with Megatron-Core's projections, cut in columns."""
-    with mock.patch("nemo_rl_moe.models.megatron.latent_attention._DOWN_PROJECTIONS", ()):
+    with mock.patch("nemo_rl_moe.models.megatron.layers.latent_attention._DOWN_PROJECTIONS", ()):
         return train_run(settings)
 
 

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.losses import sft_loss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.megatron.corrections import is_routed_expert
-from nemo_rl_moe.models.megatron.memory_estimate import (
+from nemo_rl_moe.models.megatron.model.memory_estimate import (
     Parameters,
     active_parameters,
     generation_batch_size,
@@ -23,8 +22,9 @@ from nemo_rl_moe.models.megatron.memory_estimate import (
     whole_model_parameters,
     worker_memory,
 )
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.releases import is_routed_expert
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_dense_model import tiny_dense_hf_config

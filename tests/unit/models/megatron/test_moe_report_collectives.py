@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.models.megatron import trainer as trainer_module
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.models.megatron.training import trainer as trainer_module
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
 

@@ -8,15 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.phase_clock import PhaseClock
-from nemo_rl_moe.algorithms.preference_loss import PreferenceLoss
-from nemo_rl_moe.algorithms.reference_sums import measured_in_step
+from nemo_rl_moe.algorithms.dpo import measured_in_step
+from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
+from nemo_rl_moe.distributed.batch import TokenBatch, make_shard
 from nemo_rl_moe.distributed.microbatches import plan_evaluation, plan_microbatches
-from nemo_rl_moe.distributed.rank_batch import make_shard
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.policy.lm_policy import choose_batching
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.models.megatron.families import FAMILIES, family_of
-from nemo_rl_moe.models.megatron.router_settings import exported_config, setting_sources, setting_warnings
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.families import FAMILIES, family_of
+from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_sources, setting_warnings
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
 from tests.support.tiny_model import tiny_hf_config, tiny_policy
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.policy_loss import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-from nemo_rl_moe.models.policy.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,

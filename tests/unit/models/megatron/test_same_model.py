@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.same_model import agree_on_model
+from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
 from tests.support.gloo_ranks import run_ranks
 
 

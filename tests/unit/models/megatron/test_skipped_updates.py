@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses import sft_loss
-from nemo_rl_moe.models.megatron.trainer import MegatronTrainer
-from nemo_rl_moe.models.policy.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.spoiled_loss import SpoiledLoss
 from tests.support.tiny_model import layout, parallel_job, tiny_policy

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_moe.models.megatron.token_statistics import token_statistics
+from nemo_rl_moe.models.megatron.training.token_statistics import token_statistics
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
 

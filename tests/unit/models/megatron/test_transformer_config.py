@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.megatron.transformer_config import build_transformer_config, effective_moe_configuration
-from nemo_rl_moe.models.megatron.versions import MEGATRON_VERSION, transformer_config_fields
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
 
-from nemo_rl_moe.models.policy.gloo_device import shared_gloo_device
+from nemo_rl_moe.models.megatron.model.parallel_state import shared_gloo_device
 from tests.support.gloo_ranks import run_ranks
 
 WORLD_SIZE = 3

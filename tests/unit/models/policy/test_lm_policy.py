@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.checkpoints.errors import CheckpointSaveError
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
-from nemo_rl_moe.distributed.token_batch import TokenBatch
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy import lm_policy

@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Time limits on calls, kept by an alarm signal in the main thread."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+
+class TimeIsUp(BaseException):
+    """A call took too long. No `Exception`, so that code which catches those does not catch it."""
+
+
+def call_within(limit_s: float, function: Callable[[], Result]) -> Result:
+    """Calls a function, and interrupts it by an alarm signal.
+
+    Raises:
+        TimeIsUp: It took longer, even if it caught the interruption and returned.
+    """
+    with interrupted_after(limit_s):
+        return function()
+
+
+@contextmanager
+def interrupted_after(limit_s: float) -> Iterator[None]:
+    """Interrupts what runs inside by an alarm signal. Only on the main thread of a process, which gets the alarm.
+
+    Raises:
+        TimeIsUp: It took longer, even if it caught the interruption and went on.
+    """
+    rang = False
+
+    def on_alarm(signal_number: int, frame: Any) -> None:
+        nonlocal rang
+        rang = True
+        raise TimeIsUp
+
+    previous = signal.signal(signal.SIGALRM, on_alarm)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    if rang:
+        raise TimeIsUp

@@ -1,0 +1,350 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The ratio of the probabilities that two policies give a token, and the bounds that an objective holds it in."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+
+LARGEST_LOG_RATIO = 20.0
+"""What `bounded_exp` takes a larger exponent for: e^20 is half a billion, and float32 ends at e^88."""
+
+
+def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """`exp`, but no larger than `exp(LARGEST_LOG_RATIO)`, beyond which its gradient is 0.
+
+    One token that a policy has all but ruled out would make a float32 mean infinite, or its gradient `inf * 0`. No
+    training goes on through a ratio of half a billion; clips and truncations act far below.
+    """
+    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
+
+
+def sequence_mean(
+    values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
+) -> Float[Tensor, "sequences 1"]:
+    """Each sequence's mean over its valid tokens; 0 where it has none."""
+    return values.where(mask, 0.0).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+
+
+def probability_ratio(
+    logprobs: Float[Tensor, "sequences targets"],
+    prev_logprobs: Float[Tensor, "sequences targets"],
+    mask: Bool[Tensor, "sequences targets"],
+    *,
+    of_sequences: bool,
+) -> Float[Tensor, "sequences targets"]:
+    """How much more likely the policy makes each token than it did before this step.
+
+    Args:
+        logprobs: Of the policy that is trained; finite where masked.
+        prev_logprobs: Of the policy before the step; finite where masked.
+        mask: Valid tokens.
+        of_sequences: Give all tokens of a sequence `y` the ratio `(pi(y) / pi_prev(y)) ** (1 / |y|)`, the exponential
+            of its mean log-ratio (GSPO, arXiv:2507.18071, eq. 7), whose gradient reaches every token of it.
+    """
+    log_ratio = logprobs - prev_logprobs
+    if of_sequences:
+        log_ratio = sequence_mean(log_ratio, mask).expand_as(log_ratio)
+    return bounded_exp(log_ratio)
+
+
+@dataclass(frozen=True)
+class RatioBounds:
+    """What the objective holds each ratio between.
+
+    Attributes:
+        lower: Where a ratio is below, the objective takes this for it, and its gradient is 0.
+        upper: The same above.
+    """
+
+    lower: Float[Tensor, "sequences targets"]
+    upper: Float[Tensor, "sequences targets"]
+
+    def clip(self, ratio: Float[Tensor, "sequences targets"]) -> Float[Tensor, "sequences targets"]:
+        """The ratio, held between the bounds."""
+        return ratio.clamp(self.lower, self.upper)
+
+
+def both_bounds(like: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
+    """`1 - ratio_clip_min` and `1 + ratio_clip_max` for every token, whatever its advantage."""
+    return RatioBounds(
+        like.new_full(like.shape, 1 - config.ratio_clip_min), like.new_full(like.shape, 1 + config.ratio_clip_max)
+    )
+
+
+def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
+    """The bounds that the clipped surrogate comes to, given the sign of the advantage.
+
+    PPO's `min(ratio * A, clip(ratio) * A)` (arXiv:1707.06347, eq. 7) only ever clips a ratio that has moved the way the
+    advantage points: from above where `A > 0`, from below where `A < 0`. Dual clip's `max(..., c * A)` for `A < 0`
+    (arXiv:1912.09729) is an upper bound of `c`. Where `A = 0` nothing is clipped.
+    """
+    both = both_bounds(advantages, config)
+    upper_if_negative = float("inf") if config.ratio_clip_c is None else config.ratio_clip_c
+    return RatioBounds(
+        lower=both.lower.where(advantages < 0, 0.0),
+        upper=both.upper.where(advantages > 0, float("inf")).masked_fill(advantages < 0, upper_if_negative),
+    )
+
+
+def importance_ratio(
+    prev_logprobs: Float[Tensor, "*shape"], generation_logprobs: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """How much more likely training makes each token than generation did, before the step; no gradient."""
+    return bounded_exp((prev_logprobs - generation_logprobs).detach())
+
+
+def importance_weights(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
+    """What each token's part of the loss is multiplied by, always token by token.
+
+    - `none`: 1.
+    - `truncated`: the ratio, at most the upper bound (truncated importance sampling; F. Yao et al., "Your Efficient RL
+      Framework Secretly Brings You Off-Policy RL Training", 2025).
+    - `icepop`: the ratio between the bounds, themselves included, and 0 outside: there the token is left out (X. Zhao
+      et al., "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop", 2025).
+
+    Args:
+        ratio: Of `importance_ratio`.
+        config: The correction and its bounds.
+    """
+    if config.importance_sampling_correction == "none":
+        return torch.ones_like(ratio)
+    if config.importance_sampling_correction == "truncated":
+        return ratio.clamp(max=config.importance_sampling_ratio_max)
+    return ratio.where(~out_of_bounds(ratio, config), 0.0)
+
+
+def out_of_bounds(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Bool[Tensor, "*shape"]:
+    """Where the correction does not take the ratio as it is; of the bounds, `truncated` has the upper one only."""
+    too_large = ratio > config.importance_sampling_ratio_max
+    if config.importance_sampling_correction == "truncated":
+        return too_large
+    return too_large | (ratio < config.importance_sampling_ratio_min)
+
+
+def kl_estimate(
+    logprobs: Float[Tensor, "*shape"],
+    reference_logprobs: Float[Tensor, "*shape"],
+    kind: Literal["k1", "k2", "k3"],
+) -> Float[Tensor, "*shape"]:
+    """Token by token estimate of `KL(policy || reference)`, in nats, from tokens that the policy drew.
+
+    With `d = log reference - log policy` (J. Schulman, "Approximating KL Divergence", 2020):
+
+    - `k1 = -d`: unbiased, of either sign. As a loss it teaches nothing: its expected gradient is 0.
+    - `k2 = d^2 / 2`: biased, never negative. Its expected gradient is that of `KL(policy || reference)`.
+    - `k3 = exp(d) - 1 - d`: unbiased, never negative. Its expected gradient is that of `KL(reference || policy)`.
+
+    On the gradients: Tang and Munos, arXiv:2506.09477. In `k3`, `d` ends at `LARGEST_LOG_RATIO`, in both of its terms:
+    beyond, its gradient is 0, never infinite and never of the wrong sign.
+    """
+    log_ratio = reference_logprobs - logprobs
+    if kind == "k1":
+        return -log_ratio
+    if kind == "k2":
+        return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    # Where the two are close, exp(d) - 1 would lose most of the digits that are left after - d.
+    return torch.expm1(log_ratio) - log_ratio
+
+
+Metrics = dict[str, tuple[Tensor, Reduction]]
+
+
+def ratio_metrics(
+    ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
+) -> Metrics:
+    """How far the policy has moved since the step began.
+
+    - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
+    - `probs_ratio_clamped`: the mean of the ratio held between both bounds, whatever the advantage
+    - `clip_fraction_low`, `clip_fraction_high`: share of the tokens whose ratio the objective replaces by its lower or
+      its upper bound; for the clipped surrogate these depend on the advantage's sign, and the upper one may be that of
+      dual clip
+
+    Args:
+        ratio: The ratio that the objective is made of, detached.
+        bounds: What the objective holds it between.
+        both: The bounds without regard to advantages.
+        inputs: The microbatch.
+    """
+    mask = inputs.token_mask
+    # A microbatch without valid tokens adds nothing to either extreme. Nor has a global batch without any moved.
+    lowest, highest = (float("inf"), float("-inf")) if inputs.global_valid_tokens else (1.0, 1.0)
+    return {
+        "probs_ratio": _token_mean(ratio, inputs),
+        "probs_ratio_clamped": _token_mean(both.clip(ratio), inputs),
+        "probs_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
+        "probs_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
+        "clip_fraction_low": _token_mean(ratio < bounds.lower, inputs),
+        "clip_fraction_high": _token_mean(ratio > bounds.upper, inputs),
+    }
+
+
+def mismatch_metrics(
+    current: Float[Tensor, "sequences targets"],
+    prev: Float[Tensor, "sequences targets"],
+    generation: Float[Tensor, "sequences targets"],
+    inputs: LossInputs,
+) -> Metrics:
+    """What generation and training make of the same tokens with the same weights, and the policy's entropy.
+
+    - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`; 1 is perfect
+    - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats; 0 is perfect
+    - `approx_entropy`: entropy of the policy in nats, estimated from the tokens that were drawn and weighted from
+      generation to the policy as it is now: mean of `-(policy / generation) * log policy`
+
+    Args:
+        current: Log-probabilities of the policy that is trained, detached.
+        prev: Of the policy before the step.
+        generation: As the engine that drew the tokens computed them.
+        inputs: The microbatch.
+    """
+    return {
+        "approx_entropy": _token_mean(-bounded_exp(current - generation) * current, inputs),
+        "token_mult_prob_error": _token_mean(bounded_exp((prev - generation).abs()), inputs),
+        "gen_kl_error": _token_mean(kl_estimate(generation, prev, "k3"), inputs),
+    }
+
+
+def correction_metrics(
+    ratio: Float[Tensor, "sequences targets"],
+    weights: Float[Tensor, "sequences targets"],
+    config: PolicyGradientLossConfig,
+    inputs: LossInputs,
+) -> Metrics:
+    """What the importance-sampling correction does; nothing without one.
+
+    - `importance_weight`: its mean
+    - `importance_weight_truncated_fraction` or, of IcePop, `importance_weight_dropped_fraction`: share of the tokens
+      whose ratio was out of bounds
+    """
+    if config.importance_sampling_correction == "none":
+        return {}
+    deed = "truncated" if config.importance_sampling_correction == "truncated" else "dropped"
+    return {
+        "importance_weight": _token_mean(weights, inputs),
+        f"importance_weight_{deed}_fraction": _token_mean(out_of_bounds(ratio, config), inputs),
+    }
+
+
+def _token_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Reduction]:
+    total = values.where(inputs.token_mask, 0).sum(dtype=inputs.logprobs.dtype)
+    return total / max(inputs.global_valid_tokens, 1), Reduction.SHARE
+
+
+@dataclass(frozen=True)
+class PolicyGradientLoss:
+    """The clipped surrogate of PPO and its variants, with a penalty on the divergence from a reference model.
+
+    Every term is a mean over the global batch: over its valid tokens, or (`token_level_loss: false`) over its sequences
+    of each one's mean over its valid tokens. A global batch without any valid token has loss 0.
+
+        loss = mean(weight * surrogate) + reference_policy_kl_penalty * mean(weight * KL)
+
+    The weight is the importance-sampling correction. It is on the divergence too, because that is an expectation over
+    the training policy's tokens as well, while generation drew them; and a token that IcePop leaves out is left out of
+    all of the loss. The divisors stay as they are: the tokens left out count in them.
+
+    Reads from the inputs' `extras`, where what is masked may hold anything, NaN and infinities too:
+
+    - `advantages`, `[sequences]`; the others have rows and columns as `logprobs`
+    - `generation_logprobs`: of the policy as the engine that drew the tokens computed them
+    - `prev_logprobs`: of the policy before the step as training computes them; not read with `on_policy`
+    - `reference_logprobs`: of the reference model; only with a penalty above 0
+
+    Metrics: those of `policy_loss_metrics`; `kl_penalty`, the mean that the loss adds, before
+    `reference_policy_kl_penalty`, when that is above 0; and `num_valid_tokens`.
+
+    Attributes:
+        config: The section `loss_fn`.
+        on_policy: The policy is the one before the step: the ratio is 1, and its gradient that of the log-probability.
+    """
+
+    config: PolicyGradientLossConfig
+    on_policy: bool
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """One microbatch's share of the loss.
+
+        Raises:
+            KeyError: One of `extras` is missing.
+        """
+        config, mask = self.config, inputs.token_mask
+        logprobs = _valid(inputs.logprobs, mask)
+        current = logprobs.detach()
+        prev = current if self.on_policy else _extra(inputs, "prev_logprobs")
+        generation = _extra(inputs, "generation_logprobs")
+        advantages = _extra(inputs, "advantages", one_per_sequence=True)
+
+        ratio = probability_ratio(logprobs, prev, mask, of_sequences=config.sequence_level_importance_ratios)
+        bounds = ratio_bounds(advantages, config)
+        mismatch = importance_ratio(prev, generation)
+        weights = importance_weights(mismatch, config)
+
+        loss = _global_mean(weights * policy_surrogate(logprobs, ratio, bounds, advantages, config), inputs, config)
+        metrics: dict[str, tuple[Tensor, Reduction]] = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
+        if config.reference_policy_kl_penalty > 0:
+            divergence = kl_estimate(logprobs, _extra(inputs, "reference_logprobs"), config.reference_policy_kl_type)
+            penalty = _global_mean(weights * divergence, inputs, config)
+            loss = loss + config.reference_policy_kl_penalty * penalty
+            metrics["kl_penalty"] = (penalty.detach(), Reduction.SHARE)
+
+        metrics |= ratio_metrics(ratio.detach(), bounds, both_bounds(advantages, config), inputs)
+        metrics |= mismatch_metrics(current, prev, generation, inputs)
+        metrics |= correction_metrics(mismatch, weights, config, inputs)
+        return LossOutputs(loss=loss, metrics=metrics)
+
+
+def ratio_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
+    """What the objective holds the ratio of each token between."""
+    return both_bounds(advantages, config) if config.objective == "cispo" else surrogate_bounds(advantages, config)
+
+
+def policy_surrogate(
+    logprobs: Float[Tensor, "sequences targets"],
+    ratio: Float[Tensor, "sequences targets"],
+    bounds: RatioBounds,
+    advantages: Float[Tensor, "sequences targets"],
+    config: PolicyGradientLossConfig,
+) -> Float[Tensor, "sequences targets"]:
+    """Each token's loss, before any averaging.
+
+    - `clipped`: `-clip(ratio) * A`; a clipped token has no gradient (PPO, arXiv:1707.06347, eq. 7).
+    - `cispo`: `-clip(ratio) * A * logprob`, with the clipped ratio a constant, so that every token keeps its gradient
+      (MiniMax-M1, arXiv:2506.13585). It has no dual clip.
+    """
+    clipped = bounds.clip(ratio)
+    if config.objective == "cispo":
+        return -clipped.detach() * advantages * logprobs
+    return -clipped * advantages
+
+
+def _valid(
+    values: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
+) -> Float[Tensor, "sequences targets"]:
+    """0 where masked, in the gradient too; before any arithmetic, as NaN and infinity times 0 are NaN."""
+    return values.where(mask, 0.0)
+
+
+def _extra(inputs: LossInputs, name: str, *, one_per_sequence: bool = False) -> Float[Tensor, "sequences targets"]:
+    values = inputs.extras[name].detach().to(inputs.logprobs.dtype)
+    if one_per_sequence:
+        values = values[:, None].expand_as(inputs.logprobs)
+    return _valid(values, inputs.token_mask)
+
+
+def _global_mean(
+    values: Float[Tensor, "sequences targets"], inputs: LossInputs, config: PolicyGradientLossConfig
+) -> Float[Tensor, ""]:
+    """This microbatch's share of the mean over the global batch, as the loss averages."""
+    if config.token_level_loss:
+        return values.where(inputs.token_mask, 0.0).sum() / max(inputs.global_valid_tokens, 1)
+    return sequence_mean(values, inputs.token_mask).sum() / max(inputs.global_sequences, 1)

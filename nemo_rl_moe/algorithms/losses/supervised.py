@@ -1,0 +1,142 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Losses of given responses: negative log-likelihood (SFT) and preferences (DPO, IPO)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from nemo_rl_moe.config.schema import PreferenceLossConfig
+from nemo_rl_moe.data.preferences import REFERENCE_SUMS
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+
+
+def sft_loss(inputs: LossInputs) -> LossOutputs:
+    """Mean negative log-likelihood of the trained tokens of the whole global batch.
+
+    The divisor is the global batch's number of trained tokens, over all microbatches and ranks: a mean of means would
+    weigh short sequences up and change with the micro-batch size.
+
+    Returns:
+        This microbatch's share of the mean, in nats. Metrics: `accuracy`, the share of the trained tokens that the
+        model ranks first given what precedes them (evaluation only), and `num_valid_tokens`.
+    """
+    mask = inputs.token_mask
+    # Where a padded position holds an infinite value, a product with 0 would make it NaN.
+    loss = -inputs.logprobs.where(mask, 0.0).sum() / inputs.global_valid_tokens
+    metrics = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
+    if inputs.greedy_matches is not None:
+        metrics["accuracy"] = ((inputs.greedy_matches & mask).sum() / inputs.global_valid_tokens, Reduction.SHARE)
+    return LossOutputs(loss=loss, metrics=metrics)
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Prefers chosen to rejected responses, relative to a reference model, with supervised fine-tuning mixed in.
+
+    The inputs hold pairs of neighbours, the chosen before the rejected sequence. `y` is a response and `x` its prompt;
+    `log p(y|x)` is the sum over the response's tokens, or, with `preference_average_log_probs` and
+    `sft_average_log_probs`, their mean. With `beta = reference_policy_kl_penalty`:
+
+        h(y) = log p(y|x) - log p_reference(y|x)
+        reward(y) = beta * h(y)                                        (DPO, arXiv:2305.18290, eq. 5, without log Z(x))
+        loss = preference_loss_weight * preference_loss + sft_loss_weight * sft_loss
+
+    Both losses are means over the pairs of the global batch; see `preference_losses` for the first, `sft_loss` is
+    `-log p(chosen|x)`. Everything that is one number a sequence is computed in float64: sums over long responses are
+    large against their differences.
+
+    Reads from the inputs' `extras`:
+
+    - `reference_sums`, `[sequences]`: the sum of the response's log-probabilities under the reference model, in nats
+
+    Metrics, means over the pairs of the global batch unless said otherwise:
+
+    - `preference_loss`, `sft_loss`: before their weights
+    - `accuracy`: share of the pairs whose chosen response has the higher reward; equal rewards count as wrong
+    - `rewards_chosen_mean`, `rewards_rejected_mean`: the rewards
+    - `reward_margin`: reward of the chosen minus that of the rejected response
+    - `logprobs_chosen_mean`, `logprobs_rejected_mean`: sums of the responses' log-probabilities, in nats
+    - `num_valid_pairs`, `num_valid_tokens`: pairs, and response tokens, of the global batch
+
+    Attributes:
+        config: The settings of the loss.
+    """
+
+    config: PreferenceLossConfig
+
+    def __call__(self, inputs: LossInputs) -> LossOutputs:
+        """One microbatch's share of the loss.
+
+        Raises:
+            KeyError: The inputs lack the reference's sums.
+        """
+        config, mask = self.config, inputs.token_mask
+        sums = response_sums(inputs.logprobs, mask)
+        reference = inputs.extras[REFERENCE_SUMS].to(sums)
+        lengths = mask.sum(dim=1).clamp(min=1)
+        # Pairs that only fill a batch up have no response; 0 times a number would not do where that is NaN.
+        valid = mask[0::2].any(dim=1) & mask[1::2].any(dim=1)
+        num_pairs = max(inputs.global_sequences // 2, 1)
+
+        def mean(values: Float[Tensor, " pairs"]) -> Float[Tensor, ""]:
+            return values.where(valid, 0.0).sum() / num_pairs
+
+        ratios = sums - reference
+        rewards = config.reference_policy_kl_penalty * (
+            ratios / lengths if config.preference_average_log_probs else ratios
+        )
+        margins = rewards[0::2] - rewards[1::2]
+        preference = mean(preference_losses(margins, config))
+        sft = mean(-(sums / lengths if config.sft_average_log_probs else sums)[0::2])
+        loss = config.preference_loss_weight * preference + config.sft_loss_weight * sft
+
+        means = {
+            "preference_loss": preference,
+            "sft_loss": sft,
+            "accuracy": mean((margins > 0).to(sums)),
+            "rewards_chosen_mean": mean(rewards[0::2]),
+            "rewards_rejected_mean": mean(rewards[1::2]),
+            "reward_margin": mean(margins),
+            "logprobs_chosen_mean": mean(sums[0::2]),
+            "logprobs_rejected_mean": mean(sums[1::2]),
+        }
+        metrics = {name: (value.detach(), Reduction.SHARE) for name, value in means.items()}
+        metrics["num_valid_pairs"] = (valid.sum(), Reduction.SUM)
+        metrics["num_valid_tokens"] = (mask.sum(), Reduction.SUM)
+        return LossOutputs(loss=loss.to(inputs.logprobs.dtype), metrics=metrics)
+
+
+def response_sums(
+    logprobs: Float[Tensor, "sequences targets"], mask: Bool[Tensor, "sequences targets"]
+) -> Float[Tensor, " sequences"]:
+    """Log-probability of each response: the sum of its tokens' log-probabilities, in nats, in float64.
+
+    Args:
+        logprobs: Of each token; where masked, anything.
+        mask: True on the tokens of the response.
+    """
+    return logprobs.where(mask, 0.0).sum(dim=1, dtype=torch.float64)
+
+
+def preference_losses(margins: Float[Tensor, " pairs"], config: PreferenceLossConfig) -> Float[Tensor, " pairs"]:
+    """The loss of each pair.
+
+    - `sigmoid`: `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`, where `e` is `label_smoothing`, the share of
+      the pairs whose labels are taken to be the wrong way round. With 0 it is DPO (arXiv:2305.18290, eq. 7), otherwise
+      conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO").
+    - `ipo`: `(margin / beta - 1 / (2 beta))^2` (IPO, arXiv:2310.12036, eq. 17, whose tau is beta).
+
+    Args:
+        margins: Reward of the chosen minus that of the rejected response, `beta` included.
+        config: The settings of the loss.
+    """
+    if config.preference_loss_type == "ipo":
+        beta = config.reference_policy_kl_penalty
+        return (margins / beta - 1 / (2 * beta)).square()
+    smoothing = config.label_smoothing
+    return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)

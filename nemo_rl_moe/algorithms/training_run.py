@@ -1,0 +1,262 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the training loops share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.errors import CheckpointError, TrainingDivergedError
+from nemo_rl_moe.loggers.interface import MetricLogger
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import TrainResult
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+
+
+class ScheduleConfig(Protocol):
+    """The part of an algorithm's section that says how long it runs and when it validates."""
+
+    @property
+    def max_num_epochs(self) -> int: ...
+    @property
+    def max_num_steps(self) -> int | None: ...
+    @property
+    def val_period(self) -> int: ...
+    @property
+    def val_at_start(self) -> bool: ...
+    @property
+    def val_at_end(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run came to.
+
+    Attributes:
+        num_steps: Steps done.
+        first_validation: The first validation's metrics; empty when there was none.
+        last_validation: The last one's.
+        last_training: The last step's training metrics.
+        stopped_for: Why the run ended before its last step; None when it is complete.
+    """
+
+    num_steps: int
+    first_validation: Mapping[str, float]
+    last_validation: Mapping[str, float]
+    last_training: Mapping[str, float]
+    stopped_for: str | None
+
+    @classmethod
+    def of(cls, state: LoopState, stopped_for: str | None) -> "RunSummary":
+        """Sums up a run from where it stands."""
+        return cls(state.step, state.first_validation, state.last_validation, state.last_training, stopped_for)
+
+
+def num_training_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
+    """Steps of the whole run: the epochs' steps, or `max_num_steps` if that is less."""
+    steps = config.max_num_epochs * steps_per_epoch
+    return steps if config.max_num_steps is None else min(steps, config.max_num_steps)
+
+
+def validation_is_due(config: ScheduleConfig, step: int, num_steps: int) -> bool:
+    """Whether a validation follows this step (counted from 1)."""
+    periodic = config.val_period > 0 and step % config.val_period == 0
+    return periodic or (config.val_at_end and step == num_steps)
+
+
+_SHOWN_SAMPLES = 8
+
+
+class Checkpoints(Protocol):
+    """Where checkpoints go; `checkpoints.checkpointer.Checkpointer` is one."""
+
+    @property
+    def last_published(self) -> Path | None:
+        """The newest whole checkpoint."""
+        ...
+
+    def is_due(self, step: int) -> bool:
+        """Whether the user wants one after this step."""
+        ...
+
+    def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
+        """Begins to save; blocks for the snapshot alone."""
+        ...
+
+    def poll(self) -> None:
+        """Publishes what has been written meanwhile."""
+        ...
+
+    def finish(self) -> None:
+        """Waits for what is being written; raises where the last one could not be saved."""
+        ...
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who hears of a run.
+
+    Attributes:
+        logger: Gets one record for each step.
+        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked; before the step's record.
+        log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
+    """
+
+    logger: MetricLogger
+    log_expert_load: Callable[[int, ExpertLoad], None]
+    log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step came to.
+
+    Attributes:
+        batches_taken: Batches, or rounds of prompts, taken from the data so far.
+        result: What the policy's training reported.
+        training: Its metrics, `train/...`.
+        validation: Those of the validation that followed, `val/...` and timing; empty where none was due.
+        sample_ids: Where the samples of the step came from.
+        samples: Responses to keep, by split.
+    """
+
+    batches_taken: int
+    result: TrainResult
+    training: Mapping[str, float]
+    validation: Mapping[str, float]
+    sample_ids: Sequence[str]
+    samples: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+
+class RunKeeper:
+    """Ends the steps of a run.
+
+    A step is recorded before its checkpoint is published: whoever resumes from it finds the records of all its steps.
+
+    Args:
+        observers: Who hears of the run.
+        checkpoints: Where checkpoints go; None: nothing is saved.
+        stop_reason: Why the run is to end after the present step; None: it is not.
+        max_skipped_in_a_row: Updates skipped one after the other at which the run ends.
+        start: Where the run begins: at its beginning, or at a checkpoint.
+
+    Attributes:
+        state: Where the run stands.
+        stopped_for: Why the run ended before its last step; None otherwise.
+    """
+
+    def __init__(
+        self,
+        observers: Observers,
+        checkpoints: Checkpoints | None,
+        stop_reason: Callable[[], str | None],
+        max_skipped_in_a_row: int,
+        start: LoopState,
+    ):
+        self._observers = observers
+        self._checkpoints = checkpoints
+        self._stop_reason = stop_reason
+        self._max_skipped_in_a_row = max_skipped_in_a_row
+        self.state = start
+        self.stopped_for: str | None = None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no step has been done."""
+        return self.state.step == 0
+
+    def record_start(self, validation: Mapping[str, float], samples: Mapping[str, Sequence[Any]] | None = None) -> None:
+        """Records a validation before the first step."""
+        self.state = _with_validation(self.state, validation)
+        self._record(0, validation, samples or {})
+
+    def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
+        """Records the step, begins a checkpoint where one is due, and says whether the run goes on.
+
+        Args:
+            outcome: What the step came to.
+            clock: Its phases; gets the phase `checkpoint`.
+            is_last: The run is complete with this step.
+
+        Raises:
+            TrainingDivergedError: Too many updates in a row were skipped.
+        """
+        self.state = state = self._next_state(outcome)
+        self.stopped_for = None if is_last else self._stop_reason()
+        metrics = {**outcome.training, **outcome.validation}
+        if self._checkpoints is not None:
+            self._checkpoints.poll()
+            if self._saves(is_last=is_last):
+                with clock.phase("checkpoint"):
+                    self._checkpoints.start(state, metrics)
+        if outcome.result.expert_load is not None:
+            self._observers.log_expert_load(state.step, outcome.result.expert_load)
+        self._record(state.step, metrics | clock.metrics(), outcome.samples)
+        if self._has_diverged:
+            raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))
+        return not is_last and self.stopped_for is None
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is whole.
+
+        Raises:
+            CheckpointError: It could not be saved.
+        """
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+
+    @property
+    def _has_diverged(self) -> bool:
+        return self.state.skipped_in_a_row >= self._max_skipped_in_a_row
+
+    def _saves(self, *, is_last: bool) -> bool:
+        assert self._checkpoints is not None
+        if self._has_diverged:
+            return False
+        # While updates are being skipped, the last checkpoint stays the one from before.
+        is_due = self._checkpoints.is_due(self.state.step) and self.state.skipped_in_a_row == 0
+        return is_due or is_last or self.stopped_for is not None
+
+    def _next_state(self, outcome: StepOutcome) -> LoopState:
+        result, before = outcome.result, self.state
+        all_skipped = result.num_updates > 0 and result.skipped_in_a_row == result.num_updates
+        state = replace(
+            before,
+            step=before.step + 1,
+            batches_taken=outcome.batches_taken,
+            last_training=dict(outcome.training),
+            skipped_in_a_row=result.skipped_in_a_row + (before.skipped_in_a_row if all_skipped else 0),
+        )
+        return _with_validation(state, outcome.validation)
+
+    def _record(self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Any]]) -> None:
+        self._observers.logger.log_step(step, metrics)
+        for split, responses in samples.items():
+            self._observers.log_samples(step, split, responses)
+
+    def _diverged(self, outcome: StepOutcome) -> str:
+        samples = sorted(set(outcome.sample_ids))
+        shown = ", ".join(samples[:_SHOWN_SAMPLES])
+        more = f" and {len(samples) - _SHOWN_SAMPLES} more" if len(samples) > _SHOWN_SAMPLES else ""
+        checkpoint, unsaved = None, ""
+        if self._checkpoints is not None:
+            try:
+                self._checkpoints.finish()
+            except CheckpointError as error:
+                unsaved = f"\n{error}"
+            checkpoint = self._checkpoints.last_published
+        return (
+            f"step {self.state.step}: {self.state.skipped_in_a_row} updates in a row were skipped, as their loss or "
+            f"gradient was NaN or infinite (policy.max_consecutive_skipped_updates: {self._max_skipped_in_a_row}).\n"
+            f"The step's samples: {shown}{more}.\n"
+            f"The last good checkpoint: {checkpoint or 'none was saved'}.{unsaved}"
+        )
+
+
+def _with_validation(state: LoopState, validation: Mapping[str, float]) -> LoopState:
+    measured = {name: value for name, value in validation.items() if name.startswith("val/")}
+    if not measured:
+        return state
+    return replace(state, first_validation=state.first_validation or measured, last_validation=measured)

@@ -1,0 +1,188 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between settings that one algorithm alone has; see `checks.py`."""
+
+from collections.abc import Iterator
+from math import gcd
+
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
+
+
+def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
+    """The responses of a step are a whole number of global batches."""
+    samples, size = config.responses_per_step, config.policy.train_global_batch_size
+    if samples % size:
+        yield (
+            f"policy.train_global_batch_size: got {size}, expected a divisor of the {samples} responses of a step"
+            f" (grpo.num_prompts_per_step {config.grpo.num_prompts_per_step} x grpo.num_generations_per_prompt"
+            f" {config.grpo.num_generations_per_prompt}); nearest below: {_largest_divisor(samples, size)}"
+        )
+    elif config.updates_per_step > 1 and config.loss_fn.force_on_policy_ratio == "always":
+        yield (
+            f"loss_fn.force_on_policy_ratio: always needs one update a step, but {samples} responses are"
+            f" {config.updates_per_step} global batches of policy.train_global_batch_size {size}; use auto"
+        )
+
+
+def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
+    """There is room for a prompt."""
+    longest, response = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
+    if response >= longest:
+        yield (
+            f"policy.generation.max_new_tokens: got {response}, expected less than policy.max_total_sequence_length"
+            f" = {longest}, which holds the prompt too"
+        )
+
+
+def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]:
+    """The punished part is a part of the response."""
+    shaping, longest = config.grpo.reward_shaping, config.policy.generation.max_new_tokens
+    if shaping.enabled and shaping.overlong_buffer_length > longest:
+        yield (
+            f"grpo.reward_shaping.overlong_buffer_length: got {shaping.overlong_buffer_length}, expected at most"
+            f" policy.generation.max_new_tokens = {longest}"
+        )
+
+
+def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
+    """Something lies between the bounds of IcePop."""
+    loss = config.loss_fn
+    lower, upper = loss.importance_sampling_ratio_min, loss.importance_sampling_ratio_max
+    if loss.importance_sampling_correction == "icepop" and lower >= upper:
+        yield (
+            f"loss_fn.importance_sampling_ratio_min: got {lower}, expected less than"
+            f" loss_fn.importance_sampling_ratio_max = {upper}"
+        )
+
+
+def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
+    """CISPO's weight is a constant: there is no loss for dual clip to bound."""
+    loss = config.loss_fn
+    if loss.objective == "cispo" and loss.ratio_clip_c is not None:
+        yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective cispo"
+
+
+def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
+    """The environment that is named is described."""
+    if config.env.name != "math" and getattr(config.env, config.env.name) is None:
+        yield f"env.{config.env.name}: null, but env.name is {config.env.name}, which reads that section"
+
+
+def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
+    """Prompts are read from a path, or drawn from a task."""
+    for name, source in (("train", config.data.train), ("validation", config.data.validation)):
+        if source is None or source.path is not None:
+            continue
+        if config.env.name != "reasoning_gym":
+            yield (
+                f"data.{name}.path: null draws prompts from a reasoning_gym task, but env.name is {config.env.name};"
+                " name a file or a dataset"
+            )
+        if source.num_items is None:
+            yield f"data.{name}.num_items: null, expected how many prompts to draw, as data.{name}.path is null"
+
+
+def drawn_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
+    """One seed draws one set of prompts."""
+    train, validation = config.data.train, config.data.validation
+    if validation is None or train.path is not None or validation.path is not None:
+        return
+    if train.seed == validation.seed:
+        yield (
+            f"data.validation.seed: got {validation.seed}, which is data.train.seed: validation would draw the training"
+            " prompts; expected another seed"
+        )
+
+
+def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
+    """Greedy responses to one prompt are all the same."""
+    loop = config.grpo
+    if loop.val_temperature == 0 and loop.val_num_generations > 1:
+        yield (
+            f"grpo.val_num_generations: got {loop.val_num_generations}, expected 1 with grpo.val_temperature 0, which"
+            " gives the same response each time"
+        )
+
+
+def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[str]:
+    """What the first round lacks comes from the rounds after it."""
+    loop = config.grpo
+    if loop.use_dynamic_sampling and loop.dynamic_sampling_max_gen_batches == 1:
+        yield (
+            "grpo.dynamic_sampling_max_gen_batches: got 1, which replaces no group; expected 2 or more with"
+            " grpo.use_dynamic_sampling true"
+        )
+
+
+def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
+    """Only the estimator `grpo` can leave a response out of what it is compared with."""
+    estimator = config.grpo.adv_estimator
+    if estimator.use_leave_one_out_baseline and estimator.name != "grpo":
+        yield (
+            "grpo.adv_estimator.use_leave_one_out_baseline: got true, expected false with grpo.adv_estimator.name"
+            f" {estimator.name}, which does not read it; grpo does"
+        )
+
+
+def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
+    """Responses end when they end; collectives whose sizes each rank takes from its own tokens would not fit."""
+    megatron = config.policy.megatron_cfg
+    if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
+        return
+    chosen = megatron.moe_transformer_fields
+    if chosen.get("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank;"
+            " while generating, experts that are shared between ranks need alltoall"
+        )
+    if chosen.get("moe_pad_expert_input_to_capacity"):
+        yield (
+            "policy.megatron_cfg.moe_pad_expert_input_to_capacity: got true, which needs as many tokens on every rank;"
+            " while generating, experts that are shared between ranks need false"
+        )
+
+
+def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[str]:
+    """Otherwise every prompt would be the same."""
+    template = config.data.prompt_template
+    if template is not None and "{prompt}" not in template:
+        yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    return max(divisor for divisor in range(1, min(number, limit) + 1) if gcd(number, divisor) == divisor)
+
+
+GRPO_RULES = (
+    step_is_whole_updates,
+    response_fits_the_sequence,
+    overlong_buffer_fits_the_response,
+    importance_bounds_are_in_order,
+    dual_clip_has_a_surrogate,
+    environment_has_its_section,
+    prompts_have_a_source,
+    ranks_may_have_different_numbers_of_tokens,
+    template_has_a_place_for_the_prompt,
+    drawn_prompts_are_held_out,
+    greedy_validation_asks_once,
+    dynamic_sampling_has_a_second_round,
+    leave_one_out_has_a_baseline,
+)
+
+
+def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
+    """Without any, nothing is trained."""
+    if config.dpo.preference_loss_weight == 0 and config.dpo.sft_loss_weight == 0:
+        yield "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained"
+
+
+def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
+    """IPO's loss is not that of a label."""
+    if config.dpo.preference_loss_type == "ipo" and config.dpo.label_smoothing > 0:
+        yield (
+            f"dpo.label_smoothing: got {config.dpo.label_smoothing}, expected 0 with dpo.preference_loss_type ipo,"
+            " which does not read it; sigmoid does"
+        )
+
+
+DPO_RULES = (some_loss_has_weight, smoothing_has_labels)

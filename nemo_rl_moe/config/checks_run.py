@@ -1,0 +1,138 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of what surrounds the training: the loop's length, checkpointing, and the files and folders that are named."""
+
+import re
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
+from nemo_rl_moe.config.schema_grpo import GRPOConfig
+from nemo_rl_moe.config.schema_run import DURATION_FORM, format_duration, parse_duration
+from nemo_rl_moe.config.suggestions import did_you_mean
+
+LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
+
+
+def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | GRPOConfig]:
+    """The name of the section that holds the loop, and the section."""
+    if isinstance(config, GRPOMasterConfig):
+        return "grpo", config.grpo
+    return ("dpo", config.dpo) if isinstance(config, DPOMasterConfig) else ("sft", config.sft)
+
+
+def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:
+    """Without a decay length of its own, the schedule ends with the run."""
+    name, loop = loop_section(config)
+    scheduler, steps = config.policy.megatron_cfg.scheduler, loop.max_num_steps
+    if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
+        return
+    updates = steps * config.updates_per_step
+    if 0 < updates <= scheduler.lr_warmup_iters:  # 0: told by step_is_whole_updates
+        yield (
+            f"policy.megatron_cfg.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than the"
+            f" {updates} optimizer steps of {name}.max_num_steps = {steps} (lr_decay_iters is null)"
+        )
+
+
+def validation_has_data(config: LoopMasterConfig) -> Iterator[str]:
+    """Validation at any time needs held-out data."""
+    if config.data.validation is not None:
+        return
+    name, loop = loop_section(config)
+    for key, off in (("val_period", "0"), ("val_at_start", "false"), ("val_at_end", "false")):
+        value = getattr(loop, key)
+        if value:
+            yield f"{name}.{key}: {str(value).lower()} needs data.validation, which is null; set {off} or name the data"
+
+
+LOOP_RULES = (warmup_ends_within_the_run, validation_has_data)
+
+
+_SECTION = "checkpointing"
+
+
+def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
+    """The metric is one of training or of validation."""
+    name = config.checkpointing.metric_name
+    if name is None or re.fullmatch(r"(val|train):[^\s:]+", name):
+        return
+    yield (
+        f"{_SECTION}.metric_name: got {name!r}, expected val:NAME or train:NAME, or null"
+        f"{did_you_mean(_nearest_metric(name))}"
+    )
+
+
+def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
+    """What chooses the best checkpoints is measured by the run."""
+    settings = config.checkpointing
+    if not settings.enabled or settings.keep_top_k is None or settings.metric_name is None:
+        return  # nothing is chosen
+    if not settings.metric_name.startswith("val:"):
+        return
+    subject, ways_out = f"{_SECTION}.metric_name: {settings.metric_name}", "null (keep the newest) or train:NAME"
+    if config.data.validation is None:
+        yield f"{subject} needs data.validation, which is null; name the data, or set {ways_out}"
+        return
+    name, loop = loop_section(config)
+    if loop.val_period == 0 and not loop.val_at_end:
+        yield (
+            f"{subject} needs a validation, but {name}.val_period is 0 and {name}.val_at_end false;"
+            f" switch one on, or set {ways_out}"
+        )
+
+
+def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
+    """The time after which a run saves can be read, and leaves it some time."""
+    text = config.checkpointing.checkpoint_must_save_by
+    if text is None:
+        return
+    seconds = parse_duration(text)
+    subject = f"{_SECTION}.checkpoint_must_save_by"
+    if seconds is None:
+        yield (
+            f'{subject}: got {text!r}, expected {DURATION_FORM} such as "00:03:30:00" (3 hours 30 minutes), or null'
+            f"{did_you_mean(_nearest_duration(text))}"
+        )
+    elif seconds == 0:
+        yield f'{subject}: got {text!r}, expected a time above 0 such as "00:03:30:00", or null'
+
+
+def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[str]:
+    """What goes on from a checkpoint needs one."""
+    if config.checkpointing.enabled:
+        return
+    if config.checkpointing.checkpoint_must_save_by is not None:
+        yield f"{_SECTION}.checkpoint_must_save_by: needs {_SECTION}.enabled true; set null for no time limit"
+    if config.cluster.max_restarts > 0:
+        yield (
+            f"cluster.max_restarts: {config.cluster.max_restarts} needs {_SECTION}.enabled true: a restart goes on from"
+            " a checkpoint; set 0 for no restarts"
+        )
+
+
+def _nearest_metric(name: str) -> str | None:
+    """`val/accuracy`, as the metrics file has it, means `val:accuracy`."""
+    match = re.match(r"\s*(val\w*|train\w*)\s*[:/.]+\s*(\S+)", name)
+    if match is None:
+        return None
+    return f"{'val' if match[1].startswith('val') else 'train'}:{match[2].replace(':', '/')}"
+
+
+def _nearest_duration(text: str) -> str | None:
+    """`3:30:00` lacks the days; `00:27:00:00` has more hours than a day."""
+    parts = text.strip().split(":")
+    if not all(part.isascii() and part.isdigit() for part in parts) or not 2 <= len(parts) <= 4:
+        return None
+    days, hours, minutes, seconds = [0] * (4 - len(parts)) + [int(part[-9:]) for part in parts]
+    total = ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    nearest = format_duration(total)
+    return f'"{nearest}"' if parse_duration(nearest) else None
+
+
+CHECKPOINTING_RULES = (
+    metric_has_a_source,
+    metric_is_measured,
+    time_limit_is_a_duration,
+    checkpoints_are_on_where_they_are_needed,
+)

@@ -1,0 +1,135 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The driver process of a run: its restart number, its signals to stop, and its time limit."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any
+
+from nemo_rl_moe.config.schema_run import parse_duration
+
+
+@dataclass(frozen=True)
+class RunAttempt:
+    """One driver process of a run.
+
+    Attributes:
+        run_id: Names the command that the user started; the same in all attempts of it.
+        number: Counts from 1; more than 1 after a restart.
+        started: When the command was started, on the machine's monotonic clock; None: with this process.
+    """
+
+    run_id: str
+    number: int
+    started: float | None = None
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_REQUEST_S = 1.0
+"""A batch system signals every process of a job, and the supervisor passes its signal on: those are one request."""
+EXIT_SIGNAL_BASE = 128
+STDERR = 2
+
+
+def exit_code_of_signal(number: int) -> int:
+    """What a program that a signal has ended returns, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
+    return EXIT_SIGNAL_BASE + number
+
+
+class StopSignals:
+    """A context around a whole run, in the main thread of the driver.
+
+    Outside of `graceful` the first signal ends the run at once, with everything stopped in order. Inside it only sets
+    `reason`, and the loop ends after its step. A second signal ends the process wherever it is.
+    """
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._requested_at: float | None = None
+        self._is_graceful = False
+        self._former_handlers: dict[signal.Signals, Any] = {}
+
+    def reason(self) -> str | None:
+        """The name of the signal that asked the run to stop, such as "SIGTERM"; None: none did."""
+        return self._reason
+
+    @contextmanager
+    def graceful(self) -> Iterator[None]:
+        """The part of a run that looks at `reason` and stops by itself."""
+        self._is_graceful = True
+        try:
+            yield
+        finally:
+            self._is_graceful = False
+
+    def __enter__(self) -> "StopSignals":
+        for number in STOP_SIGNALS:
+            self._former_handlers[number] = signal.signal(number, self._handle)
+        # The supervisor starts the driver with both held back, so that none comes before the handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._former_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._requested_at is not None:
+            if now - self._requested_at > SAME_REQUEST_S:
+                _tell("ended at once: the run was asked to stop a second time")
+                os._exit(exit_code_of_signal(number))
+            return
+        self._requested_at = now
+        name = signal.Signals(number).name
+        if self._is_graceful:
+            self._reason = name
+            _tell(f"{name}: the run stops after this step; a second one ends it at once")
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            raise SystemExit(exit_code_of_signal(number))
+
+
+def _tell(message: str) -> None:
+    """Writes a line to stderr past Python's buffers, which the interrupted code may be in the middle of using."""
+    os.write(STDERR, f"\n{message}\n".encode())
+
+
+class TimeLimit:
+    """Stops a run while there is still time for another step, and for saving after it.
+
+    Both are taken to last as long as the longest of the run so far; a step's validation is part of it.
+
+    Args:
+        must_save_by: Time after the start, DD:HH:MM:SS, as `checkpointing.checkpoint_must_save_by`; None: no limit.
+        started: When the run started, in the clock's seconds; None: now.
+        clock: Seconds on a clock that only goes forward.
+    """
+
+    def __init__(
+        self, must_save_by: str | None, started: float | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        limit_s = parse_duration(must_save_by) if must_save_by is not None else None
+        self._clock = clock
+        self._last = clock()
+        self._end = None if limit_s is None else (self._last if started is None else started) + limit_s
+        self._longest_step = self._longest_saving = 0.0
+
+    def is_up_after_step(self) -> bool:
+        """To be asked once at the end of each step: whether another one like the longest would be too long."""
+        now = self._clock()
+        self._longest_step = max(self._longest_step, now - self._last)
+        self._last = now
+        return self._end is not None and now + self._longest_step + self._longest_saving >= self._end
+
+    def note_saving(self, seconds: float) -> None:
+        """Tells how long a checkpoint has taken, from its beginning until it was whole on the disk."""
+        self._longest_saving = max(self._longest_saving, seconds)

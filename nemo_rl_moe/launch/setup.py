@@ -1,0 +1,255 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Setup of a run before its loop: the model checked, Ray and the workers started, the settings in force told."""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
+from nemo_rl_moe.models.hf_files import (
+    HubModel,
+    ModelSource,
+    check_weights,
+    fetching_problem,
+    find_model,
+    load_config_json,
+    load_hf_config,
+)
+from nemo_rl_moe.models.model_files import collect_model_files
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME
+from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class PreparedModel:
+    """What the driver knows of a run's model.
+
+    Attributes:
+        source: Where it is read from.
+        hf_config: Its Hugging Face configuration.
+        tokenizer: The tokenizer in use.
+        files: What lies beside exported weights, file name to content.
+    """
+
+    source: ModelSource
+    hf_config: Any
+    tokenizer: "PreTrainedTokenizerBase"
+    files: Mapping[str, bytes]
+
+
+def prepare_model(config: MasterConfig, console: ConsoleLogger) -> PreparedModel:
+    """Fetches and checks the model, so that what is wrong with it is told before Ray starts; loads the tokenizer.
+
+    Raises:
+        ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
+            lacks the weights asked for, or the tokenizer cannot be loaded.
+    """
+    policy = config.policy
+    source, folder = _fetched(policy, console)
+    with console.phase("checking the model"):
+        hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
+        check_weights(policy, folder)
+        # Imported here: Megatron-Core takes seconds to import, which the phase tells.
+        from nemo_rl_moe.models.megatron.model.router_settings import exported_config
+        from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+
+        transformer = build_transformer_config(policy, hf_config)
+        exported = exported_config(policy, hf_config, config_json, transformer)
+    for line in model_warnings(policy, hf_config, config_json, transformer):
+        console.warn(line)
+    tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
+    files = collect_model_files(exported.content, hf_config, folder, tokenizer)
+    return PreparedModel(source, hf_config, tokenizer, files)
+
+
+def model_warnings(
+    policy: PolicyConfig, hf_config: Any, config_json: Mapping[str, Any], transformer: "TransformerConfig"
+) -> list[str]:
+    """What a user should know of the model's settings before a run, a line each.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        hf_config: The model's Hugging Face configuration.
+        config_json: Its file as it is.
+        transformer: What `build_transformer_config` made of them.
+    """
+    from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_warnings
+
+    exported = exported_config(policy, hf_config, config_json, transformer)
+    return setting_warnings(policy, hf_config, config_json, transformer) + [
+        f"{name}: {getattr(transformer, name)} has no place in a {hf_config.model_type} config.json: exported weights "
+        "compute something else in transformers"
+        for name in exported.not_expressed
+    ]
+
+
+def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource, Path]:
+    """Where the model is, and its folder on this machine."""
+    if Path(policy.model_name).is_dir():
+        source = find_model(policy)
+    else:
+        with console.phase(f"fetching {policy.model_name}") as progress:
+            source = find_model(policy, progress)
+    return source, source.folder()
+
+
+_LONGEST_LIST_SHOWN = 4
+EFFECTIVE_MOE_FILE = "effective_moe_configuration"
+MOE_SOURCES_FILE = "effective_moe_configuration_sources"
+
+
+@contextmanager
+def running_cluster(config: MasterConfig, console: ConsoleLogger) -> Iterator[RayCluster]:
+    """Starts Ray, or joins a running one, and lets go of it whatever happens."""
+    with console.phase("starting Ray"):
+        cluster = RayCluster(
+            config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.cpu_workers_per_node
+        )
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
+    """Brings a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
+
+    Raises:
+        ConfigurationError: A machine cannot get it.
+    """
+    if problems := [problem for problem in cluster.call_on_each_machine(fetching_problem, model) if problem]:
+        raise ConfigurationError(list(dict.fromkeys(problems)))
+
+
+@contextmanager
+def running_policy(
+    config: MasterConfig,
+    cluster: RayCluster,
+    console: ConsoleLogger,
+    model: PreparedModel,
+    *,
+    seed: int,
+    num_steps: int,
+    keep_reference: bool = False,
+) -> Iterator[MegatronPolicy]:
+    """Starts the workers, and stops them whatever happens.
+
+    Raises:
+        ConfigurationError: The model's weights cannot be used.
+    """
+    if model.source.hub is not None and not cluster.is_local:
+        with console.phase(f"fetching {model.source.hub.name} on every machine that lacks it"):
+            fetch_on_machines(cluster, model.source.hub)
+    with console.phase(f"starting {config.cluster.world_size} workers"):
+        policy = MegatronPolicy(
+            config,
+            cluster,
+            seed=seed,
+            num_steps=num_steps,
+            source=model.source,
+            model_files=model.files,
+            keep_reference=keep_reference,
+        )
+    for line in policy.notices:
+        console.message(line)
+    try:
+        yield policy
+    finally:
+        policy.shutdown()
+
+
+def announce(
+    console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str], run_folder: Path
+) -> None:
+    """Shows the router settings that are really in force, and where the run is written."""
+    announce_moe(console, moe_configuration, sources)
+    console.message(f"writing to {run_folder}")
+
+
+def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Shows the router settings that are really in force.
+
+    Args:
+        console: Where to.
+        moe_configuration: Name to value.
+        sources: Name to who has set it; Megatron-Core's own defaults are not in it. Of these, those of what is
+            switched off are left out.
+    """
+    if not moe_configuration:
+        console.message("the model has no MoE layers: there is nothing to track")
+        return
+    in_force = {
+        name: value
+        for name, value in moe_configuration.items()
+        if value is not None and value is not False and (name in sources or _has_effect(name, moe_configuration))
+    }
+    console.message("MoE configuration in force (null and false left out):")
+    for name, value in in_force.items():
+        console.message(f"  {name}: {_short(value)}" + (f"  ({sources[name]})" if name in sources else ""))
+    for name in sorted(name for name in in_force if name.startswith("moe_router_force_")):
+        console.warn(
+            f"FORCED ROUTING: policy.megatron_cfg.{name} is {in_force[name]}. The router's own choices are overruled: "
+            "this run is a benchmark or a drill, and what it trains is worthless."
+        )
+
+
+def _has_effect(name: str, moe_configuration: Mapping[str, Any]) -> bool:
+    """False for defaults of what is switched off."""
+    if name.startswith(("moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_")):
+        return bool(moe_configuration.get("moe_token_dispatcher_type") == "flex")
+    if name == "moe_router_bias_update_rate":
+        return bool(moe_configuration.get("moe_router_enable_expert_bias"))
+    return name != "moe_token_drop_policy" or moe_configuration.get("moe_expert_capacity_factor") is not None
+
+
+def _short(value: Any) -> Any:
+    """A long list as its runs of equal entries: `3 x 0, 58 x 1`."""
+    if not isinstance(value, list) or len(value) <= _LONGEST_LIST_SHOWN:
+        return value
+    return ", ".join(f"{len(list(run))} x {entry}" for entry, run in itertools.groupby(value))
+
+
+def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None) -> str:
+    """A few lines: what was learned, and where to look."""
+    lines = [f"\n{summary.num_steps} steps done."]
+    for name in ("loss", "accuracy"):
+        if f"val/{name}" in summary.last_validation:
+            first, last = summary.first_validation[f"val/{name}"], summary.last_validation[f"val/{name}"]
+            lines.append(f"  validation {name}: {first:.4f} -> {last:.4f}")
+    if "train/moe/load_balancing_loss" in summary.last_training:
+        balance = summary.last_training["train/moe/load_balancing_loss"]
+        lines.append(f"  load balancing loss of the last step: {balance:.4f} (1 is perfect balance)")
+    lines.append("Where to look:")
+    lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
+    if (run_folder / FOLDER_NAME).is_dir():
+        lines.append(f"  load of every expert          {run_folder / FOLDER_NAME}")
+    samples = run_folder / SAMPLES_FILE_NAME
+    if samples.is_file() and samples.stat().st_size:
+        lines.append(f"  responses, a line each        {samples}")
+    if config.logger.tensorboard_enabled:
+        lines.append(f"  TensorBoard                   tensorboard --logdir {config.logger.log_dir}")
+    if config.logger.wandb_enabled:
+        lines.append(f"  Weights & Biases              {run_folder / 'wandb'} (offline runs: wandb sync FOLDER)")
+    if config.logger.mlflow_enabled:
+        lines.append(
+            f"  MLflow                        mlflow ui --backend-store-uri {mlflow_tracking_uri(config.logger)}"
+        )
+    if weights is not None:
+        lines.append(f"  trained model                 {weights}")
+    return "\n".join(lines)

@@ -1,0 +1,223 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rotary position embedding over whole heads, and the ways in which models stretch it to longer sequences.
+
+The frequencies of a stretched one are transformers' own. What YaRN multiplies cosines and sines with, queries and keys
+both carry: together it is a factor of the scores, its square.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families.rules import QueryGroups, Rule, Source, field_names, rule
+
+_KNOWN_KEYS: Mapping[str, frozenset[str]] = {
+    "default": field_names(""),
+    "linear": field_names("factor"),
+    "llama3": field_names("factor low_freq_factor high_freq_factor original_max_position_embeddings"),
+    "yarn": field_names(
+        "factor original_max_position_embeddings attention_factor beta_fast beta_slow mscale mscale_all_dim truncate"
+    ),
+}
+"""By `rope_type`, the keys of `rope_parameters` that mean something, besides `rope_type` and `rope_theta`."""
+_ALWAYS_KNOWN = field_names("rope_type type rope_theta")
+
+
+def rotary_base(hf_config: Any) -> float:
+    """Base period of the rotary embedding.
+
+    Raises:
+        ConfigurationError: The positions are scaled in a way that is not supported.
+    """
+    return float(_rope_parameters(hf_config)["rope_theta"])
+
+
+def inverse_frequencies(hf_config: Any) -> Float[Tensor, " half_head"] | None:
+    """Inverse frequencies of stretched positions; None for those that follow from the base alone.
+
+    Raises:
+        ConfigurationError: As `rotary_base`.
+    """
+    return _stretched(hf_config)[0]
+
+
+def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
+    """Factor of the scores; None for the usual `head_dim ** -0.5`.
+
+    Raises:
+        ConfigurationError: As `rotary_base`.
+    """
+    factor = _stretched(hf_config)[1]
+    return None if factor == 1.0 else float(factor**2 * head_dim**-0.5)
+
+
+def _stretched(hf_config: Any) -> tuple[Tensor | None, float]:
+    """Inverse frequencies, and the factor of cosines and sines."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = _rope_parameters(hf_config)["rope_type"]
+    if kind == "default":
+        return None, 1.0
+    if getattr(hf_config, "head_dim", 0) is None:
+        # transformers' functions take a size that is there for one that is known.
+        hf_config = copy.copy(hf_config)
+        hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config)
+    return frequencies, float(factor)
+
+
+def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", **hf_config.rope_parameters}
+    kind = parameters["rope_type"]
+    if kind not in _KNOWN_KEYS:
+        raise ConfigurationError(
+            f"policy.model_name: config.json: rope_type: got {kind!r}, supported: {', '.join(sorted(_KNOWN_KEYS))}"
+        )
+    if parameters.get("partial_rotary_factor") == 1.0:
+        del parameters["partial_rotary_factor"]
+    unknown = parameters.keys() - _KNOWN_KEYS[kind] - _ALWAYS_KNOWN
+    if unknown:
+        key = "policy.model_name: config.json: rope_parameters"
+        raise ConfigurationError(
+            [
+                f"{key}.{name}: got {parameters[name]!r}, a field that is not known for rope_type {kind!r} and could "
+                "change what the model computes"
+                for name in sorted(unknown)
+            ]
+        )
+    return parameters
+
+
+LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+
+READ_FIELDS = field_names(
+    "num_hidden_layers hidden_size num_attention_heads num_key_value_heads head_dim intermediate_size rms_norm_eps "
+    "initializer_range rope_parameters rope_theta rope_scaling"
+)
+"""Of `config.json`, by `decoder_fields` and `rotary_base`."""
+FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attention_dropout": (0.0, None)}
+
+
+def decoder_fields(hf_config: Any) -> dict[str, Any]:
+    """Hugging Face fields to TransformerConfig fields, but for experts."""
+    heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    return {
+        "num_layers": hf_config.num_hidden_layers,
+        "hidden_size": hf_config.hidden_size,
+        "num_attention_heads": heads,
+        "num_query_groups": hf_config.num_key_value_heads,
+        "kv_channels": head_dim,
+        "softmax_scale": softmax_scale(hf_config, head_dim),
+        "ffn_hidden_size": hf_config.intermediate_size,
+        "layernorm_epsilon": hf_config.rms_norm_eps,
+        "init_method_std": hf_config.initializer_range,
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "add_qkv_bias": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+
+
+def expert_fields(hf_config: Any, *, num_experts: int, ffn_hidden_size: int) -> dict[str, Any]:
+    """TransformerConfig fields of layers with experts, which most families name alike.
+
+    Args:
+        hf_config: The Hugging Face configuration.
+        num_experts: Routed experts of a layer.
+        ffn_hidden_size: Of each.
+    """
+    coefficient = float(getattr(hf_config, "router_aux_loss_coef", None) or 0.0)
+    return {
+        "num_moe_experts": num_experts,
+        "moe_ffn_hidden_size": ffn_hidden_size,
+        "moe_router_topk": hf_config.num_experts_per_tok,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "aux_loss" if coefficient > 0 else "none",
+        "moe_aux_loss_coeff": coefficient,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+SOFTMAX_ROUTER_FIELDS: Mapping[str, str | None] = {
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_score_function": None,
+    "moe_router_pre_softmax": "norm_topk_prob",
+    "moe_router_load_balancing_type": "router_aux_loss_coef",
+    "moe_aux_loss_coeff": "router_aux_loss_coef",
+}
+"""`ModelFamily.router_fields` of a softmax router; `norm_topk_prob` says whether the chosen weights add up to 1."""
+
+
+def stacked_swiglu_experts(prefix: str) -> tuple[list[list[Source]], list[list[Source]]]:
+    """The form in which newer transformers hold all experts in memory: `[E, 2F, H]` and `[E, H, F]`.
+
+    Args:
+        prefix: Hugging Face name of the experts.
+
+    Returns:
+        Alternatives for the first and for the second product of an expert.
+    """
+    gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
+    halves = [Source(gate_up, is_stacked=True, half=half) for half in (0, 1)]
+    return [halves], [[Source(down, is_stacked=True)]]
+
+
+def swiglu(ours: str, theirs: str) -> dict[str, Rule]:
+    """Rules of a SwiGLU layer, by its name in a layer of Megatron-Core and in one of Hugging Face."""
+    return {
+        f"{LAYER}{ours}.linear_fc1.weight": rule(
+            f"{HF_LAYER}{theirs}.gate_proj.weight", f"{HF_LAYER}{theirs}.up_proj.weight"
+        ),
+        f"{LAYER}{ours}.linear_fc2.weight": rule(f"{HF_LAYER}{theirs}.down_proj.weight"),
+    }
+
+
+ENDS: dict[str, Rule] = {
+    "embedding.word_embeddings.weight": rule("model.embed_tokens.weight"),
+    "output_layer.weight": rule("lm_head.weight"),
+    "decoder.final_layernorm.weight": rule("model.norm.weight"),
+}
+LAYER_NORMS: dict[str, Rule] = {
+    f"{LAYER}input_layernorm.weight": rule(f"{HF_LAYER}input_layernorm.weight"),
+    f"{LAYER}pre_mlp_layernorm.weight": rule(f"{HF_LAYER}post_attention_layernorm.weight"),
+}
+ATTENTION: dict[str, Rule] = {
+    f"{LAYER}self_attention.linear_qkv.weight": rule(
+        *(f"{HF_LAYER}self_attn.{part}_proj.weight" for part in "qkv"), layout=QueryGroups()
+    ),
+    f"{LAYER}self_attention.linear_proj.weight": rule(f"{HF_LAYER}self_attn.o_proj.weight"),
+}
+QKV_BIAS: dict[str, Rule] = {
+    f"{LAYER}self_attention.linear_qkv.bias": rule(
+        *(f"{HF_LAYER}self_attn.{part}_proj.bias" for part in "qkv"), layout=QueryGroups()
+    ),
+}
+QK_NORMS: dict[str, Rule] = {
+    f"{LAYER}self_attention.{part}_layernorm.weight": rule(f"{HF_LAYER}self_attn.{part}_norm.weight") for part in "qk"
+}
+DENSE_MLP = swiglu("mlp", "mlp")
+ROUTER: dict[str, Rule] = {f"{LAYER}mlp.router.weight": rule(f"{HF_LAYER}mlp.gate.weight")}
+_OF_FC1, _OF_FC2 = stacked_swiglu_experts(f"{HF_LAYER}mlp.experts")
+EXPERTS: dict[str, Rule] = {
+    f"{LAYER}mlp.experts.{{expert}}.linear_fc1.weight": rule(
+        f"{HF_LAYER}mlp.experts.{{expert}}.gate_proj.weight",
+        f"{HF_LAYER}mlp.experts.{{expert}}.up_proj.weight",
+        alternatives=_OF_FC1,
+    ),
+    f"{LAYER}mlp.experts.{{expert}}.linear_fc2.weight": rule(
+        f"{HF_LAYER}mlp.experts.{{expert}}.down_proj.weight", alternatives=_OF_FC2
+    ),
+}
+DECODER = {**ENDS, **LAYER_NORMS, **ATTENTION, **DENSE_MLP}
+"""Names of a decoder without biases, norms of queries and keys, or experts."""

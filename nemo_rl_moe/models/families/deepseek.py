@@ -1,0 +1,292 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSeek-V2 and V3 share: latent attention, shared experts, and dense layers before those with experts."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import decoder
+from nemo_rl_moe.models.families.decoder import rotary_base
+from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, Rule, RuleTable, field_names, rule
+
+WHERE = "policy.model_name: config.json:"
+"""What messages begin with."""
+READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
+    "aux_loss_alpha first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts "
+    "num_experts num_experts_per_tok num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim "
+    "routed_scaling_factor seq_aux topk_group v_head_dim"
+)
+FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {
+    **decoder.FIXED_FIELDS,
+    "attention_bias": (False,),
+    "moe_layer_freq": (1,),
+    "quantization_config": (None,),
+}
+# Sizes of a head follow from others; `ep_size` is how a program ran the model.
+WITHOUT_EFFECT = field_names("ep_size head_dim qk_head_dim")
+ADVICE = {
+    "quantization_config": "weights in 8 bits are not read: write the checkpoint in bfloat16 first (DeepSeek's "
+    "inference/fp8_cast_bf16.py does it) and take quantization_config out of its config.json"
+}
+
+ROUTER_FIELDS: Mapping[str, str | None] = {
+    "moe_router_topk": "num_experts_per_tok",
+    "moe_router_score_function": None,
+    "moe_router_pre_softmax": None,
+    "moe_router_num_groups": "n_group",
+    "moe_router_group_topk": "topk_group",
+    "moe_router_topk_scaling_factor": "routed_scaling_factor",
+    "moe_router_dtype": None,
+    "moe_router_load_balancing_type": "seq_aux",
+    "moe_aux_loss_coeff": "aux_loss_alpha",
+}
+
+
+def decoder_fields(hf_config: Any) -> dict[str, Any]:
+    """Hugging Face fields to TransformerConfig fields, but for the router's.
+
+    Raises:
+        ConfigurationError: Positions are scaled in a way that is not supported, or heads share keys.
+    """
+    heads, dense_layers = hf_config.num_attention_heads, hf_config.first_k_dense_replace
+    rotated, head_dim = hf_config.qk_rope_head_dim, getattr(hf_config, "head_dim", None)
+    if head_dim not in (None, rotated):
+        # transformers takes the rotary frequencies from it.
+        raise ConfigurationError(f"{WHERE} head_dim: got {head_dim}, expected qk_rope_head_dim, which is {rotated}")
+    if hf_config.num_key_value_heads != heads:
+        raise ConfigurationError(
+            f"{WHERE} num_key_value_heads: got {hf_config.num_key_value_heads}, expected the {heads} attention heads"
+        )
+    return (
+        decoder.decoder_fields(hf_config)
+        | decoder.expert_fields(
+            hf_config, num_experts=hf_config.n_routed_experts, ffn_hidden_size=hf_config.moe_intermediate_size
+        )
+        | rotary_fields(hf_config)
+        | {
+            "multi_latent_attention": True,
+            "q_lora_rank": hf_config.q_lora_rank,
+            "kv_lora_rank": hf_config.kv_lora_rank,
+            "qk_head_dim": hf_config.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": hf_config.qk_rope_head_dim,
+            "v_head_dim": hf_config.v_head_dim,
+            "kv_channels": hf_config.qk_nope_head_dim + hf_config.qk_rope_head_dim,
+            # Latent attention has its own, from the fields of YaRN.
+            "softmax_scale": None,
+            # Every head has keys and values of its own, made of the common latent.
+            "num_query_groups": heads,
+            "qk_layernorm": True,
+            "moe_layer_freq": [int(index >= dense_layers) for index in range(hf_config.num_hidden_layers)],
+            "moe_shared_expert_intermediate_size": hf_config.moe_intermediate_size * hf_config.n_shared_experts,
+            "moe_router_topk_scaling_factor": float(hf_config.routed_scaling_factor),
+            # Whatever the weights are, scores are computed in float32.
+            "moe_router_dtype": "fp32",
+        }
+        | _balancing_fields(hf_config)
+    )
+
+
+def _balancing_fields(hf_config: Any) -> dict[str, Any]:
+    """The auxiliary loss; the file may say nothing of it, and transformers has none."""
+    coefficient = float(getattr(hf_config, "aux_loss_alpha", None) or 0.0)
+    kind = "seq_aux_loss" if getattr(hf_config, "seq_aux", None) in (True, None) else "aux_loss"
+    return {
+        "moe_router_load_balancing_type": kind if coefficient > 0 else "none",
+        "moe_aux_loss_coeff": coefficient,
+    }
+
+
+def group_fields(hf_config: Any) -> dict[str, int | None]:
+    """Groups of experts, where not all of them may be used by a token.
+
+    Raises:
+        ConfigurationError: The groups have too few experts.
+    """
+    groups, usable = hf_config.n_group, hf_config.topk_group
+    limited = groups is not None and usable is not None and usable < groups
+    if limited and usable * hf_config.n_routed_experts // groups < hf_config.num_experts_per_tok:
+        raise ConfigurationError(
+            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, more than the experts in {usable} of "
+            f"{groups} groups"
+        )
+    return {
+        "moe_router_num_groups": groups if limited else None,
+        "moe_router_group_topk": usable if limited else None,
+    }
+
+
+def rotary_fields(hf_config: Any) -> dict[str, Any]:
+    """Rotary positions, plain or scaled by YaRN (Peng et al. 2023), and the factor of the scores that goes with them.
+
+    Raises:
+        ConfigurationError: Another scaling, or one whose limits are not rounded.
+    """
+    base = {"rotary_base": rotary_base(hf_config), "rotary_percent": 1.0}
+    rope = hf_config.rope_parameters
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        # Latent attention multiplies its scores by what follows from the factor, YaRN or not.
+        return base | {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    if kind != "yarn":
+        raise ConfigurationError(f"{WHERE} rope_type: got {kind!r}, supported here: 'default' or 'yarn'")
+    if not rope.get("truncate", True):
+        raise ConfigurationError(f"{WHERE} rope_parameters.truncate: got false, supported here: true")
+    original = rope["original_max_position_embeddings"]
+    factor = float(rope["factor"] or hf_config.max_position_embeddings / original)
+    all_dimensions = float(rope.get("mscale_all_dim") or 0.0)
+    return base | {
+        "rope_type": "yarn",
+        "rotary_scaling_factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        "mscale": _mscale(rope, factor, all_dimensions),
+        "mscale_all_dim": all_dimensions,
+    }
+
+
+def _mscale(rope: Mapping[str, Any], factor: float, all_dimensions: float) -> float:
+    """Megatron-Core's `mscale`, from which it gets the factor of sines and cosines that transformers uses.
+
+    Megatron-Core's is `scale(mscale) / scale(all_dimensions)` with `scale(m) = 0.1 m ln(factor) + 1`. transformers has
+    the same where both are given, else `scale(1)`, unless `attention_factor` names it.
+    """
+    if rope.get("mscale") and all_dimensions and rope.get("attention_factor") is None:
+        return float(rope["mscale"])
+    if factor <= 1:
+        return 1.0
+    step = 0.1 * math.log(factor)
+    wanted = rope.get("attention_factor")
+    wanted = step + 1 if wanted is None else float(wanted)
+    return (wanted * (step * all_dimensions + 1) - 1) / step
+
+
+def unused_tensors(hf_config: Any) -> Mapping[str, str]:
+    """Tensors of a checkpoint that the model has no use for."""
+    first_extra = hf_config.num_hidden_layers
+    extra_layers = range(first_extra, first_extra + max(getattr(hf_config, "num_nextn_predict_layers", None) or 0, 0))
+    reason = "a layer that predicts tokens further ahead, which neither training nor the model's logits use"
+    return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}
+
+
+def change_block(config: Any, block: Any) -> Any:
+    """A block's layers with this project's latent attention."""
+    # Families are read where nothing is computed; Megatron-Core takes seconds to import.
+    from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
+
+    del config
+    return use_latent_attention(block)
+
+
+_ATTENTION = {
+    "linear_q_proj": "q_proj",
+    "linear_q_down_proj": "q_a_proj",
+    "q_layernorm": "q_a_layernorm",
+    "linear_q_up_proj": "q_b_proj",
+    "linear_kv_down_proj": "kv_a_proj_with_mqa",
+    "kv_layernorm": "kv_a_layernorm",
+    "linear_kv_up_proj": "kv_b_proj",
+    "linear_proj": "o_proj",
+}
+RULES: dict[str, Rule] = {
+    **decoder.ENDS,
+    **decoder.LAYER_NORMS,
+    **{
+        f"{decoder.LAYER}self_attention.{ours}.weight": rule(f"{decoder.HF_LAYER}self_attn.{theirs}.weight")
+        for ours, theirs in _ATTENTION.items()
+    },
+    **decoder.DENSE_MLP,
+    **decoder.ROUTER,
+    **decoder.EXPERTS,
+    **decoder.swiglu("mlp.shared_experts", "mlp.shared_experts"),
+}
+
+
+DEEPSEEK_V2_FIXED_FIELDS = {
+    **FIXED_FIELDS,
+    "mlp_bias": (False,),
+    # transformers takes the scores as they are, whatever the file says.
+    "norm_topk_prob": (False, None),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy", "group_limited_greedy"),
+}
+
+
+def deepseek_v2_fields(hf_config: Any) -> dict[str, Any]:
+    """Hugging Face fields to TransformerConfig fields."""
+    no_groups = {"moe_router_num_groups": None, "moe_router_group_topk": None}
+    return (
+        decoder_fields(hf_config)
+        | (group_fields(hf_config) if hf_config.topk_method == "group_limited_greedy" else no_groups)
+        | {"moe_router_score_function": "softmax", "moe_router_pre_softmax": True}
+    )
+
+
+DEEPSEEK_V2 = ModelFamily(
+    name="DeepSeek-V2",
+    transformer_fields=deepseek_v2_fields,
+    rotary_base=rotary_base,
+    rules=RuleTable(RULES),
+    config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V2_FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
+    router_fields=ROUTER_FIELDS,
+    unused_tensors=unused_tensors,
+    change_block=change_block,
+)
+
+
+DEEPSEEK_V3_FIXED_FIELDS = {
+    **FIXED_FIELDS,
+    # Megatron-Core always normalises sigmoid scores.
+    "norm_topk_prob": (True,),
+    "rope_interleave": (True, None),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+}
+# Layers that predict further tokens are left out.
+DEEPSEEK_V3_WITHOUT_EFFECT = WITHOUT_EFFECT | field_names("num_mtp_layers num_nextn_predict_layers")
+DEEPSEEK_V3_ROUTER_FIELDS = {
+    **ROUTER_FIELDS,
+    "moe_router_enable_expert_bias": None,
+    "moe_router_bias_update_rate": None,
+}
+EXPERT_BIAS = {f"{decoder.LAYER}mlp.router.expert_bias": rule(f"{decoder.HF_LAYER}mlp.gate.e_score_correction_bias")}
+
+
+def deepseek_v3_fields(hf_config: Any) -> dict[str, Any]:
+    """Hugging Face fields to TransformerConfig fields.
+
+    Raises:
+        ConfigurationError: As of `decoder_fields`, or a token goes to one expert.
+    """
+    if hf_config.num_experts_per_tok < 2:
+        # transformers makes its weight 1, and Megatron-Core takes the score.
+        raise ConfigurationError(
+            f"{WHERE} num_experts_per_tok: got {hf_config.num_experts_per_tok}, supported for DeepSeek-V3: 2 or more"
+        )
+    return (
+        decoder_fields(hf_config)
+        | group_fields(hf_config)
+        | {
+            "moe_router_score_function": "sigmoid",
+            # Without effect on sigmoid scores.
+            "moe_router_pre_softmax": False,
+            "moe_router_enable_expert_bias": True,
+            # As in the last phase of DeepSeek-V3's own training (DeepSeek-AI 2024, 4.2): it stays where it is.
+            "moe_router_bias_update_rate": 0.0,
+        }
+    )
+
+
+DEEPSEEK_V3 = ModelFamily(
+    name="DeepSeek-V3",
+    transformer_fields=deepseek_v3_fields,
+    rotary_base=rotary_base,
+    rules=RuleTable({**RULES, **EXPERT_BIAS}),
+    config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V3_FIXED_FIELDS, DEEPSEEK_V3_WITHOUT_EFFECT, ADVICE),
+    router_fields=DEEPSEEK_V3_ROUTER_FIELDS,
+    unused_tensors=unused_tensors,
+    exported_fields={"num_nextn_predict_layers": 0},
+    change_block=change_block,
+)

@@ -1,0 +1,252 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which fields of a `config.json` a family understands. Any other one could change what the model computes."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+def field_names(text: str) -> frozenset[str]:
+    """The names in a text, between blanks."""
+    return frozenset(text.split())
+
+
+# They say who made the model, how its text begins and ends, or how a program that runs it should go about it.
+_WITHOUT_EFFECT = field_names(
+    "_attn_implementation _name_or_path add_cross_attention architectures attn_implementation auto_map "
+    "begin_suppress_tokens bos_token_id chunk_size_feed_forward decoder_start_token_id dtype eos_token_id "
+    "forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label is_decoder is_encoder_decoder label2id "
+    "max_position_embeddings model_type output_attentions output_hidden_states output_router_logits pad_token_id "
+    "pretraining_tp problem_type return_dict sep_token_id suppress_tokens tokenizer_class torch_dtype torchscript "
+    "transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache use_return_dict"
+)
+# What every family reads.
+_ALWAYS_READ = field_names("vocab_size tie_word_embeddings")
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """The fields of one family's `config.json`.
+
+    Attributes:
+        read: Those that the family's mapping uses.
+        fixed: Those that must have one of these values: others are not supported.
+        without_effect: Those that say nothing about what the model computes, besides the usual ones.
+        advice: What to do about a value of `fixed` that is not supported, in place of the list of those that are.
+    """
+
+    read: frozenset[str]
+    fixed: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    without_effect: frozenset[str] = frozenset()
+    advice: Mapping[str, str] = field(default_factory=dict)
+
+    def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str) -> list[str]:
+        """What of a configuration is not supported, a line for each field.
+
+        Args:
+            config_json: The file as it is.
+            hf_config: What transformers makes of it, its defaults included.
+            family: The family's name.
+        """
+        lines = [
+            f"{name}: got {getattr(hf_config, name)!r}, {self._what_to_do(name, values, family)}"
+            for name, values in self.fixed.items()
+            if getattr(hf_config, name, values[0]) not in values
+        ]
+        known = self.read | self.fixed.keys() | self.without_effect | _WITHOUT_EFFECT | _ALWAYS_READ
+        lines += [
+            f"{name}: got {value!r}, a field that is not known for {family} and could change what the model computes; "
+            "take it out if it does not"
+            for name, value in config_json.items()
+            if name not in known
+        ]
+        return [f"policy.model_name: config.json: {line}" for line in lines]
+
+    def _what_to_do(self, name: str, values: Sequence[Any], family: str) -> str:
+        return self.advice.get(name) or f"supported for {family}: {_listed(values)}"
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return " or ".join(repr(value) for value in values)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor, or a part of one.
+
+    Attributes:
+        name: Its name, with `{layer}` and `{expert}` in place of numbers.
+        is_stacked: It holds all experts, `[experts, ...]`: the entry of this one is meant.
+        is_transposed: A matrix `[inputs, outputs]`, where Megatron-Core has `[outputs, inputs]`.
+        half: 0 or 1: the first or the second half of the rows is meant, after the above; None: all of them.
+    """
+
+    name: str
+    is_stacked: bool = False
+    is_transposed: bool = False
+    half: int | None = None
+
+
+class TensorLayout(Protocol):
+    """How a parameter is put together; also for the pieces that a tensor-parallel rank has of all of them."""
+
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
+        """The parameter."""
+        ...
+
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
+        """The other way round."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The parts' rows one after another, as many of each."""
+
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
+        """The parameter."""
+        return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
+        """The parts."""
+        return parameter.chunk(num_parts)
+
+
+@dataclass(frozen=True)
+class InterleavedRows:
+    """One tensor in which gate and up rows take turns; in the parameter all gate rows come before all up rows."""
+
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
+        """The parameter."""
+        return torch.cat([parts[0][0::2], parts[0][1::2]])
+
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
+        """The one part."""
+        return (torch.stack(parameter.chunk(2), dim=1).flatten(0, 1),)
+
+
+@dataclass(frozen=True)
+class QueryGroups:
+    """Queries, keys and values: for each query group its query heads, then its key head, then its value head."""
+
+    def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
+        """The parameter."""
+        heads_per_group, head_dim = _heads(hf_config)
+        groups = parts[1].shape[0] // head_dim
+        grouped = [part.reshape(groups, -1, head_dim, *part.shape[1:]) for part in parts]
+        assert grouped[0].shape[1] == heads_per_group
+        return torch.cat(grouped, dim=1).flatten(0, 2)
+
+    def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
+        """The parts."""
+        heads_per_group, head_dim = _heads(hf_config)
+        grouped = parameter.reshape(-1, heads_per_group + 2, head_dim, *parameter.shape[1:])
+        return [part.flatten(0, 2) for part in grouped.split([heads_per_group, 1, 1], dim=1)]
+
+
+def _heads(hf_config: Any) -> tuple[int, int]:
+    """Query heads of a group, and the size of a head."""
+    heads = hf_config.num_attention_heads
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
+    return heads // hf_config.num_key_value_heads, head_dim
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of parameter.
+
+    Attributes:
+        sources: The tensors that it is made of, in this order, under the names that are written.
+        layout: How it is put together.
+        alternatives: Other forms of the same tensors that are read where the first ones are not there.
+        expert: The expert that it belongs to, once it is known.
+    """
+
+    sources: tuple[Source, ...]
+    layout: TensorLayout = Rows()
+    alternatives: tuple[tuple[Source, ...], ...] = ()
+    expert: int | None = None
+
+
+def rule(
+    *sources: str | Source, layout: TensorLayout | None = None, alternatives: Sequence[Sequence[Source]] = ()
+) -> Rule:
+    """A rule; a tensor that is taken as it is can be given by its name."""
+    as_sources = tuple(Source(source) if isinstance(source, str) else source for source in sources)
+    return Rule(as_sources, Rows() if layout is None else layout, tuple(map(tuple, alternatives)))
+
+
+class RuleTable:
+    """All rules of a family.
+
+    Args:
+        rules: Canonical name, with `{layer}` and `{expert}` in place of numbers, to its rule.
+    """
+
+    def __init__(self, rules: Mapping[str, Rule]):
+        self._rules = [(_as_pattern(name), found) for name, found in rules.items()]
+
+    def find(self, name: str) -> Rule | None:
+        """The rule of one parameter, with its numbers filled in; None where there is none."""
+        for pattern, found in self._rules:
+            if match := pattern.fullmatch(name):
+                return _filled_in(found, match.groupdict())
+        return None
+
+
+def _as_pattern(name: str) -> re.Pattern[str]:
+    escaped = re.escape(name)
+    for number in ("layer", "expert"):
+        escaped = escaped.replace(re.escape(f"{{{number}}}"), rf"(?P<{number}>\d+)")
+    return re.compile(escaped)
+
+
+def _filled_in(found: Rule, numbers: Mapping[str, str]) -> Rule:
+    def fill(sources: Sequence[Source]) -> tuple[Source, ...]:
+        return tuple(replace(source, name=source.name.format(**numbers)) for source in sources)
+
+    return Rule(
+        fill(found.sources),
+        found.layout,
+        tuple(map(fill, found.alternatives)),
+        int(numbers["expert"]) if "expert" in numbers else None,
+    )
+
+
+def _none_unused(hf_config: Any) -> Mapping[str, str]:
+    del hf_config
+    return {}
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """How one Hugging Face model type maps to Megatron-Core.
+
+    Attributes:
+        name: For people.
+        transformer_fields: From the Hugging Face configuration to TransformerConfig fields (without the layout).
+        rotary_base: Base period of the rotary position embedding.
+        rules: Parameters and their tensors.
+        config_fields: Which fields of `config.json` mean something here.
+        router_fields: TransformerConfig's router fields that the model decides about, to the field of `config.json`
+            that each comes from; None where the architecture leaves no choice.
+        unused_tensors: Regular expressions of tensors that a checkpoint may hold and the model has no use for, each
+            with why. A whole name must match.
+        exported_fields: Fields of an exported `config.json` that say that the tensors left out are not there.
+        change_block: Puts the family's own modules into a block's layer specs: (config, block) to block.
+    """
+
+    name: str
+    transformer_fields: Callable[[Any], dict[str, Any]]
+    rotary_base: Callable[[Any], float]
+    rules: RuleTable
+    config_fields: ConfigFields
+    router_fields: Mapping[str, str | None]
+    unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
+    exported_fields: Mapping[str, Any] = field(default_factory=dict)
+    change_block: Callable[[Any, Any], Any] | None = None

@@ -1,0 +1,265 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences: their lengths, and a padded batch of them."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Padding packed sequences to the longest saves calls; with more rows than this share a call each is faster.
+_LARGEST_PADDED_SHARE = 1.5
+
+
+def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
+    """Lengths of the packed sequences, with their own padding where there is some.
+
+    Args:
+        packed: Megatron's description of a packed batch, format `thd`.
+        total: Number of tokens in the pack.
+
+    Raises:
+        ValueError: Another format, or lengths that do not add up to `total`.
+    """
+    if packed.qkv_format != "thd":
+        raise ValueError(f"packed sequences: qkv_format must be 'thd', got {packed.qkv_format!r}")
+    padded = packed.cu_seqlens_q_padded
+    bounds = (packed.cu_seqlens_q if padded is None else padded).tolist()
+    if bounds[0] != 0 or bounds[-1] != total:
+        raise ValueError(f"packed sequences: cu_seqlens must run from 0 to {total}, got {bounds[0]} to {bounds[-1]}")
+    return [end - start for start, end in itertools.pairwise(bounds) if end > start]
+
+
+def worth_padding(lengths: list[int]) -> bool:
+    """Whether one padded batch of these sequences is faster than one call each."""
+    return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
+
+
+@dataclass(frozen=True)
+class PaddedBatch:
+    """Moves the tokens of a pack into a batch `[longest, sequences]` and back.
+
+    Padding stands behind each sequence, where causal attention of real tokens never looks.
+
+    Attributes:
+        longest: Length of the longest sequence.
+        sequences: Number of sequences.
+        places: `[tokens]`, each token's row in the flattened batch.
+    """
+
+    longest: int
+    sequences: int
+    places: Tensor
+
+    @classmethod
+    def of(cls, lengths: list[int]) -> "PaddedBatch":
+        """The batch for sequences of these lengths."""
+        # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
+        places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
+        return cls(max(lengths), len(lengths), torch.cat(places))
+
+    def pad(self, packed: Tensor) -> Tensor:
+        """`[tokens, ...]` to `[longest, sequences, ...]`, zero where there is no token."""
+        rows = packed.new_zeros(self.longest * self.sequences, *packed.shape[1:])
+        return rows.index_copy(0, self.places, packed).view(self.longest, self.sequences, *packed.shape[1:])
+
+    def unpad(self, padded: Tensor) -> Tensor:
+        """`[longest, sequences, ...]` to `[tokens, ...]`."""
+        return padded.flatten(0, 1).index_select(0, self.places)
+
+
+def causal_mask(queries: int, keys: int, device: torch.device | None = None, window: int | None = None) -> Tensor:
+    """True where a query may look at a key; the last query belongs to the last key. `[queries, keys]`.
+
+    Args:
+        queries: Number of query positions.
+        keys: Number of key positions.
+        device: Where to make it.
+        window: How many keys a query sees, its own included; None: all up to its own.
+    """
+    allowed = torch.ones(queries, keys, dtype=torch.bool, device=device).tril_(keys - queries)
+    return allowed if window is None else allowed.triu_(keys - queries - window + 1)
+
+
+def require_causal(attention_mask: Tensor | None, queries: int, keys: int) -> None:
+    """Refuses every attention mask but the causal one (or none at all, which means causal).
+
+    Args:
+        attention_mask: As Megatron-Core has it: True where a query must not look; broadcasts to `[..., queries, keys]`.
+        queries: Number of query positions.
+        keys: Number of key positions.
+
+    Raises:
+        ValueError: The mask is another one.
+    """
+    if attention_mask is None:
+        return
+    allowed = causal_mask(queries, keys, attention_mask.device)
+    if attention_mask.shape[-2:] != allowed.shape or not bool((attention_mask != allowed).all()):
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} is not the causal mask of {queries} queries and "
+            f"{keys} keys; pass None, which means causal, or choose Megatron-Core's own layer spec for other masks"
+        )
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Causal attention in Megatron's layout.
+
+    With more keys than queries the queries are the last positions: decoding with cached keys.
+
+    Args:
+        query: `[queries, batch, heads, dim]`.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: `[keys, batch, groups, value_dim]`.
+        scale: Factor of the scores; None means `dim ** -0.5`.
+        window: How many keys a query sees, its own included; None: all up to its own.
+
+    Returns:
+        `[queries, batch, heads * value_dim]`.
+    """
+    queries, batch, heads, dim = query.shape
+    width = heads * value.shape[-1]
+    if queries == 1 and window is not None:
+        key, value = key[-window:], value[-window:]
+    keys, groups = key.shape[0], key.shape[2]
+    if queries == 1:
+        # Nothing is hidden from the last position, and the heads of one group can share a product.
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        query = query.reshape(batch, groups, heads // groups, dim)
+        return F.scaled_dot_product_attention(query, key, value, scale=scale).reshape(1, batch, width)
+    # torch aligns its causal mask to the first key, which is right only for as many keys as queries.
+    plain = queries == keys and window is None
+    mask = None if plain else causal_mask(queries, keys, query.device, window)
+    return masked_attention(query, key, value, mask, scale).reshape(queries, batch, width)
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """Attention in Megatron's layout under a mask.
+
+    Args:
+        query: `[queries, batch, heads, dim]`.
+        key: `[keys, batch, groups, dim]`, heads a multiple of groups.
+        value: `[keys, batch, groups, value_dim]`.
+        mask: `[queries, keys]`, True where a query may look at a key; None means causal, for as many keys as queries.
+        scale: Factor of the scores; None means `dim ** -0.5`.
+
+    Returns:
+        `[queries, batch, heads, value_dim]`.
+    """
+    shares_keys = query.shape[2] != key.shape[2]
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+    context = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shares_keys
+    )
+    return context.permute(2, 0, 1, 3)
+
+
+def packed_attention(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, lengths: list[int]
+) -> Tensor:
+    """Attention inside each sequence of a pack.
+
+    Args:
+        attend: Of queries, keys and values as `causal_attention` takes them.
+        query: `[tokens, heads, dim]`.
+        key: `[tokens, groups, dim]`.
+        value: `[tokens, groups, value_dim]`.
+        lengths: Of the sequences, in order, adding up to `tokens`.
+
+    Returns:
+        `[tokens, heads * value_dim]`.
+    """
+    tensors = (query, key, value)
+    if worth_padding(lengths):
+        batch = PaddedBatch.of(lengths)
+        query, key, value = (batch.pad(tensor) for tensor in tensors)
+        return batch.unpad(attend(query, key, value))
+    sequences = zip(*(tensor.unsqueeze(1).split(lengths) for tensor in tensors), strict=True)
+    return torch.cat([attend(q, k, v) for q, k, v in sequences]).squeeze(1)
+
+
+class SDPAttention(MegatronModule):
+    """Core attention for Megatron-Core's `SelfAttention` and `MLASelfAttention`: causal only, no dropout.
+
+    Args:
+        config: The model's configuration.
+        layer_number: Not used.
+        attn_mask_type: Must be causal, or causal with padding at the end.
+        attention_type: Not used.
+        attention_dropout: Not used: the layer spec keeps the stock module where there is dropout.
+        softmax_scale: Factor of the scores; None means `dim ** -0.5`.
+        cp_comm_type: Not used: no context parallelism here.
+        pg_collection: Not used.
+        **_others: Sizes of a head (`k_channels`, `v_channels`), which the tensors tell.
+
+    Raises:
+        ValueError: Another `attn_mask_type`.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+        **_others: Any,
+    ):
+        super().__init__(config=config)
+        _require_causal_type(attn_mask_type)
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """Attends to whole sequences or, with `packed_seq_params`, inside each sequence of a pack.
+
+        Raises:
+            ValueError: A mask other than the causal one, or an attention bias.
+        """
+        if attention_bias is not None:
+            raise ValueError("attention_bias is not supported here; choose Megatron-Core's own layer spec")
+        queries, keys = query.shape[0], key.shape[0]
+        if queries > 1:
+            # Nothing is hidden from one query: Megatron then says that there is no mask.
+            _require_causal_type(attn_mask_type)
+        require_causal(attention_mask, queries, keys)
+        if packed_seq_params is not None:
+            lengths = packed_lengths(packed_seq_params, queries)
+            return packed_attention(self.attend, query, key, value, lengths)
+        return self.attend(query, key, value)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `causal_attention`."""
+        return causal_attention(query, key, value, self.softmax_scale)
+
+
+def _require_causal_type(attn_mask_type: AttnMaskType | None) -> None:
+    if attn_mask_type not in (None, AttnMaskType.causal, AttnMaskType.padding_causal):
+        raise ValueError(f"only causal attention is supported here, got attn_mask_type {attn_mask_type}")

@@ -1,0 +1,114 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Multi-head latent attention as DeepSeek's checkpoints mean it, also without Transformer Engine."""
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.cpu.attention import SDPAttention
+
+# isort: split
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+LATENT_NORM_EPS = 1e-6
+"""Of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them with its default."""
+
+# Whole norms, or linear layers of Transformer Engine with a norm inside.
+_MODULES_WITH_LATENT_NORM = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
+_DOWN_PROJECTIONS = ("linear_q_down_proj", "linear_kv_down_proj")
+
+if not isinstance(multi_latent_attention.TELinear, type):
+    # Without Transformer Engine 0.16.1 takes a mock of it for the real one, and asks what is an instance of the mock.
+    multi_latent_attention.HAVE_TE = False
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear layer without bias that every tensor-parallel rank has whole.
+
+    Args:
+        weight: `[outputs, inputs]`.
+        sequence_parallel: Each rank sees its own part of the sequence: gradients are summed over the ranks.
+    """
+
+    def __init__(self, weight: Tensor, *, sequence_parallel: bool):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, None]:
+        """Multiplies `[..., inputs]` by the weight.
+
+        Returns:
+            The product `[..., outputs]`, and no bias.
+        """
+        return F.linear(inputs, self.weight), None
+
+
+class LatentSelfAttention(MLASelfAttention):
+    """`MLASelfAttention` with two differences.
+
+    - The norms of the latents have the epsilon of the checkpoints.
+    - Projections down to the latents are whole on every tensor-parallel rank, as Transformer Engine's are. Cut in
+      columns, as Megatron-Core's own layer spec has them, the gradient of the keys' rotary part lacks the heads of all
+      other ranks.
+    """
+
+    def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any):
+        super().__init__(config, *args, **kwargs)
+        modules = dict(self.named_children())
+        for name in _MODULES_WITH_LATENT_NORM:
+            if hasattr(modules.get(name), "eps"):
+                modules[name].eps = LATENT_NORM_EPS
+        for name in _DOWN_PROJECTIONS:
+            linear = modules.get(name)
+            if isinstance(linear, ColumnParallelLinear):
+                weight = linear.weight.new_empty(linear.output_size, linear.input_size)
+                setattr(self, name, DuplicatedLinear(weight, sequence_parallel=config.sequence_parallel))
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Modules around the norms of the latents: those of the layer spec, as in 0.16.
+
+        From 0.19 on Megatron-Core asks here; of its own it normalises the layer's input once more for queries that have
+        no latent.
+        """
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in names}
+
+
+def use_latent_attention(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
+    """A block's layers with `LatentSelfAttention`.
+
+    Args:
+        block: With `MLASelfAttention` in every layer; it stays as it is.
+    """
+    return dataclasses.replace(block, layer_specs=[_with_latent_attention(layer) for layer in block.layer_specs])
+
+
+def _with_latent_attention(layer_spec: ModuleSpec) -> ModuleSpec:
+    layer = layer_spec.submodules
+    submodules = layer.self_attention.submodules
+    # Megatron-Core builds no other class of this kind.
+    changes: dict[str, type] = {name: ColumnParallelLinear for name in _DOWN_PROJECTIONS if _is_cut(submodules, name)}
+    if submodules.core_attention is DotProductAttention:
+        # It knows one size of a head, where keys are longer than values.
+        changes["core_attention"] = SDPAttention
+    attention = dataclasses.replace(
+        layer.self_attention, module=LatentSelfAttention, submodules=dataclasses.replace(submodules, **changes)
+    )
+    return dataclasses.replace(layer_spec, submodules=dataclasses.replace(layer, self_attention=attention))
+
+
+def _is_cut(submodules: Any, name: str) -> bool:
+    module = getattr(submodules, name)
+    return isinstance(module, type) and issubclass(module, ColumnParallelLinear)

@@ -1,0 +1,216 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Routers beyond Megatron-Core's own: groups of experts, forced routing, expert bias."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.model.releases import transformer_config_fields
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def group_limited_topk(
+    scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
+) -> tuple[Tensor, Tensor]:
+    """Chooses groups, then experts of these groups.
+
+    Args:
+        scores: What experts are chosen by, `[tokens, experts]`.
+        topk: Experts of each token.
+        num_groups: Groups of experts.
+        group_topk: Groups of each token.
+        best_of_group: How many of a group's experts are added up to compare it.
+
+    Returns:
+        Scores and numbers of the chosen experts, both `[tokens, topk]`, the best first.
+    """
+    of_groups = scores.unflatten(1, (num_groups, -1))
+    group_scores = of_groups.topk(best_of_group, dim=-1).values.sum(-1)
+    usable = torch.zeros_like(group_scores, dtype=torch.bool)
+    usable.scatter_(1, group_scores.topk(group_topk, dim=-1, sorted=False).indices, True)
+    return of_groups.masked_fill(~usable.unsqueeze(-1), float("-inf")).flatten(1).topk(topk, dim=-1)
+
+
+class GroupLimitedChoice:
+    """Stands where a router without `RouterReplay` looks for one, and chooses instead of repeating a choice.
+
+    Args:
+        best_of_group: As `group_limited_topk` has it.
+    """
+
+    def __init__(self, best_of_group: int):
+        self._best_of_group = best_of_group
+
+    def get_replay_topk(
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: int,
+        group_topk: int,
+        default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What a router calls for its top experts, `[tokens, experts]` to twice `[tokens, topk]`."""
+        return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
+
+
+def limit_groups(model: nn.Module) -> None:
+    """Gives every router with groups DeepSeek's choice; routing that is replayed stays as recorded."""
+    for router in model.modules():
+        if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
+            continue
+        # The score function tells the two models apart.
+        choice = GroupLimitedChoice(1 if router.config.moe_router_score_function == "softmax" else 2)
+        if router.router_replay is None:
+            router.router_replay = choice
+        else:
+            replay = router.router_replay
+            replay.get_replay_topk = partial(_replay_or_choose, replay.get_replay_topk, choice)
+
+
+def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
+    """Calls a `RouterReplay` with another function to choose by, which is the last of its arguments."""
+    return replay(*arguments[:-1], choice.get_replay_topk)
+
+
+FORCED_ROUTING_FIELDS = (
+    "moe_router_force_load_balancing",
+    "moe_router_force_biased",
+    "moe_router_force_hot_rank",
+)
+"""Each is a field of TransformerConfig or, where this version has none, an attribute set on it."""
+
+# Added to a logit; far above any real one, far below where float32 or bfloat16 lose the others to infinity.
+_HOT = 1.0e4
+
+
+def forced_routing_in_force(config: TransformerConfig) -> dict[str, Any]:
+    """The forced-routing settings that are on; empty in a real run."""
+    values = {name: getattr(config, name, None) for name in FORCED_ROUTING_FIELDS}
+    return {name: value for name, value in values.items() if value is not None and value is not False}
+
+
+def force_routing(chunks: Sequence[GPTModel], config: TransformerConfig) -> None:
+    """Changes the routers' logits as the configuration says; does nothing in a real run."""
+    if hasattr(moe_utils, "RandomSTEShared"):
+        # Megatron keeps the biases by layer number on a class, so that a second model would inherit the first one's.
+        moe_utils.RandomSTEShared._cache.clear()
+    change = _change_of_logits(config)
+    if change is None:
+        return
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, TopKRouter):
+                _change_logits(module, change(config))
+
+
+def _change_of_logits(config: TransformerConfig) -> Callable[[TransformerConfig], Callable[[Tensor], Tensor]] | None:
+    if getattr(config, "moe_router_force_hot_rank", None) is not None:
+        return _hot_rank
+    own_flag = "moe_router_force_biased" in transformer_config_fields()
+    if not own_flag and getattr(config, "moe_router_force_biased", None) is not None:
+        return _biased
+    return None
+
+
+def _change_logits(router: Any, change: Callable[[Tensor], Tensor]) -> None:
+    routing = router.routing
+
+    def routing_of_changed_logits(logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return routing(change(logits), *args, **kwargs)
+
+    router.routing = routing_of_changed_logits
+
+
+def _hot_rank(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """Lifts the logits of one expert-parallel rank's experts above all others."""
+    experts_of_rank = config.num_moe_experts // config.expert_model_parallel_size
+    first = config.moe_router_force_hot_rank * experts_of_rank
+
+    def lift(logits: Tensor) -> Tensor:
+        bias = torch.zeros(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+        bias[first : first + experts_of_rank] = _HOT
+        return logits + bias
+
+    return lift
+
+
+def _biased(config: TransformerConfig) -> Callable[[Tensor], Tensor]:
+    """Random logits with a random bias on each expert, the same on all ranks, as Megatron-Core does it from 0.17 on.
+
+    A negative deviation draws the bias once and keeps it.
+    """
+    deviation: float = config.moe_router_force_biased
+    kept: list[Tensor] = []
+
+    def add_bias(logits: Tensor) -> Tensor:
+        logits = moe_utils.apply_random_logits(logits)
+        if kept:
+            return logits + kept[0]
+        with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+            bias = torch.empty(logits.shape[-1], dtype=logits.dtype, device=logits.device).normal_(std=abs(deviation))
+        if deviation < 0:
+            kept.append(bias)
+        return logits + bias
+
+    return add_bias
+
+
+@contextmanager
+def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Keeps the routers' buffers as they are while something converts the chunks to another type.
+
+    Megatron-Core converts them with the weights, and takes the bias alone back to float32, rounded by then. The numbers
+    of tokens that it counts stay in bfloat16, which has no odd number above 256.
+    """
+    kept = [
+        (router, name, buffer)
+        for chunk in chunks
+        for router in chunk.modules()
+        if isinstance(router, TopKRouter)
+        for name, buffer in router.named_buffers(recurse=False)
+    ]
+    yield
+    for router, name, buffer in kept:
+        setattr(router, name, buffer)
+
+
+class ExpertBias:
+    """Takes back the bias of an update that is left out.
+
+    The tokens that each expert got, from which the bias is moved, Megatron-Core sets to zero with every move.
+
+    Args:
+        chunks: The model's chunks. Where routers have no bias there is nothing to do.
+    """
+
+    def __init__(self, chunks: Sequence[GPTModel]):
+        self._routers = [
+            module
+            for chunk in chunks
+            for module in chunk.modules()
+            if isinstance(module, TopKRouter) and module.expert_bias is not None
+        ]
+        self._kept: list[Tensor] = []
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Before a step."""
+        self._kept = [router.expert_bias.clone() for router in self._routers]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """As it was kept."""
+        for router, kept in zip(self._routers, self._kept, strict=True):
+            router.expert_bias.copy_(kept)

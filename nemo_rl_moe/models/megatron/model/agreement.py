@@ -1,0 +1,103 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks of a job tell each other before they go on."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hf_files import holds_megatron_weights
+from nemo_rl_moe.models.safetensors_folder import one_line
+
+
+def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
+    """All entries that any rank has, the same on every rank. Every rank calls it.
+
+    The ranks speak in turn, and each says what none has said before: ranks that hold the same model would fill the
+    memory of all, if each sent its own names to each.
+
+    Args:
+        mine: This rank's entries; of two with one name that of the lower rank counts.
+    """
+    union: dict[str, Any] = {}
+    for rank in range(dist.get_world_size()):
+        new = {name: value for name, value in mine.items() if name not in union} if rank == dist.get_rank() else None
+        message = [new]
+        dist.broadcast_object_list(message, src=rank)
+        assert message[0] is not None  # it is the speaker's
+        union |= message[0]
+    return union
+
+
+class Trouble:
+    """Whether a rank can go on.
+
+    What may fail on one rank alone, such as finding memory, is done before a collective; then the ranks of its group
+    ask each other. A rank in trouble does nothing but answer, and so do those that hear of it, until all have come to
+    the end and the first one can say what it was.
+
+    Attributes:
+        text: The first thing that went wrong on this rank, on one line.
+        is_over: This rank has trouble, or has heard of another one's.
+    """
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+        self.is_over = False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the error that ends a block. No collective may stand in it."""
+        try:
+            yield
+        except Exception as error:
+            self.text = self.text or one_line(error)
+            self.is_over = True
+
+    def all_can(self, group: Any, device: torch.device) -> bool:
+        """Whether every rank of a group can go on. All of them call it.
+
+        Args:
+            group: The process group.
+            device: Where its collectives run.
+        """
+        over = torch.tensor([self.is_over], dtype=torch.uint8, device=device)
+        dist.all_reduce(over, dist.ReduceOp.MAX, group=group)
+        self.is_over = bool(over.item())
+        return not self.is_over
+
+
+def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
+    """Every rank calls it before the first step that depends on what it has found: or some would wait for ever.
+
+    Args:
+        config_json: Content of the model's `config.json`, as this rank has read it.
+        folder: The model's folder on this rank's machine.
+        with_weights: Weights are going to be read from it.
+
+    Raises:
+        ConfigurationError: A rank has found something else than rank 0. The same on every rank.
+    """
+    digest = hashlib.sha256(json.dumps(config_json, sort_keys=True).encode()).hexdigest()
+    form = "Megatron-Core's" if with_weights and holds_megatron_weights(folder) else "Hugging Face's"
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (digest, form, str(folder)))
+    first_digest, first_form, first_folder = found[0]
+    for rank, (of_rank, form_of_rank, folder_of_rank) in enumerate(found):
+        where = f"policy.model_name: {folder_of_rank}: rank {rank} finds"
+        if of_rank != first_digest:
+            raise ConfigurationError(
+                f"{where} another config.json than rank 0 ({first_folder}); all ranks must read the same model"
+            )
+        if form_of_rank != first_form:
+            raise ConfigurationError(
+                f"{where} weights in {form_of_rank} format, and rank 0 ({first_folder}) in {first_form}; all ranks "
+                "must read the same model"
+            )

@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Builds this rank's model chunks: Megatron-Core's GPTModel with the layer spec that the machine calls for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.decoder import inverse_frequencies
+from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.layers.routers import limit_groups
+from nemo_rl_moe.models.megatron.model.releases import (
+    correct_expert_bias_with_padding,
+    mark_attention_sinks,
+    mark_expert_parameters,
+)
+from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> int:
+    """The vocabulary size rounded up so that every tensor-parallel rank holds as many rows."""
+    return -(-vocabulary_size // tensor_parallel_size) * tensor_parallel_size
+
+
+class _PolicyOutput:
+    """What this project changes at the end of a GPTModel; mixed into its classes.
+
+    - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
+    - Logits are divided by the temperature that responses are sampled with: the policy that is trained is the one that
+      they were drawn from.
+    - A forward pass can end before the output layer, for those who compute logits a piece at a time.
+
+    Attributes:
+        real_vocabulary_size: Without padding.
+        temperature: Divides the logits in the loss.
+        returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
+    """
+
+    real_vocabulary_size: int
+    temperature: float = 1.0
+    returns_hidden_states: bool = False
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Negative log-probability of each label, [batch, sequence]."""
+        logits = self.mask_logits(logits)
+        if self.temperature != 1.0:
+            # In float32, as generation does it: in bfloat16 the division alone is off by 0.02 nats a token.
+            logits = logits.float() / self.temperature
+        return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.returns_hidden_states:
+            return hidden_states
+        return super()._postprocess(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def mask_logits(self, logits: Tensor) -> Tensor:
+        """Sets the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""
+        first = parallel_state.get_tensor_model_parallel_rank() * logits.shape[-1]
+        real_columns = self.real_vocabulary_size - first
+        if real_columns >= logits.shape[-1]:
+            return logits
+        padded = torch.arange(logits.shape[-1], device=logits.device) >= real_columns
+        return logits.masked_fill(padded, torch.finfo(logits.dtype).min)
+
+
+class PolicyGPTModel(_PolicyOutput, GPTModel):
+    """Megatron-Core's GPTModel with what this project changes at its end."""
+
+
+class FastPolicyGPTModel(_PolicyOutput, FastGPTModel):
+    """The same with this project's modules for machines without Transformer Engine."""
+
+
+def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_config: Any) -> list[GPTModel]:
+    """This rank's model chunks (one, or one for each virtual pipeline stage), weights not yet set.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        config: What `build_transformer_config` made of it.
+        hf_config: The model's Hugging Face configuration.
+    """
+    correct_expert_bias_with_padding()
+    virtual_stages = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in range(virtual_stages or 1):
+        chunk = _build_chunk(policy, config, hf_config, vp_stage=stage if virtual_stages else None)
+        if not cpu_backend.ACTIVE:
+            chunk.cuda(torch.cuda.current_device())
+        mark_expert_parameters(chunk)
+        if "moe_router_group_topk" in family_of(hf_config).router_fields:
+            limit_groups(chunk)
+        mark_attention_sinks(chunk)
+        if policy.megatron_cfg.freeze_moe_router:
+            freeze_routers(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def freeze_routers(model: torch.nn.Module) -> None:
+    """Takes the routers' weights out of training."""
+    for name, parameter in model.named_parameters():
+        if ".router." in name:
+            parameter.requires_grad_(False)
+
+
+def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None) -> GPTModel:
+    fast = policy.megatron_cfg.layer_spec == "auto" and not use_transformer_engine(policy)
+    model_class: Callable[..., GPTModel] = FastPolicyGPTModel if fast else PolicyGPTModel
+    chunk = model_class(
+        config=config,
+        transformer_layer_spec=_block_spec(policy, config, hf_config, vp_stage, fast),
+        vocab_size=padded_vocabulary_size(hf_config.vocab_size, config.tensor_model_parallel_size),
+        max_sequence_length=policy.max_total_sequence_length,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        parallel_output=True,
+        share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
+        position_embedding_type="rope",
+        rotary_base=family_of(hf_config).rotary_base(hf_config),
+        vp_stage=vp_stage,
+    )
+    chunk.real_vocabulary_size = hf_config.vocab_size
+    _stretch_positions(chunk, hf_config)
+    return chunk
+
+
+def _stretch_positions(chunk: GPTModel, hf_config: Any) -> None:
+    """Sets the rotary frequencies of models that stretch their positions; multi-latent attention has its own."""
+    if chunk.config.multi_latent_attention:
+        return
+    frequencies = inverse_frequencies(hf_config)
+    if frequencies is not None:
+        chunk.rotary_pos_emb.inv_freq = frequencies.to(chunk.rotary_pos_emb.inv_freq)
+
+
+def _block_spec(
+    policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None, fast: bool
+) -> TransformerBlockSubmodules:
+    block: TransformerBlockSubmodules = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_transformer_engine(policy), normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if fast:
+        block = block_spec(config, block, fast=True)
+    elif config.sequence_parallel and not use_transformer_engine(policy):
+        # torch's norm refuses sequence parallelism; everything else stays Megatron's own.
+        block = block_spec(config, block, fast=False)
+    change = family_of(hf_config).change_block
+    return block if change is None else change(config, block)

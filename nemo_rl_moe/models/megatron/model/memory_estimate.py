@@ -1,0 +1,291 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters and memory of each worker by arithmetic: nothing is built, no process group is needed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
+from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_FLOAT32 = 4
+_MASTER_AND_MOMENTS = 3 * _FLOAT32
+_MOMENTS = 2 * _FLOAT32
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Numbers of parameters, by what their gradients and optimizer state are spread over.
+
+    Attributes:
+        dense: All but routed experts; trained by every data-parallel rank.
+        experts: Routed experts; trained by every expert-data-parallel rank.
+        frozen: Without gradients.
+    """
+
+    dense: int = 0
+    experts: int = 0
+    frozen: int = 0
+
+    def __add__(self, other: "Parameters") -> "Parameters":
+        return Parameters(self.dense + other.dense, self.experts + other.experts, self.frozen + other.frozen)
+
+    @property
+    def trained(self) -> int:
+        """Those with gradients."""
+        return self.dense + self.experts
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.trained + self.frozen
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How many ranks share a dense matrix, the experts of a layer, and an expert's matrix."""
+
+    tensor: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+
+def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
+    """Parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
+    layers = sum(_layer(config, index, _Cut(), False).total for index in range(config.num_layers))
+    embeddings = hf_config.vocab_size * config.hidden_size * (1 if hf_config.tie_word_embeddings else 2)
+    return int(layers + embeddings + config.hidden_size)
+
+
+def active_parameters(config: TransformerConfig, hf_config: Any) -> int:
+    """Parameters that one token passes through: of the routed experts, only those that it is sent to."""
+    total = whole_model_parameters(config, hf_config)
+    if config.num_moe_experts is None:
+        return total
+    idle = config.num_moe_experts - config.moe_router_topk
+    return int(total - idle * _routed_expert(config) * len(moe_layer_indices(config)))
+
+
+def rank_parameters(
+    config: TransformerConfig, hf_config: Any, stage: int, *, routers_frozen: bool = False
+) -> Parameters:
+    """Parameters of each rank of a pipeline stage: its tensor-parallel and expert-parallel ranks all hold as many.
+
+    Args:
+        config: The effective configuration, which says the layout.
+        hf_config: The model's Hugging Face configuration.
+        stage: The pipeline stage.
+        routers_frozen: Whether the routers' weights are left as they are.
+    """
+    cut = _Cut(
+        config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
+    )
+    stages = config.pipeline_model_parallel_size
+    is_first, is_last = stage == 0, stage == stages - 1
+    vocabulary = padded_vocabulary_size(hf_config.vocab_size, cut.tensor) // cut.tensor * config.hidden_size
+    # Tied embeddings are one tensor where one rank holds both ends, else the last stage has a copy.
+    shared = is_first and is_last and hf_config.tie_word_embeddings
+    ends = vocabulary * (is_first + is_last - shared) + config.hidden_size * is_last
+    layers = (
+        _layer(config, index, cut, routers_frozen) for chunk in layers_of_chunks(config, stage) for index in chunk
+    )
+    return sum(layers, start=Parameters(dense=ends))
+
+
+def _layer(config: TransformerConfig, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
+    attention = Parameters(dense=_attention(config, cut.tensor) + _attention_vectors(config, cut.tensor))
+    biased = config.add_bias_linear
+    if index not in moe_layer_indices(config):
+        matrices = _gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor
+        biases = 2 * config.ffn_hidden_size // cut.tensor + config.hidden_size if biased else 0
+        return attention + Parameters(dense=matrices + biases)
+    router = config.num_moe_experts * (config.hidden_size + (1 if biased else 0))
+    # Experts with biases are not cut.
+    expert = _routed_expert(config) // cut.expert_tensor
+    return attention + Parameters(
+        dense=_shared_experts(config, cut.tensor) + (0 if routers_frozen else router),
+        experts=config.num_moe_experts // cut.expert * expert,
+        frozen=router if routers_frozen else 0,
+    )
+
+
+def _attention(config: TransformerConfig, tensor: int) -> int:
+    """Query, key, value and output matrices, the norms of query and key, and the layer's two norms."""
+    if config.multi_latent_attention:
+        return _latent_attention(config, tensor)
+    queries = config.num_attention_heads * config.kv_channels
+    keys = config.num_query_groups * config.kv_channels
+    matrices = config.hidden_size * (2 * queries + 2 * keys)
+    return int(matrices // tensor + 2 * config.hidden_size + (2 * config.kv_channels if config.qk_layernorm else 0))
+
+
+def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
+    """Biases and sinks."""
+    keys = config.num_query_groups * config.kv_channels
+    queries = config.num_attention_heads * config.kv_channels
+    mixed = (queries + 2 * keys) // tensor if config.add_bias_linear or config.add_qkv_bias else 0
+    output = config.hidden_size if config.add_bias_linear else 0
+    sinks = config.num_attention_heads // tensor if config.softmax_type == "learnable" else 0
+    return int(mixed + output + sinks)
+
+
+def _latent_attention(config: TransformerConfig, tensor: int) -> int:
+    """The same with latents: what leads down to them is whole on every rank."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
+    whole = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
+    up_from = hidden
+    if config.q_lora_rank is not None:
+        whole += hidden * config.q_lora_rank + config.q_lora_rank
+        up_from = config.q_lora_rank
+    of_a_head = up_from * head_dim + config.kv_lora_rank * (config.qk_head_dim + config.v_head_dim)
+    return int(whole + heads * (of_a_head + config.v_head_dim * hidden) // tensor)
+
+
+def _shared_experts(config: TransformerConfig, tensor: int) -> int:
+    """What an MoE layer has for all tokens besides its router: shared experts, projections to and from latent space."""
+    projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
+    if config.moe_shared_expert_intermediate_size is None:
+        return int(projections)
+    gate = config.hidden_size if config.moe_shared_expert_gate else 0
+    matrices = _gated_mlp(config.hidden_size, config.moe_shared_expert_intermediate_size)
+    return int(projections + gate + matrices // tensor)
+
+
+def _routed_expert(config: TransformerConfig) -> int:
+    size = config.moe_latent_size or config.hidden_size
+    biases = 2 * config.moe_ffn_hidden_size + size if config.add_bias_linear else 0
+    return _gated_mlp(size, config.moe_ffn_hidden_size) + int(biases)
+
+
+def _gated_mlp(size: int, intermediate_size: int) -> int:
+    """Gate, up and down projections."""
+    return 3 * size * intermediate_size
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """Bytes of one worker, by arithmetic.
+
+    Attributes:
+        weights: Parameters in the number format of the run.
+        gradients: Megatron-Core's buffers for them: float32 where they are reduced in it, else as the weights.
+        optimizer_state: Adam's two moments and, where the weights are no float32, a float32 master copy; sharded over
+            (expert-)data-parallel ranks by the distributed optimizer.
+        activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
+            layer and, on the last stage, logits in float32. Everything else is not counted.
+        float32_gradients: What the optimizer makes of gradients that are no float32, while it steps.
+        key_value_cache: Of generation.
+        reference_weights: In the host's memory.
+    """
+
+    weights: int
+    gradients: int
+    optimizer_state: int
+    activations_at_least: int
+    float32_gradients: int
+    key_value_cache: int
+    reference_weights: int
+
+    @property
+    def always(self) -> int:
+        """What is held all the time."""
+        return self.weights + self.gradients + self.optimizer_state
+
+    @property
+    def peak_at_least(self) -> int:
+        """What is held at the fullest moment: in a backward pass, in the optimizer, or while generating."""
+        return self.always + max(self.activations_at_least, self.float32_gradients, self.key_value_cache)
+
+
+def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
+    """Memory of each worker of a pipeline stage.
+
+    Args:
+        config: The run's configuration.
+        transformer: What `build_transformer_config` made of it.
+        hf_config: The model's Hugging Face configuration.
+        stage: The pipeline stage.
+    """
+    megatron = config.policy.megatron_cfg
+    parallel = megatron.distributed_data_parallel_config
+    parameters = rank_parameters(transformer, hf_config, stage, routers_frozen=megatron.freeze_moe_router)
+    weight_bytes = transformer.params_dtype.itemsize
+    gradient_bytes = _FLOAT32 if parallel.grad_reduce_in_fp32 else weight_bytes
+    updated = parameters.trained
+    if parallel.use_distributed_optimizer:
+        updated = -(-parameters.dense // config.data_parallel_size)
+        updated += -(-parameters.experts // expert_data_parallel_size(config))
+    weights = parameters.total * weight_bytes
+    return WorkerMemory(
+        weights=weights,
+        gradients=parameters.trained * gradient_bytes,
+        optimizer_state=updated * (_MOMENTS if weight_bytes == _FLOAT32 else _MASTER_AND_MOMENTS),
+        activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
+        float32_gradients=0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32,
+        key_value_cache=_key_value_cache(config, transformer, stage),
+        reference_weights=weights if keeps_reference(config) else 0,
+    )
+
+
+def expert_data_parallel_size(config: MasterConfig) -> int:
+    """Copies of the routed experts."""
+    megatron = config.policy.megatron_cfg
+    of_one_copy = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    return config.cluster.world_size // (of_one_copy * megatron.pipeline_model_parallel_size)
+
+
+def keeps_reference(config: MasterConfig) -> bool:
+    """Whether the workers keep the first weights too."""
+    if isinstance(config, DPOMasterConfig):
+        return config.dpo.reference_logprobs == "in_step"
+    return isinstance(config, GRPOMasterConfig) and config.loss_fn.reference_policy_kl_penalty > 0
+
+
+def microbatch_tokens(config: MasterConfig) -> int:
+    """Most tokens of a microbatch, padding included."""
+    policy = config.policy
+    for budget in (policy.sequence_packing, policy.dynamic_batching):
+        if budget.enabled:
+            return budget.train_mb_tokens
+    return policy.train_micro_batch_size * config.sequences_per_sample * policy.max_total_sequence_length
+
+
+def generation_batch_size(config: GRPOMasterConfig) -> int:
+    """Most sequences that one rank generates at a time.
+
+    Without a limit it is the rank's share of a step's responses or, where their number is known, of a validation's.
+    """
+    loop = config.grpo
+    requested = [config.responses_per_step]
+    if config.data.validation is not None and loop.max_val_samples is not None:
+        requested.append(loop.max_val_samples * loop.val_num_generations)
+    share = -(-max(requested) // config.data_parallel_size)
+    return min(share, config.policy.generation.max_batch_size or share)
+
+
+def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
+    tokens, tensor = microbatch_tokens(config), transformer.tensor_model_parallel_size
+    num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
+    # Sequence parallelism cuts the inputs, the cut vocabulary the logits.
+    inputs = num_layers * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
+    is_last = stage == transformer.pipeline_model_parallel_size - 1
+    logits = tokens * padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor * _FLOAT32
+    return int(inputs + (logits if is_last else 0))
+
+
+def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:
+    """Keys and values of every layer, for as many tokens as a sequence can have."""
+    if not isinstance(config, GRPOMasterConfig):
+        return 0
+    num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
+    groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
+    # Latents are not what is kept, but the keys and values made of them.
+    latent = transformer.multi_latent_attention
+    value_dim = transformer.v_head_dim if latent else transformer.kv_channels
+    a_token = num_layers * groups * (transformer.kv_channels + value_dim) * transformer.params_dtype.itemsize
+    return int(a_token * generation_batch_size(config) * config.policy.max_total_sequence_length)

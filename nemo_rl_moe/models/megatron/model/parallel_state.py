@@ -1,0 +1,125 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One network thread for all gloo process groups of a process, instead of one for each."""
+
+import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+
+from nemo_rl_moe.config.schema_policy import MegatronConfig
+from nemo_rl_moe.models.megatron import cpu_backend
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+
+@contextmanager
+def shared_gloo_device() -> Iterator[None]:
+    """Makes the gloo process groups that are made inside share one device.
+
+    A device has a thread that wakes up a hundred times a second. Megatron-Core makes about twenty groups, whose threads
+    take 4% of a core from a worker that computes on it. torch.distributed has no option for it.
+    """
+    # As torch chooses them for a single group.
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    devices = [ProcessGroupGloo.create_device(interface=name) for name in names.split(",") if name]
+    devices = devices or [ProcessGroupGloo.create_default_device()]
+
+    class SharedDeviceGloo(ProcessGroupGloo):
+        def __init__(self, store: Store, rank: int, size: int, timeout: timedelta):
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stubs lack it
+            options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+            super().__init__(store, rank, size, options)
+
+    # A subclass and no function: torch also asks whether a group is an instance of this name.
+    distributed_c10d.ProcessGroupGloo = SharedDeviceGloo  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class ParallelCoordinates:
+    """Where this rank stands in the layout.
+
+    Attributes:
+        data_parallel_rank: Which share of the batch this rank works on.
+        data_parallel_size: Number of such shares.
+        pipeline_rank: Pipeline stage, without virtual stages.
+        tensor_rank: Rank in the tensor-parallel group.
+        is_last_stage: True where the loss is computed.
+    """
+
+    data_parallel_rank: int
+    data_parallel_size: int
+    pipeline_rank: int
+    tensor_rank: int
+    is_last_stage: bool
+
+    @property
+    def reports_loss(self) -> bool:
+        """True on one rank for each share of the batch: the one whose metrics of the loss are counted."""
+        return self.is_last_stage and self.tensor_rank == 0
+
+
+def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
+    """Joins the process group and cuts it into tensor, expert, data and pipeline groups.
+
+    Args:
+        megatron: The layout.
+        rank: Global rank.
+        world_size: Number of ranks. The environment holds MASTER_ADDR and MASTER_PORT.
+        local_rank: Rank on this node; the CUDA device.
+        seed: Seeds dropout and the like, different for each pipeline stage and tensor rank as Megatron does it.
+    """
+    if not cpu_backend.ACTIVE:
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group(
+        "gloo" if cpu_backend.ACTIVE else "nccl",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=30),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=megatron.tensor_model_parallel_size,
+        pipeline_model_parallel_size=megatron.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=megatron.virtual_pipeline_model_parallel_size,
+        context_parallel_size=megatron.context_parallel_size,
+        expert_model_parallel_size=megatron.expert_model_parallel_size,
+        expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
+        create_gloo_process_groups=True,
+    )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def parallel_coordinates() -> ParallelCoordinates:
+    """This rank's place in the layout."""
+    return ParallelCoordinates(
+        data_parallel_rank=parallel_state.get_data_parallel_rank(),
+        data_parallel_size=parallel_state.get_data_parallel_world_size(),
+        pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+        is_last_stage=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def device() -> torch.device:
+    """The device that this rank computes on."""
+    return torch.device("cpu") if cpu_backend.ACTIVE else torch.device("cuda", torch.cuda.current_device())
+
+
+def destroy_parallel_state() -> None:
+    """Leaves all process groups."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,142 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between the supported releases of Megatron-Core, and corrections of what they get wrong."""
+
+import dataclasses
+import functools
+import importlib.metadata
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+MEGATRON_VERSION: str = importlib.metadata.version("megatron-core")
+HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.split(".")[:2]) >= (0, 17)
+
+
+def recorded_auxiliary_losses() -> dict[str, Tensor]:
+    """What this rank's routers recorded since the last clear.
+
+    Returns:
+        Name to a tensor with one entry for each decoder layer, the sum over the microbatches, not reduced over ranks.
+        The tensors are Megatron's own: do not write to them.
+    """
+    if HAS_MOE_METRICS_TRACKER:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        return {name: entry.values for name, entry in get_moe_metrics_tracker().metrics.items()}
+    from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+    return {name: entry["values"] for name, entry in get_moe_layer_wise_logging_tracker().items()}
+
+
+def record_auxiliary_loss(name: str, value: Tensor, layer_number: int, num_layers: int) -> None:
+    """Adds to a layer's auxiliary loss as a router does; `layer_number` counts from 1 as in Megatron."""
+    if HAS_MOE_METRICS_TRACKER:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        get_moe_metrics_tracker().record(name, value, layer_number, num_layers)
+        return
+    from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+    save_to_aux_losses_tracker(name, value, layer_number, num_layers)
+
+
+def clear_auxiliary_losses() -> None:
+    """Sets every recorded auxiliary loss of this rank back to zero."""
+    # 0.19 returns copies from its old functions, so the sums are cleared where they live.
+    for values in recorded_auxiliary_losses().values():
+        values.zero_()
+
+
+@functools.cache
+def transformer_config_fields() -> frozenset[str]:
+    """Names of the fields that this version's TransformerConfig has."""
+    return frozenset(field.name for field in dataclasses.fields(TransformerConfig))
+
+
+def is_routed_expert(parameter_name: str) -> bool:
+    """True for the weights of routed experts, False for shared experts and everything else."""
+    return ".mlp.experts." in f".{parameter_name}"
+
+
+def mark_expert_parameters(model: nn.Module) -> None:
+    """Puts every routed expert's gradient in the expert buffers, whatever the layout.
+
+    Megatron decides by `allreduce`, which it sets only where expert parallelism is on. With tensor parallel 2, expert
+    parallel 1 and expert-tensor parallel 1 the expert gradients are then never reduced (up to 0.18). Marking them
+    always also lets an optimizer checkpoint move between expert-parallel sizes.
+
+    The bias of an expert's second product it takes for one of a layer that is cut among tensor-parallel ranks: under
+    sequence parallelism it adds up these ranks' gradients, of different experts even (0.16.1 to 0.19.2), and only the
+    first rank counts them in the gradient norm (0.16.1).
+    """
+    for name, parameter in model.named_parameters():
+        if is_routed_expert(name):
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
+            if not getattr(parameter, "tensor_model_parallel", False):
+                parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def mark_attention_sinks(model: nn.Module) -> None:
+    """Says of the sinks of attention, a number for each head, that tensor-parallel ranks hold those of their heads.
+
+    Megatron cuts them and does not say so: they would be taken for copies, and only the first rank's count in the
+    gradient norm (0.16.1 to 0.19.2).
+    """
+    for name, parameter in model.named_parameters():
+        if name.endswith("core_attention.softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+
+
+def _count_tokens_for_expert_bias(self: Any, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+    """TopKRouter._apply_expert_bias, whose mask lacks the expert dimension and cannot be broadcast."""
+    if self.enable_expert_bias and torch.is_grad_enabled():
+        with torch.no_grad():
+            if padding_mask is not None:
+                routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+            self.local_tokens_per_expert += routing_map.sum(dim=0)
+
+
+def correct_expert_bias_with_padding() -> None:
+    """Makes an expert bias work together with a padding mask (0.16.1 to 0.19.2 raise an error)."""
+    TopKRouter._apply_expert_bias = _count_tokens_for_expert_bias
+
+
+def needs_padding_mask(config: TransformerConfig) -> bool:
+    """Whether a microbatch needs a padding mask though it has no padding.
+
+    Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
+    global-batch loss spans the data-parallel ranks, whose microbatches differ in size.
+    """
+    types = config.moe_router_load_balancing_type
+    return "global_aux_loss" in ([types] if isinstance(types, str) else types)
+
+
+def padding_mask_for_stage(
+    padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
+) -> Tensor | None:
+    """The padding mask as this pipeline stage needs it.
+
+    Megatron cuts the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its shape.
+
+    Args:
+        padding_mask: [batch, sequence], True on padding.
+        is_first_stage: Whether this model chunk holds the embedding.
+        tensor_rank: Rank in the sequence-parallel (tensor-parallel) group.
+        tensor_size: Size of that group.
+
+    Returns:
+        The whole mask on the first stage, this rank's block of the sequence on the others.
+    """
+    if padding_mask is None or is_first_stage or tensor_size == 1:
+        return padding_mask
+    return padding_mask.chunk(tensor_size, dim=1)[tensor_rank].contiguous()

@@ -1,0 +1,189 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Where each router setting in force comes from, and the `config.json` that says the same to transformers.
+
+A model computes something else with another top-k, score function or normalisation, and trains differently with
+another auxiliary loss; which of them a program has taken from where is seen nowhere in its weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    Z_LOSS,
+    auxiliary_loss_names,
+    effective_moe_configuration,
+)
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_CONFIG_DICT = Mapping[str, Any]
+# They decide where a token goes, what is computed with it, or which weights there are; all others only how a router
+# learns, or how the same is computed.
+_OF_THE_MODEL = frozenset(
+    {
+        "moe_apply_probs_on_input",
+        "moe_expert_capacity_factor",
+        "moe_ffn_hidden_size",
+        "moe_latent_size",
+        "moe_layer_freq",
+        "moe_router_enable_expert_bias",
+        "moe_router_group_topk",
+        "moe_router_num_groups",
+        "moe_router_pre_softmax",
+        "moe_router_score_function",
+        "moe_router_topk",
+        "moe_router_topk_limited_devices",
+        "moe_router_topk_scaling_factor",
+        "moe_shared_expert_gate",
+        "moe_shared_expert_intermediate_size",
+    }
+)
+_KEY = "policy.megatron_cfg."
+
+
+def setting_sources(
+    policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
+) -> dict[str, str]:
+    """Who has set each entry of `effective_moe_configuration`; those that nobody has set are left out.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        hf_config: The model's Hugging Face configuration.
+        config_json: Its file as it is.
+        config: What `build_transformer_config` made of them.
+    """
+    family = family_of(hf_config)
+    own = family.transformer_fields(hf_config)
+    chosen = policy.megatron_cfg.moe_transformer_fields
+    sources = {}
+    for name in effective_moe_configuration(config):
+        if name in FORCED_ROUTING_FIELDS or name in chosen:
+            sources[name] = f"policy.megatron_cfg{_what_it_replaces(name, own, chosen)}"
+        elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
+            sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
+        elif name in family.router_fields:
+            sources[name] = _source_in_model(family.router_fields[name], family.name, hf_config, config_json)
+        elif name in own and (name.startswith("moe_") or name == "num_moe_experts"):
+            sources[name] = "the model"
+    return sources
+
+
+def _what_it_replaces(name: str, own: _CONFIG_DICT, chosen: _CONFIG_DICT) -> str:
+    return f"; the model's own is {own[name]}" if name in own and own[name] != chosen.get(name) else ""
+
+
+def _source_in_model(field: str | None, family: str, hf_config: Any, config_json: _CONFIG_DICT) -> str:
+    if field is None:
+        return f"as {family} has it"
+    if _is_in_file(field, hf_config, config_json):
+        return f"config.json: {field}"
+    if not hasattr(hf_config, field):
+        return f"config.json says nothing of {field}"
+    return f"transformers' default of {field}, of which config.json says nothing"
+
+
+def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
+    """Whether the file has a field, maybe under the other name that transformers knows for it."""
+    other_names: Mapping[str, str] = hf_config.attribute_map
+    names = {field, other_names.get(field), *(new for new, old in other_names.items() if old == field)}
+    return any(name in config_json for name in names if name is not None)
+
+
+def setting_warnings(
+    policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
+) -> list[str]:
+    """What of the router settings a user should know before a run, a line each. Arguments as of `setting_sources`."""
+    if config.num_moe_experts is None:
+        return []
+    family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
+    lines = []
+    losses = set(auxiliary_loss_names(config)) - {Z_LOSS}
+    if losses and "moe_aux_loss_coeff" not in chosen:
+        source = _source_in_model(family.router_fields["moe_aux_loss_coeff"], family.name, hf_config, config_json)
+        lines.append(
+            f"moe_aux_loss_coeff: {config.moe_aux_loss_coeff} trains the routers, though the run's configuration does "
+            f"not say so ({source}); {_KEY}moe_aux_loss_coeff sets it (0: no loss)"
+        )
+    if policy.init == "pretrained":
+        lines += [
+            f"{_KEY}{name}: {chosen[name]} takes the place of the model's own {own}: its weights were trained with the "
+            "latter"
+            for name in sorted(chosen.keys() & _OF_THE_MODEL)
+            if (own := _own(hf_config, name)) != chosen[name]
+        ]
+    return lines
+
+
+@dataclass(frozen=True)
+class ExportedConfig:
+    """The `config.json` beside exported weights.
+
+    Attributes:
+        content: The model's own file, with the type of the weights and the settings that were changed.
+        not_expressed: Settings in force that transformers' model cannot have, by name.
+    """
+
+    content: dict[str, Any]
+    not_expressed: tuple[str, ...]
+
+
+def exported_config(
+    policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
+) -> ExportedConfig:
+    """Says to transformers what is in force here. Arguments as of `setting_sources`."""
+    family = family_of(hf_config)
+    # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
+    content = {name: value for name, value in config_json.items() if name != "auto_map"}
+    content |= {name: value for name, value in family.exported_fields.items() if name in content}
+    content["torch_dtype" if "torch_dtype" in content else "dtype"] = policy.precision
+    if config.num_moe_experts is None:
+        return ExportedConfig(content, ())
+    not_expressed = []
+    # In the order of the fields: the kind of a loss follows from its coefficient in many families.
+    chosen = policy.megatron_cfg.moe_transformer_fields.keys()
+    for name in sorted(chosen & (family.router_fields.keys() | _OF_THE_MODEL)):
+        in_force = getattr(config, name)
+        if _as_transformers_has_it(hf_config, content, name) == in_force:
+            continue
+        for candidate in _candidates(family.router_fields, name, in_force):
+            changed = content | candidate
+            if _as_transformers_has_it(hf_config, changed, name) == in_force:
+                content = changed
+                break
+        else:
+            not_expressed.append(name)
+    return ExportedConfig(content, tuple(name for name in not_expressed if name in _OF_THE_MODEL))
+
+
+def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
+    """Values of a field of `config.json` that could mean this one."""
+    field = fields.get(name)
+    if field is None:
+        return []
+    if name == "moe_router_load_balancing_type":
+        # Where it has a field of its own, that is a switch; otherwise the coefficient says it too.
+        return [] if field == fields.get("moe_aux_loss_coeff") else [{field: True}, {field: False}]
+    if isinstance(value, bool):
+        # Some families state the opposite of Megatron-Core's field.
+        return [{field: value}, {field: not value}]
+    return [{field: value}] if isinstance(value, int | float) else []
+
+
+def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) -> Any:
+    """The setting that a model of this `config.json` has in transformers; equal to nothing where it can have none."""
+    try:
+        return _own(type(hf_config).from_dict(dict(content)), name)
+    except Exception:  # transformers and the family refuse values with types of their own
+        return object()
+
+
+def _own(hf_config: Any, name: str) -> Any:
+    """A setting of a model that nobody has changed."""
+    fields = family_of(hf_config).transformer_fields(hf_config)
+    return fields[name] if name in fields else getattr(TransformerConfig, name, None)

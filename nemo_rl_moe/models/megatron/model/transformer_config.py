@@ -1,0 +1,259 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers have experts, which pipeline stage holds them, and which auxiliary losses their routers record."""
+
+import importlib.util
+from typing import Any
+
+import torch
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
+
+# isort: split
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+Z_LOSS = "z_loss"
+GLOBAL_BATCH_LOSS = "global_load_balancing_loss"
+_NAME_OF_BALANCING_TYPE = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    "global_aux_loss": GLOBAL_BATCH_LOSS,
+}
+
+
+def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
+    """The losses that this model's routers record, in a fixed order; by the configuration, so equal on all ranks."""
+    types, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
+    if isinstance(types, str):
+        types, coefficients = [types], [coefficients]
+    enabled = {kind for kind, coefficient in zip(types, coefficients, strict=True) if coefficient > 0}
+    names = [name for kind, name in _NAME_OF_BALANCING_TYPE.items() if kind in enabled]
+    return [*names, Z_LOSS] if config.moe_z_loss_coeff is not None else names
+
+
+def moe_layer_indices(config: TransformerConfig) -> list[int]:
+    """Global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
+    if config.num_moe_experts is None:
+        return []
+    frequency = config.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(config.num_layers)]
+    return [index for index, has_experts in enumerate(pattern) if has_experts]
+
+
+def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
+    """For each model chunk of a pipeline stage, the global 0-based indices of its decoder layers."""
+    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
+    layers_of_chunk = config.num_layers // (stages * chunks)
+    # Interleaved: the first chunks of all stages hold the first layers, then come the second chunks.
+    starts = [(chunk * stages + pipeline_rank) * layers_of_chunk for chunk in range(chunks)]
+    return [range(start, start + layers_of_chunk) for start in starts]
+
+
+def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
+    """For each model chunk of a pipeline stage, the positions of its layers in `moe_layer_indices`."""
+    positions = {index: position for position, index in enumerate(moe_layer_indices(config))}
+    return [[positions[i] for i in layers if i in positions] for layers in layers_of_chunks(config, pipeline_rank)]
+
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
+}
+
+
+def has_transformer_engine() -> bool:
+    """True where Transformer Engine is installed and there is an accelerator to run it on."""
+    return not cpu_backend.ACTIVE and importlib.util.find_spec("transformer_engine") is not None
+
+
+def use_transformer_engine(policy: PolicyConfig) -> bool:
+    """Whether this policy's layers are Transformer Engine's."""
+    return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
+
+
+def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
+    megatron = policy.megatron_cfg
+    return {
+        "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": megatron.virtual_pipeline_model_parallel_size,
+        "expert_model_parallel_size": megatron.expert_model_parallel_size,
+        "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
+        "context_parallel_size": megatron.context_parallel_size,
+        "sequence_parallel": megatron.sequence_parallel,
+    }
+
+
+def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
+    """Fields that choose implementations, by what this machine has."""
+    dtype = DTYPES[policy.precision]
+    fused = use_transformer_engine(policy)
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        # Weights are set by this project afterwards, the same in every layout; but it is Megatron's initialisation that
+        # marks parameters as tensor-parallel, and the gradient norm counts by that mark.
+        "perform_initialization": True,
+        "use_cpu_initialization": cpu_backend.ACTIVE,
+        "gradient_accumulation_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "masked_softmax_fusion": False,
+        "apply_rope_fusion": fused,
+        "persist_layer_norm": fused,
+        "moe_grouped_gemm": fused,
+        # Both give another loss under gloo with interleaved stages, without an error, so both stay off there.
+        "batch_p2p_comm": not cpu_backend.ACTIVE,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+        # Microbatches of a pipeline are padded to one length instead.
+        "variable_seq_lengths": False,
+    }
+
+
+def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> TransformerConfig:
+    """The effective TransformerConfig: the model's fields, then the machine's, then the user's `moe_*` fields.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        hf_config: The model's Hugging Face configuration.
+
+    Raises:
+        ConfigurationError: The family or a field is unsupported, or Megatron-Core refuses the combination.
+    """
+    family = family_of(hf_config)
+    fields = family.transformer_fields(hf_config)
+    fields |= _implementation_fields(policy) | _layout_fields(policy)
+    if fields["add_bias_linear"]:
+        # Transformer Engine's experts refuse it with biases.
+        fields["bias_dropout_fusion"] = False
+    fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
+    chosen = policy.megatron_cfg.moe_transformer_fields
+    problems = [
+        f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
+        for name in chosen
+        if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
+    ]
+    problems += _problems_with_layers(fields)
+    if "num_moe_experts" in fields:
+        if chosen.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
+            # The model trains without; who asks for a coefficient asks for a loss.
+            fields["moe_router_load_balancing_type"] = "aux_loss"
+        fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
+        problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
+        if "moe_router_group_topk" in family.router_fields:
+            problems += _problems_with_groups(fields)
+    else:
+        problems += _problems_without_experts(policy)
+    if problems:
+        raise ConfigurationError(problems)
+    added = {
+        name: fields.pop(name) for name in FORCED_ROUTING_FIELDS if name in fields.keys() - transformer_config_fields()
+    }
+    if fields.get("moe_z_loss_coeff") == 0:
+        # The router divides the loss by its coefficient when it records it: off means None.
+        fields["moe_z_loss_coeff"] = None
+    try:
+        config = (MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig)(**fields)
+    except (AssertionError, ValueError, NotImplementedError) as error:
+        raise ConfigurationError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
+    for name, value in added.items():
+        setattr(config, name, value)
+    return config
+
+
+def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
+    """Combinations of the model's sizes and the layout that cannot be cut evenly."""
+    tensor, pipeline = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
+    virtual = fields["virtual_pipeline_model_parallel_size"] or 1
+    key = "policy.megatron_cfg."
+    problems = []
+    if fields["num_layers"] % (pipeline * virtual):
+        problems.append(
+            f"{key}pipeline_model_parallel_size: got {pipeline} (x {virtual} virtual stages), which does not divide "
+            f"the model's {fields['num_layers']} layers"
+        )
+    heads = {"query": fields["num_attention_heads"], "key and value": fields["num_query_groups"]}
+    problems += [
+        f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind} heads"
+        for kind, number in heads.items()
+        if number % tensor
+    ]
+    return problems
+
+
+def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:
+    """Experts that cannot be dealt out evenly, are too few for forced routing, or lack the kernels asked for."""
+    expert, experts = fields["expert_model_parallel_size"], fields["num_moe_experts"]
+    topk = fields["moe_router_topk"]
+    key = "policy.megatron_cfg."
+    problems = []
+    if experts % expert:
+        problems.append(
+            f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's {experts} experts"
+        )
+    # A token that goes to k experts needs k of them on the hot rank.
+    if fields["moe_router_force_hot_rank"] is not None and topk > experts // expert:
+        problems.append(
+            f"{key}moe_router_force_hot_rank: each rank holds {experts // expert} experts of a layer, fewer "
+            f"than the {topk} that each token goes to; use a smaller expert_model_parallel_size"
+        )
+    if topk == 1 and fields["moe_router_score_function"] == "softmax" and not fields["moe_router_pre_softmax"]:
+        problems.append(
+            f"{key}moe_router_topk: got 1, with weights that add up to 1 over a token's experts: nothing would train "
+            f"the router; expected 2 or more, or {key}moe_router_pre_softmax=true"
+        )
+    if fields["moe_grouped_gemm"] and not grouped_kernels:
+        problems.append(f"{key}moe_grouped_gemm: got true, which needs Transformer Engine; leave it out")
+    return problems
+
+
+def _problems_with_groups(fields: dict[str, Any]) -> list[str]:
+    """Kernels that choose groups of experts as Megatron-Core does, where the model means another choice."""
+    if not fields.get("moe_router_fusion") or not fields["moe_router_group_topk"]:
+        return []
+    return [
+        "policy.megatron_cfg.moe_router_fusion: got true, which chooses groups of experts otherwise than the model; "
+        "leave it out"
+    ]
+
+
+def _problems_without_experts(policy: PolicyConfig) -> list[str]:
+    """Settings that call for experts. A `moe_*` field of a dense model is not one: inherited, it just has no effect."""
+    megatron = policy.megatron_cfg
+    expert, hot_rank = megatron.expert_model_parallel_size, megatron.moe_router_force_hot_rank
+    key, why = "policy.megatron_cfg.", "the model has no experts"
+    problems = []
+    if expert > 1:
+        problems.append(f"{key}expert_model_parallel_size: got {expert}, expected 1: {why}")
+    if hot_rank is not None:
+        problems.append(f"{key}moe_router_force_hot_rank: got {hot_rank}, expected null: {why}")
+    if megatron.activation_checkpointing == "moe":
+        problems.append(f"{key}activation_checkpointing: got 'moe', expected none or full: {why}")
+    return problems
+
+
+def effective_moe_configuration(config: TransformerConfig) -> dict[str, Any]:
+    """The router and expert settings that are really in force, whoever set them; empty for a model without experts."""
+    if config.num_moe_experts is None:
+        return {}
+    names = [
+        name for name in sorted(transformer_config_fields()) if name.startswith("moe_") or name == "num_moe_experts"
+    ]
+    in_force = {name: _printable(getattr(config, name)) for name in names}
+    return in_force | forced_routing_in_force(config)
+
+
+def _printable(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_printable(entry) for entry in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -1,0 +1,241 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs microbatches through Megatron-Core's schedule: to train, to measure, or for log-probabilities alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossFunction, LossInputs
+from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
+from nemo_rl_moe.models.megatron.training.microbatch import (
+    MicrobatchShape,
+    ModelMicrobatch,
+    common_shape,
+    pack_microbatch,
+    pad_microbatch,
+)
+from nemo_rl_moe.models.megatron.training.token_statistics import (
+    TokenStatistics,
+    hidden_states_only,
+    token_statistics_in_pieces,
+)
+from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_attr_wrapped_model, unwrap_model
+
+MicrobatchMetrics = dict[str, tuple[Tensor, Reduction]]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """How this rank runs microbatches.
+
+    Attributes:
+        config: The model's effective configuration.
+        packed: Sequences are packed, not padded.
+        explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
+        device: Where the model lives.
+        temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
+        recorder: Hears of every training forward; None when nothing is tracked.
+    """
+
+    config: TransformerConfig
+    packed: bool
+    explicit_mask: bool
+    device: torch.device
+    temperature: float = 1.0
+    recorder: ExpertLoadRecorder | None = None
+
+    def train(
+        self,
+        chunks: Sequence[MegatronModule],
+        shard: GlobalBatchShard,
+        loss_function: LossFunction,
+        first_microbatch: int = 0,
+    ) -> list[MicrobatchMetrics]:
+        """One forward and backward pass over all microbatches.
+
+        Args:
+            chunks: This rank's model chunks.
+            shard: The microbatches.
+            loss_function: What is trained.
+            first_microbatch: The number that the recorder knows the first microbatch by.
+
+        Returns:
+            The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
+        """
+        step = partial(self._training_step, shard, loss_function)
+        return self._run(chunks, shard.microbatches, step, first_microbatch=first_microbatch, forward_only=False)
+
+    def evaluate(
+        self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
+    ) -> list[MicrobatchMetrics]:
+        """Forward passes only; the loss function gets greedy matches besides.
+
+        Returns:
+            As `train`.
+        """
+
+        def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
+            outputs = loss_function(_loss_inputs(shard, microbatch, statistics.logprobs, statistics.greedy_matches))
+            return outputs.metrics | {"loss": (outputs.loss, Reduction.SHARE)}
+
+        return self._run_forward(chunks, shard.microbatches, measure)
+
+    def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Forward passes only.
+
+        Returns:
+            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`; 0 for
+            a sequence's first token, any number on padding. Empty but on the last pipeline stage.
+        """
+
+        def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
+            return torch.nn.functional.pad(microbatch.per_sequence(statistics.logprobs), (1, 0))
+
+        return self._run_forward(chunks, microbatches, collect)
+
+    def _run_forward(
+        self,
+        chunks: Sequence[MegatronModule],
+        microbatches: Sequence[TokenBatch],
+        measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
+    ) -> list[Result]:
+        bare = [unwrap_model(chunk) for chunk in chunks]
+        with hidden_states_only(bare):
+            step = partial(self._forward_step, measure)
+            return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
+
+    def _run(
+        self,
+        chunks: Sequence[MegatronModule],
+        token_batches: Sequence[TokenBatch],
+        step: Callable[..., Any],
+        *,
+        first_microbatch: int,
+        forward_only: bool,
+    ) -> list[Any]:
+        microbatches = self._prepare(token_batches)
+        iterators = [enumerate(microbatches, start=first_microbatch) for _ in chunks]
+        results: list[Any] = get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=list(chunks) if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(microbatches),
+            seq_length=microbatches[0].input_ids.shape[1],
+            micro_batch_size=microbatches[0].input_ids.shape[0],
+            forward_only=forward_only,
+        )
+        return results
+
+    def _prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        shape = MicrobatchShape(multiple)
+        if self.config.pipeline_model_parallel_size > 1:
+            shape = common_shape(token_batches, packed=self.packed, column_multiple=multiple)
+        make = pack_microbatch if self.packed else pad_microbatch
+        return [make(batch, shape, self.device) for batch in token_batches]
+
+    def _training_step(
+        self,
+        shard: GlobalBatchShard,
+        loss_function: LossFunction,
+        data_iterator: Iterator[tuple[int, ModelMicrobatch]],
+        model: MegatronModule,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, MicrobatchMetrics]]]:
+        number, microbatch = next(data_iterator)
+        chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+        with nullcontext() if self.recorder is None else self.recorder.training_forward(chunk, number):
+            output = self._run_model(model, microbatch, labels=microbatch.labels)
+        if self.recorder is not None:
+            self.recorder.watch_backward(output, chunk, number)
+        return output, partial(_training_loss, shard, loss_function, microbatch)
+
+    def _forward_step(
+        self,
+        measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
+        data_iterator: Iterator[tuple[int, ModelMicrobatch]],
+        model: MegatronModule,
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Result]]]:
+        _, microbatch = next(data_iterator)
+
+        def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
+            bare = unwrap_model(model)
+            statistics = token_statistics_in_pieces(bare, hidden_states, microbatch.labels, self.temperature)
+            # The schedule divides the loss that it is given in place, and does nothing else with this one.
+            return hidden_states.new_zeros(()), measure(microbatch, statistics)
+
+        return self._run_model(model, microbatch, labels=None), finish
+
+    def _run_model(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
+        padding_mask = microbatch.padding_mask
+        if padding_mask is None and needs_padding_mask(self.config):
+            padding_mask = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
+        output: Tensor = model(
+            microbatch.input_ids,
+            microbatch.position_ids,
+            self._attention_mask(microbatch),
+            labels=labels,
+            packed_seq_params=microbatch.packed_seq_params,
+            padding_mask=padding_mask_for_stage(
+                padding_mask,
+                is_first_stage=get_attr_wrapped_model(model, "pre_process"),
+                tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
+                tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
+            ),
+        )
+        return output
+
+    def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
+        if not self.explicit_mask:
+            return None
+        length = microbatch.input_ids.shape[1]
+        return torch.ones(length, length, dtype=torch.bool, device=self.device).triu_(1)[None, None]
+
+
+def _training_loss(
+    shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
+) -> tuple[Tensor, MicrobatchMetrics]:
+    outputs = loss_function(_loss_inputs(shard, microbatch, logprobs=-output))
+    # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
+    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
+    scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
+    return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SHARE)}
+
+
+def _loss_inputs(
+    shard: GlobalBatchShard, microbatch: ModelMicrobatch, logprobs: Tensor, greedy_matches: Tensor | None = None
+) -> LossInputs:
+    return LossInputs(
+        logprobs=microbatch.per_sequence(logprobs),
+        token_mask=microbatch.batch.token_mask[:, 1:],
+        global_valid_tokens=shard.global_valid_tokens,
+        global_sequences=shard.global_sequences,
+        greedy_matches=None if greedy_matches is None else microbatch.per_sequence(greedy_matches),
+        # Like the mask, what there is one of for each token is brought in line with the targets.
+        extras={name: value if value.ndim == 1 else value[:, 1:] for name, value in microbatch.batch.extras.items()},
+    )
+
+
+def metrics_to_host(results: Sequence[MicrobatchMetrics]) -> dict[str, tuple[list[float], Reduction]]:
+    """Copies the metrics of all microbatches to the host, in one copy."""
+    if not results:
+        return {}
+    names = list(results[0])
+    stacked = torch.stack([torch.stack([result[name][0].double() for name in names]) for result in results])
+    columns: list[list[Any]] = stacked.T.tolist()
+    return {name: (column, results[0][name][1]) for name, column in zip(names, columns, strict=True)}

@@ -1,0 +1,155 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""From a microbatch of sequences to the tensors that Megatron-Core's GPTModel takes, padded or packed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass(frozen=True)
+class ModelMicrobatch:
+    """One microbatch as the model takes it. `rows x columns` is `batch x sequence` or, packed, `1 x all tokens`.
+
+    Attributes:
+        input_ids: Token ids.
+        labels: The token after each position, 0 where there is none.
+        position_ids: Position within the sequence.
+        padding_mask: True on padding; None where there is none.
+        packed_seq_params: Where each packed sequence begins; None when padded.
+        sequence_start: Flat position of each sequence's first token.
+        batch: The sequences themselves, on the device.
+    """
+
+    input_ids: Int[Tensor, "rows columns"]
+    labels: Int[Tensor, "rows columns"]
+    position_ids: Int[Tensor, "rows columns"]
+    padding_mask: Bool[Tensor, "rows columns"] | None
+    packed_seq_params: PackedSeqParams | None
+    sequence_start: Int[Tensor, " batch"]
+    batch: TokenBatch
+
+    def per_sequence(self, values: Tensor) -> Tensor:
+        """Brings values of flat positions back to one row a sequence.
+
+        Args:
+            values: [rows, columns], one value for each target.
+
+        Returns:
+            [batch, longest - 1]; entries beyond a sequence's length are those of other positions and must be masked.
+        """
+        longest = self.batch.input_ids.shape[1]
+        if self.packed_seq_params is None:
+            return values[: len(self.batch), : longest - 1]
+        offsets = torch.arange(longest - 1, device=values.device)
+        index = (self.sequence_start[:, None] + offsets).clamp_(max=values.numel() - 1)
+        return values.reshape(-1)[index]
+
+
+@dataclass(frozen=True)
+class MicrobatchShape:
+    """What the microbatches of one step are padded to.
+
+    Attributes:
+        column_multiple: Columns are a multiple of this (the sequence-parallel size).
+        rows: Rows of every microbatch; 0: as many as it has sequences.
+        columns: Columns of every microbatch; 0: as many as it needs.
+    """
+
+    column_multiple: int
+    rows: int = 0
+    columns: int = 0
+
+
+def common_shape(microbatches: Sequence[TokenBatch], *, packed: bool, column_multiple: int) -> MicrobatchShape:
+    """The one shape that fits all: pipeline stages exchange tensors of a fixed shape."""
+    if packed:
+        return MicrobatchShape(column_multiple, rows=1, columns=max(int(batch.lengths.sum()) for batch in microbatches))
+    return MicrobatchShape(
+        column_multiple,
+        rows=max(len(batch) for batch in microbatches),
+        columns=max(batch.input_ids.shape[1] for batch in microbatches),
+    )
+
+
+def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
+    """One row a sequence, padded on the right."""
+    rows = max(shape.rows, len(batch))
+    columns = _round_up(max(shape.columns, batch.input_ids.shape[1]), shape.column_multiple)
+    input_ids = torch.zeros(rows, columns, dtype=torch.long)
+    input_ids[: len(batch), : batch.input_ids.shape[1]] = batch.input_ids
+    lengths = torch.zeros(rows, dtype=torch.long)
+    lengths[: len(batch)] = batch.lengths
+    positions = torch.arange(columns).expand(rows, columns)
+    return ModelMicrobatch(
+        input_ids=input_ids.to(device, non_blocking=True),
+        labels=_next_tokens(input_ids).to(device, non_blocking=True),
+        position_ids=positions.to(device, non_blocking=True),
+        padding_mask=_mask_or_none(positions >= lengths[:, None], device),
+        packed_seq_params=None,
+        sequence_start=torch.arange(len(batch), device=device) * columns,
+        batch=_to_device(batch, device),
+    )
+
+
+def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
+    """All sequences behind one another in one row; what pads the row is one more, unused sequence."""
+    lengths = batch.lengths.tolist()
+    total = sum(lengths)
+    columns = _round_up(max(shape.columns, total), shape.column_multiple)
+    segments = [*lengths, columns - total] if columns > total else lengths
+    input_ids, labels = torch.zeros(1, columns, dtype=torch.long), torch.zeros(1, columns, dtype=torch.long)
+    starts = [0]
+    for row, length in enumerate(lengths):
+        start, end = starts[-1], starts[-1] + length
+        input_ids[0, start:end] = batch.input_ids[row, :length]
+        labels[0, start : end - 1] = batch.input_ids[row, 1:length]
+        starts.append(end)
+    boundaries = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device=device)
+    positions = torch.cat([torch.arange(length) for length in segments])[None]
+    return ModelMicrobatch(
+        input_ids=input_ids.to(device, non_blocking=True),
+        labels=labels.to(device, non_blocking=True),
+        position_ids=positions.to(device, non_blocking=True),
+        padding_mask=_mask_or_none(torch.arange(columns)[None] >= total, device),
+        packed_seq_params=PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=boundaries,
+            cu_seqlens_kv=boundaries,
+            max_seqlen_q=max(segments),
+            max_seqlen_kv=max(segments),
+        ),
+        sequence_start=torch.tensor(starts[:-1], device=device),
+        batch=_to_device(batch, device),
+    )
+
+
+def _next_tokens(input_ids: Tensor) -> Tensor:
+    return torch.nn.functional.pad(input_ids[:, 1:], (0, 1))
+
+
+def _mask_or_none(mask: Tensor, device: torch.device) -> Tensor | None:
+    return mask.to(device, non_blocking=True) if bool(mask.any()) else None
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
+    return TokenBatch(
+        input_ids=batch.input_ids.to(device, non_blocking=True),
+        lengths=batch.lengths.to(device, non_blocking=True),
+        token_mask=batch.token_mask.to(device, non_blocking=True),
+        sample_ids=batch.sample_ids,
+        extras={name: value.to(device, non_blocking=True) for name, value in batch.extras.items()},
+    )

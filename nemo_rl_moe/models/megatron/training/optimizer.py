@@ -1,0 +1,155 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-Core's data-parallel wrapper, optimizer and learning-rate schedule from the user's configuration."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
+from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def wrap_data_parallel(
+    policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[GPTModel]
+) -> list[DistributedDataParallel]:
+    """Wraps each model chunk for gradient reduction and tells the schedule how to finish a step's gradients."""
+    chosen = policy.megatron_cfg.distributed_data_parallel_config
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=chosen.grad_reduce_in_fp32,
+        overlap_grad_reduce=chosen.overlap_grad_reduce,
+        use_distributed_optimizer=chosen.use_distributed_optimizer,
+        check_for_nan_in_grad=False,
+    )
+    with router_state_in_float32(chunks):
+        modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+    wrapped = [
+        # Buckets are for overlapping; the later chunks' gradients are complete first, so they need none.
+        DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if chosen.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def build_optimizer(
+    policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
+) -> MegatronOptimizer:
+    """Adam with float32 master weights where training is in bfloat16; weight decay on matrices only."""
+    chosen = policy.megatron_cfg.optimizer
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=chosen.lr,
+        min_lr=chosen.min_lr,
+        weight_decay=chosen.weight_decay,
+        adam_beta1=chosen.adam_beta1,
+        adam_beta2=chosen.adam_beta2,
+        adam_eps=chosen.adam_eps,
+        # Without clipping the norm is still wanted: no norm exceeds infinity.
+        clip_grad=math.inf if policy.max_grad_norm is None else policy.max_grad_norm,
+        bf16=config.bf16,
+        params_dtype=DTYPES[policy.precision],
+        use_distributed_optimizer=policy.megatron_cfg.distributed_data_parallel_config.use_distributed_optimizer,
+    )
+    # Without the overrides norms and biases are decayed too.
+    optimizer: MegatronOptimizer = get_megatron_optimizer(
+        optimizer_config, list(chunks), config_overrides=get_standard_config_overrides(optimizer_config)
+    )
+    _fuse_adam(optimizer)
+    if config.bf16:
+        config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def _fuse_adam(optimizer: MegatronOptimizer) -> None:
+    """Lets torch's AdamW, which Megatron-Core takes where neither Transformer Engine nor Apex is, update in one pass.
+
+    Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True
+
+
+def step_if_finite(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tuple[float, bool]:
+    """One optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the same decision.
+
+    Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
+
+    Args:
+        optimizer: With the gradients of a step.
+        loss_is_finite: The same on every rank.
+
+    Returns:
+        The gradient's norm before clipping, the same on every rank, and whether the weights were changed.
+    """
+    assert isinstance(optimizer, ChainedOptimizer)  # measures the norm over all ranks, then clips, then updates
+    norm = math.nan
+
+    def measure_and_keep() -> float:
+        nonlocal norm
+        norm = float(measure() or 0.0)
+        return norm
+
+    def update_if_finite() -> bool:
+        return bool(loss_is_finite and math.isfinite(norm) and update())
+
+    measure, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    optimizer.get_grad_norm, optimizer.step_with_ready_grads = measure_and_keep, update_if_finite
+    try:
+        is_updated, _, _ = optimizer.step()
+    finally:
+        del optimizer.get_grad_norm, optimizer.step_with_ready_grads
+    return norm, bool(is_updated)
+
+
+def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
+    """Learning-rate schedule: linear warm-up, then the decay that the user chose. One tick an optimizer step.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        optimizer: The optimizer whose groups it sets; weight decay too acts only through it.
+        num_steps: Optimizer steps of the whole run; where the decay ends unless the user says otherwise.
+    """
+    chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
+    decay_steps = chosen.lr_decay_iters or num_steps
+    if chosen.lr_decay_style == "constant":
+        # Nothing decays: a short trial run sees the beginning of the long one's warm-up.
+        decay_steps = max(decay_steps, chosen.lr_warmup_iters + 1)
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=rates.lr,
+        min_lr=rates.min_lr,
+        lr_warmup_steps=min(chosen.lr_warmup_iters, decay_steps - 1),
+        lr_decay_steps=decay_steps,
+        lr_decay_style=chosen.lr_decay_style,
+        start_wd=rates.weight_decay,
+        end_wd=rates.weight_decay,
+        wd_incr_steps=decay_steps,
+        wd_incr_style="constant",
+    )
+    # The first step is the first tick of the warm-up; at tick 0 its learning rate would be 0.
+    scheduler.step(1)
+    return scheduler

@@ -1,0 +1,310 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
+from nemo_rl_moe.models.interfaces import LossFunction
+from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
+from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
+from nemo_rl_moe.models.megatron.common import MoEReport, MoEReportOptions, collect_moe_report
+from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
+from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
+from nemo_rl_moe.models.megatron.training.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    step_if_finite,
+    wrap_data_parallel,
+)
+from nemo_rl_moe.models.megatron.training.routing_recorder import attach_recorder
+from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
+from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights, set_starting_weights
+from nemo_rl_moe.models.model_files import write_model_files
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+
+
+@dataclass(frozen=True)
+class RankTrainResult:
+    """What one rank did in one `train` call.
+
+    Attributes:
+        global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
+        grad_norm: Norm before clipping; of several steps, the mean. The same on every rank.
+        lr: Learning rate of the last optimizer step.
+        num_microbatches: Microbatches of this data-parallel rank.
+        microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
+        moe_metrics: The same on every rank.
+        expert_load: The load matrix of the call, on rank 0 alone; None when tracking is off.
+        num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
+            rank.
+        skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
+    """
+
+    global_loss: float
+    grad_norm: float
+    lr: float
+    num_microbatches: int
+    microbatch_metrics: dict[str, MetricSeries]
+    moe_metrics: dict[str, float]
+    expert_load: ExpertLoad | None
+    num_skipped_updates: int
+    skipped_in_a_row: int
+
+
+class MegatronTrainer:
+    """Trains one rank's part of the model with Megatron-Core, and generates and measures with the same weights.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        hf_config: The model's Hugging Face configuration.
+        weights_folder: Folder to read weights from; None for random ones.
+        num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
+        tokenizer: Needed where responses end with stop strings.
+        keep_reference: Keep the first weights as the reference model.
+
+    Attributes:
+        num_updates: Optimizer steps that changed the weights: their version.
+        notices: What a user should know of the weights that it starts with, a line each.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        hf_config: Any,
+        weights_folder: Path | None,
+        num_steps: int,
+        *,
+        tokenizer: Any = None,
+        keep_reference: bool = False,
+    ):
+        self.policy, self.hf_config = policy, hf_config
+        self.device = project_parallel_state.device()
+        self.coordinates = project_parallel_state.parallel_coordinates()
+        self.config = build_transformer_config(policy, hf_config)
+        self.chunks = build_model_chunks(policy, self.config, hf_config)
+        self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
+        temperature = policy.generation.temperature if isinstance(policy, GRPOPolicyConfig) else 1.0
+        for chunk in self.chunks:
+            chunk.temperature = temperature
+        self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)
+        self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
+        self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
+        force_routing(self.chunks, self.config)
+        self._expert_bias = ExpertBias(self.chunks)
+        tracked = policy.megatron_cfg.track_moe_metrics
+        self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
+        self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
+        self._reference = ReferenceWeights(self.chunks) if keep_reference else None
+        self.num_updates = 0
+        self._calls = 0
+        self._checkpoint_write: CheckpointWrite | None = None
+        self._forward_backward = ForwardBackward(
+            config=self.config,
+            packed=policy.sequence_packing.enabled,
+            explicit_mask=policy.megatron_cfg.layer_spec == "local",
+            device=self.device,
+            temperature=temperature,
+            recorder=self._recorder,
+        )
+
+    def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
+        """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
+        losses, grad_norms, lr = [], [], 0.0
+        series: list[dict[str, MetricSeries]] = []
+        num_skipped = skipped_in_a_row = 0
+        num_microbatches = sum(len(shard.microbatches) for shard in shards)
+        done = 0
+        if self._recorder is not None:
+            self._recorder.start(num_microbatches)
+        for chunk in self.ddp_chunks:
+            chunk.train()
+        for shard in shards:
+            for chunk in self.ddp_chunks:
+                chunk.zero_grad_buffer()
+            self._expert_bias.keep()
+            results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
+            done += len(shard.microbatches)
+            series.append(self._series(results))
+            losses.append(self._sum_over_ranks(series[-1]))
+            grad_norm, is_updated = step_if_finite(self.optimizer, loss_is_finite=math.isfinite(losses[-1]))
+            # Its float32 copies of gradients would be held while responses are generated.
+            self.optimizer.zero_grad()
+            grad_norms.append(grad_norm)
+            lr = float(self.optimizer.param_groups[0]["lr"])
+            if is_updated:
+                self.scheduler.step(1)
+                self.num_updates += 1
+            else:
+                self._expert_bias.put_back()
+            skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
+            num_skipped += not is_updated
+        self._calls += 1
+        report = self._moe_report(num_microbatches)
+        return RankTrainResult(
+            global_loss=sum(losses) / len(losses),
+            grad_norm=sum(grad_norms) / len(grad_norms),
+            lr=lr,
+            num_microbatches=num_microbatches,
+            microbatch_metrics=_mean_over_global_batches(series),
+            moe_metrics=report.metrics,
+            # Once is enough: the driver reads the first rank's.
+            expert_load=report.expert_load if dist.get_rank() == 0 else None,
+            num_skipped_updates=num_skipped,
+            skipped_in_a_row=skipped_in_a_row,
+        )
+
+    def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        self._evaluation_mode()
+        with torch.no_grad():
+            results = self._forward_backward.evaluate(self.ddp_chunks, shard, loss_function)
+        return self._series(results)
+
+    def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Forward passes only.
+
+        Returns:
+            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
+            the host; empty where no loss is computed.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.logprobs(self.ddp_chunks, microbatches)
+        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """`logprobs` of the weights that the run began with."""
+        assert self._reference is not None  # the run keeps one wherever its loss needs it
+        with self._reference.in_place():
+            return self.logprobs(microbatches)
+
+    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+        """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
+        self._evaluation_mode()
+        return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
+
+    def export_weights(self) -> dict[str, torch.Tensor]:
+        """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
+        return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
+
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
+        """Writes the weights as a Hugging Face folder. Every rank calls it.
+
+        Args:
+            folder: Where to.
+            model_files: What lies beside the weights, file name to content.
+
+        Returns:
+            Names of parameters that the family has no tensor for, which are left out.
+
+        Raises:
+            CheckpointError: A rank could not write its part. The same on every rank.
+        """
+
+        def write_beside(staging: Path) -> None:
+            write_model_files(model_files, staging)
+
+        return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
+
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""
+        counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
+        contents = sharded_contents(self._training_objects, counters)
+        self._checkpoint_write = start_write(contents, directory)
+
+    @property
+    def checkpoint_is_written(self) -> bool:
+        """Whether this rank's part of the last checkpoint is over, well or not."""
+        return self._checkpoint_write is None or self._checkpoint_write.is_written
+
+    def finish_checkpoint(self) -> str | None:
+        """Waits for all parts and completes the checkpoint. Every rank calls it.
+
+        Returns:
+            What went wrong on any rank; None when the checkpoint is whole.
+        """
+        assert self._checkpoint_write is not None  # one was started
+        write, self._checkpoint_write = self._checkpoint_write, None
+        return write.finish()
+
+    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Goes back to a checkpoint. Every rank calls it.
+
+        Raises:
+            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
+        """
+        counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
+        if counters is not None:
+            self.num_updates, self._calls = counters.num_updates, counters.num_calls
+
+    @property
+    def _training_objects(self) -> TrainingObjects:
+        return TrainingObjects(self.chunks, self.optimizer, self.scheduler)
+
+    def _evaluation_mode(self) -> None:
+        for chunk in self.ddp_chunks:
+            chunk.eval()
+
+    def _moe_report(self, num_microbatches: int) -> MoEReport:
+        if not self.policy.megatron_cfg.track_moe_metrics:
+            return MoEReport({}, None)
+        return collect_moe_report(
+            1 / num_microbatches,
+            self._report_options(),
+            config=self.config,
+            device=self.device,
+            recorder=self._recorder,
+        )
+
+    def _report_options(self) -> MoEReportOptions:
+        megatron = self.policy.megatron_cfg
+        chosen = megatron.moe_metrics
+        every = chosen.detailed_every_steps
+        return MoEReportOptions(
+            per_layer=megatron.moe_per_layer_logging,
+            detailed=chosen.mode == "detailed" or (every is not None and self._calls % every == 0),
+            top_k_experts=chosen.top_k_experts,
+            overload=megatron.log_moe_overload_factor,
+            what_if_expert_parallel_sizes=tuple(chosen.what_if_expert_parallel_sizes),
+        )
+
+    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
+        if not self.coordinates.reports_loss:
+            return {}
+        return {
+            name: MetricSeries(tuple(values), reduction)
+            for name, (values, reduction) in metrics_to_host(results).items()
+        }
+
+    def _sum_over_ranks(self, series: dict[str, MetricSeries]) -> float:
+        own = series["loss"].reduce() if "loss" in series else 0.0
+        total = torch.tensor([own], dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total)
+
+
+def _mean_over_global_batches(series: Sequence[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
+    """One series for each metric; every global batch has its own mean to share in, and all of them count the same."""
+    joined = {name: concatenate(part[name] for part in series) for name in series[0]}
+    return {
+        name: MetricSeries(tuple(value / len(series) for value in whole.values), whole.reduction)
+        if whole.reduction is Reduction.SHARE
+        else whole
+        for name, whole in joined.items()
+    }

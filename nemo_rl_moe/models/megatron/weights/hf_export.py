@@ -1,0 +1,172 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes a model as a Hugging Face folder, tensor by tensor, and hands its tensors to engines that keep a copy."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.atomic_writes import delete, put_in_place
+from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.models.megatron.model.agreement import Trouble
+from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, bring_together, plan_deliveries
+from nemo_rl_moe.models.safetensors_files import (
+    SafetensorsWriter,
+    TensorHeader,
+    file_names,
+    index_of,
+    split_into_files,
+)
+from nemo_rl_moe.models.safetensors_folder import INDEX_FILE, one_line
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of a file, as transformers has it."""
+
+
+def save_weights(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    folder: Path,
+    write_beside: Callable[[Path], None],
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[str]:
+    """Writes a Hugging Face folder that `AutoModelForCausalLM.from_pretrained` loads. Every rank calls it.
+
+    The folder appears whole or not at all, in place of one that was there; until then everything goes to
+    `FOLDER.incomplete`. All ranks must share the file system.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: Their configuration.
+        hf_config: The model's Hugging Face configuration.
+        folder: Where to.
+        write_beside: Writes what lies beside the weights (configuration, tokenizer) into a folder; runs on rank 0.
+        max_shard_bytes: Largest file, where no single tensor is larger.
+        progress: Gets the share of the tensors of this rank's pipeline stage that are done.
+
+    Returns:
+        The parameters that were left out because the family has no tensor for them; the same on every rank.
+
+    Raises:
+        CheckpointError: A rank could not write its part; nothing is left of it. The same on every rank.
+    """
+    staging = folder.with_name(folder.name + ".incomplete")
+    deliveries, without_rule = plan_deliveries(chunks, config, hf_config)
+    own_files = split_into_files((delivery.header for delivery in deliveries if delivery.is_mine), max_shard_bytes)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (own_files, without_rule))
+    files = [(rank, tensors) for rank, (of_rank, _) in enumerate(of_ranks) for tensors in of_rank]
+    named = dict(zip(file_names(len(files)), files, strict=True))
+    _agree(folder, staging, _on_rank_0(lambda: _begin(staging, named, write_beside)))
+    mine = {name: tensors for name, (rank, tensors) in named.items() if rank == dist.get_rank()}
+    _agree(folder, staging, _write(deliveries, hf_config, staging, mine, progress))
+    _agree(
+        folder, staging, _on_rank_0(lambda: put_in_place(staging, folder, folder.with_name(f"{folder.name}.replaced")))
+    )
+    return sorted({name for _, names in of_ranks for name in names})
+
+
+def tensors_of_this_rank(
+    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Hugging Face names and full tensors on the host; over all ranks, each once. Every rank runs it to its end.
+
+    Raises:
+        RuntimeError: A rank ran out of memory, say; at the end, on every rank.
+    """
+    deliveries, _ = plan_deliveries(chunks, config, hf_config)
+    trouble = Trouble()
+    for delivery in deliveries:
+        entries = list(bring_together(delivery, hf_config, trouble))
+        whole = None
+        with trouble.kept():
+            if delivery.is_mine and not trouble.is_over:
+                # A copy: the model goes on learning.
+                whole = (
+                    torch.stack(entries)
+                    if delivery.is_stacked
+                    else entries[0].clone(memory_format=torch.contiguous_format)
+                )
+        if whole is not None:
+            yield delivery.header.name, whole
+    if problems := _problems_of_all(trouble.text):
+        raise RuntimeError(f"the weights cannot be handed out: {problems}")
+
+
+def _begin(
+    staging: Path, files: dict[str, tuple[int, list[TensorHeader]]], write_beside: Callable[[Path], None]
+) -> None:
+    """Everything but the weights: a fault in it shows before hours of writing."""
+    delete(staging)
+    staging.mkdir(parents=True)
+    write_beside(staging)
+    if len(files) > 1:
+        index = index_of({name: tensors for name, (_, tensors) in files.items()})
+        (staging / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _write(
+    deliveries: Sequence[Delivery],
+    hf_config: Any,
+    staging: Path,
+    files: dict[str, list[TensorHeader]],
+    progress: Callable[[float], None],
+) -> str | None:
+    """Writes this rank's files; returns what went wrong. Goes on taking part in what the others need it for."""
+    writer, trouble = SafetensorsWriter(staging, files), Trouble()
+    with trouble.kept():
+        if files and not staging.is_dir():
+            raise FileNotFoundError(f"there is no folder {staging}; all ranks must share it")
+    for number, delivery in enumerate(deliveries, start=1):
+        for entry in bring_together(delivery, hf_config, trouble):
+            with trouble.kept():
+                writer.write(entry)
+        progress(number / len(deliveries))
+    with trouble.kept():
+        writer.close()
+    # Where another rank has trouble it is that one's to say so.
+    return trouble.text or (None if writer.is_complete or trouble.is_over else "its files are not complete")
+
+
+def _on_rank_0(function: Callable[[], None]) -> str | None:
+    return _problem_of(function) if dist.get_rank() == 0 else None
+
+
+def _problem_of(function: Callable[[], None]) -> str | None:
+    """Runs it; what it raises, on one line. A rank that left alone would keep the others waiting."""
+    try:
+        function()
+    except Exception as error:
+        return one_line(error)
+    return None
+
+
+def _agree(folder: Path, staging: Path, problem: str | None) -> None:
+    """Raises the problems of all ranks on all of them, when rank 0 has cleared away what was written."""
+    problems = _problems_of_all(problem)
+    if not problems:
+        return
+    if dist.get_rank() == 0:
+        shutil.rmtree(staging, ignore_errors=True)
+    dist.barrier()
+    raise CheckpointError(f"{folder}: cannot be written: {problems}")
+
+
+def _problems_of_all(problem: str | None) -> str:
+    """Those of all ranks, on one line and the same on each of them; empty where none has any."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, problem)
+    return "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None)

@@ -1,0 +1,252 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Brings each Hugging Face tensor together on one rank, one at a time, from the ranks that hold pieces of it.
+
+All ranks of a pipeline stage make the same plan out of names and sizes. Every tensor goes to the rank that has the
+least to write so far; data-parallel replicas hold the same weights, and share the work.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.models.families.rules import Rule
+from nemo_rl_moe.models.megatron.model.agreement import Trouble
+from nemo_rl_moe.models.megatron.weights.hf_sources import rule_of, source_parts
+from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
+from nemo_rl_moe.models.safetensors_files import TensorHeader
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One Hugging Face tensor, and how it comes to the rank that writes it.
+
+    Attributes:
+        header: Its name, shape and type.
+        items: This rank's pieces of the parameters that it is part of, with their rules: one, or of a tensor that
+            holds all experts those of this rank's experts, in order.
+        is_stacked: It holds all experts.
+        takes_part: This rank's replica of the weights is the one that it is taken from.
+        shard: Tensor-parallel rank (for experts: expert-tensor-parallel) that it comes to.
+        owner: Of a stacked one, the expert-parallel rank that it comes to.
+    """
+
+    header: TensorHeader
+    items: tuple[tuple[ParameterPiece, Rule], ...]
+    is_stacked: bool
+    takes_part: bool
+    shard: int
+    owner: int
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it comes to this rank."""
+        shard_rank, _ = _shards(self.items[0][0].is_expert)
+        is_owner = not self.is_stacked or self.owner == parallel_state.get_expert_model_parallel_rank()
+        return self.takes_part and shard_rank == self.shard and is_owner
+
+
+class _Spread:
+    """Gives each tensor to the place that has the fewest bytes so far."""
+
+    def __init__(self, *sizes: int):
+        self._sizes, self._bytes = sizes, [0] * math.prod(sizes)
+
+    def place(self, num_bytes: int) -> list[int]:
+        """Coordinates of the place, one for each size."""
+        index = self._bytes.index(min(self._bytes))
+        self._bytes[index] += num_bytes
+        coordinates: list[int] = []
+        for size in reversed(self._sizes):
+            index, coordinate = divmod(index, size)
+            coordinates.insert(0, coordinate)
+        return coordinates
+
+
+def _shards(is_expert: bool) -> tuple[int, int]:
+    """This rank's place among those that share a parameter, and their number."""
+    if is_expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _replicas(is_expert: bool) -> tuple[int, int]:
+    """Which copy of a parameter this rank has a share in, and how many copies there are."""
+    if is_expert:
+        return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
+    return (
+        parallel_state.get_data_parallel_rank(with_context_parallel=True),
+        parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+    )
+
+
+def plan_deliveries(
+    chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
+) -> tuple[list[Delivery], list[str]]:
+    """What tensors this rank has a part in, in the order in which all ranks bring them together.
+
+    Returns:
+        The deliveries; and the parameters that the family has no tensor for.
+    """
+    items: dict[str, list[tuple[ParameterPiece, Rule]]] = {}
+    headers: dict[str, tuple[TensorHeader, bool]] = {}
+    without_rule = []
+    for piece in parameter_pieces(chunks, config):
+        rule = rule_of(piece, hf_config)
+        if rule is None:
+            without_rule.append(piece.name)
+            continue
+        if hf_config.tie_word_embeddings and piece.name == "output_layer.weight":
+            continue
+        parts = source_parts(piece, rule, rule.sources, hf_config, config.num_moe_experts)
+        for part in {part.source.name: part for part in parts}.values():
+            name = part.source.name
+            items.setdefault(name, []).append((piece, rule))
+            headers[name] = TensorHeader(name, part.shape, piece.local.dtype), part.source.is_stacked
+    # In a file the larger types come first.
+    names = sorted(items, key=lambda name: -headers[name][0].dtype.itemsize)
+    by_expert = {name: tuple(sorted(items[name], key=lambda item: item[1].expert or 0)) for name in names}
+    return _assigned([(*headers[name], by_expert[name]) for name in names]), without_rule
+
+
+def _assigned(
+    tensors: Sequence[tuple[TensorHeader, bool, tuple[tuple[ParameterPiece, Rule], ...]]],
+) -> list[Delivery]:
+    """Chooses who writes what; with the same outcome on all ranks that have a part in a tensor."""
+    (_, experts_copies), (_, expert_shards) = _replicas(True), _shards(True)
+    (_, copies), (_, shards) = _replicas(False), _shards(False)
+    stacked = _Spread(experts_copies, parallel_state.get_expert_model_parallel_world_size(), expert_shards)
+    single, dense = _Spread(experts_copies, 1, expert_shards), _Spread(copies, 1, shards)
+    deliveries = []
+    for header, is_stacked, items in tensors:
+        is_expert = items[0][0].is_expert
+        spread = (stacked if is_stacked else single) if is_expert else dense
+        replica, owner, shard = spread.place(header.num_bytes)
+        deliveries.append(Delivery(header, items, is_stacked, replica == _replicas(is_expert)[0], shard, owner))
+    return deliveries
+
+
+def bring_together(delivery: Delivery, hf_config: Any, trouble: Trouble) -> Iterator[Tensor]:
+    """Yields the tensor on the host of the rank that it comes to, a stacked one expert by expert; elsewhere nothing.
+
+    Every rank runs through all deliveries, in order, and through each of them to its end.
+
+    Args:
+        delivery: The tensor.
+        hf_config: The model's Hugging Face configuration.
+        trouble: Keeps what goes wrong; nothing more is yielded then, and at the end the caller has to look.
+    """
+    if not delivery.takes_part:
+        return
+    if not delivery.is_stacked:
+        ((piece, rule),) = delivery.items
+        yield from _on_host(_gathered(delivery, piece, rule, hf_config, trouble), trouble)
+        return
+    rank = parallel_state.get_expert_model_parallel_rank()
+    for expert in range(delivery.header.shape[0]):
+        holder, index = divmod(expert, len(delivery.items))
+        entry = _gathered(delivery, *delivery.items[index], hf_config, trouble) if holder == rank else None
+        if holder != delivery.owner:
+            entry = _handed_over(delivery, holder, entry, trouble)
+        yield from _on_host(entry, trouble)
+
+
+def _on_host(entry: Tensor | None, trouble: Trouble) -> Iterator[Tensor]:
+    """What has come to this rank, if anything has."""
+    on_host = None
+    with trouble.kept():
+        on_host = None if entry is None else entry.cpu()
+    if on_host is not None:
+        yield on_host
+
+
+def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, trouble: Trouble) -> Tensor | None:
+    """The next expert of a stacked tensor on the rank that it comes to, from the rank that holds it."""
+    group, like = parallel_state.get_expert_model_parallel_group(), delivery.items[0][0].local
+    shard_rank, _ = _shards(is_expert=True)
+    if shard_rank != delivery.shard:
+        return None
+    message = None
+    with trouble.kept():
+        if delivery.is_mine and not trouble.is_over:
+            entry = torch.empty(delivery.header.shape[1:], dtype=delivery.header.dtype, device=like.device)
+        message = None if entry is None else _as_bytes(entry)
+    if not trouble.all_can(group, like.device) or message is None:
+        return None
+    if delivery.is_mine:
+        dist.recv(message, dist.get_global_rank(group, holder), group=group)
+        return entry
+    dist.send(message, dist.get_global_rank(group, delivery.owner), group=group)
+    return None
+
+
+def _gathered(delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, trouble: Trouble) -> Tensor | None:
+    """What a parameter has of a tensor, as it stands in its file, on the rank of the group that it comes to."""
+    rank, _ = _shards(piece.is_expert)
+    is_cut = piece.shard_dimension is not None and piece.num_shards > 1
+    if is_cut and trouble.is_over:
+        trouble.all_can(_shard_group(piece.is_expert), piece.local.device)
+    if trouble.is_over or (not is_cut and rank != delivery.shard):
+        return None
+    parts: list[Tensor] = []
+    shards: list[Tensor] = []
+    with trouble.kept():
+        of_sources = zip(rule.sources, rule.layout.split(piece.local, len(rule.sources), hf_config), strict=True)
+        mine = [(source, part) for source, part in of_sources if source.name == delivery.header.name]
+        mine.sort(key=lambda of_source: of_source[0].half or 0)
+        parts = [part.contiguous() if is_cut else part for _, part in mine]
+        if is_cut and rank == delivery.shard:
+            shards = [part.new_empty((piece.num_shards, *part.shape)) for part in parts]
+    if is_cut:
+        if not trouble.all_can(_shard_group(piece.is_expert), piece.local.device):
+            return None
+        for number, part in enumerate(parts):
+            _gather(piece.is_expert, part, shards[number] if shards else None, delivery.shard)
+    if trouble.is_over or rank != delivery.shard:
+        return None
+    entry: Tensor | None = None
+    with trouble.kept():
+        whole = [_joined(piece, shard) for shard in shards] if is_cut else parts
+        entry = torch.cat(whole) if len(whole) > 1 else whole[0]
+        if piece.is_vocabulary:
+            entry = entry[: hf_config.vocab_size]
+        entry = entry.transpose(0, 1) if mine[0][0].is_transposed else entry
+    return None if trouble.is_over else entry
+
+
+def _shard_group(is_expert: bool) -> Any:
+    """The ranks that share a parameter."""
+    if is_expert:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def _gather(is_expert: bool, part: Tensor, shards: Tensor | None, shard: int) -> None:
+    """Brings the contiguous parts of all ranks that share a parameter to one of them, which gives room for them."""
+    group = _shard_group(is_expert)
+    into = None if shards is None else [_as_bytes(one) for one in shards]
+    dist.gather(_as_bytes(part), into, dst=dist.get_global_rank(group, shard), group=group)
+
+
+def _joined(piece: ParameterPiece, shards: Tensor) -> Tensor:
+    """The whole out of what `_gather` has brought."""
+    # Along the rows the shards lie one behind another already.
+    return shards.flatten(0, 1) if piece.shard_dimension == 0 else torch.cat(list(shards), piece.shard_dimension or 0)
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """For collectives, which do not know every type; a view where the tensor is contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

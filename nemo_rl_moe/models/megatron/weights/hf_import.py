@@ -1,0 +1,254 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a folder holds the tensors that the model needs, and nothing that it has no place for."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.rules import Rows, Rule
+from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
+from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
+from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
+from nemo_rl_moe.models.safetensors_files import TYPES, SliceReader
+from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, listed, one_line
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Older versions of transformers saved these; they follow from the configuration.
+_ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
+_TIED_OUTPUT = {r"lm_head\.weight": "the output layer is the embedding (tie_word_embeddings)"}
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Tensors of a folder that a model has no use for.
+
+    Attributes:
+        names: Their names.
+        why: Why there is none.
+    """
+
+    names: Sequence[str]
+    why: str
+
+    def line(self, folder: Any) -> str:
+        """For the user."""
+        return f"{folder}: {_count(self.names)} left out: {listed(list(self.names))}: {self.why}"
+
+
+def unused_patterns(hf_config: Any) -> dict[str, str]:
+    """Regular expressions of the tensors that such a model's files may hold and it does not use, each with why."""
+    tied = _TIED_OUTPUT if hf_config.tie_word_embeddings else {}
+    return {**_ROTARY_BUFFERS, **tied, **family_of(hf_config).unused_tensors(hf_config)}
+
+
+def sort_out(
+    folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
+) -> tuple[list[str], list[LeftOut]]:
+    """Compares a folder with what the ranks of a job need.
+
+    Args:
+        folder: The folder.
+        wanted: Shape of each tensor that any rank needs.
+        unused: Regular expressions of tensors that may be there besides, each with why.
+
+    Returns:
+        What is wrong, a line for each kind; and what will be left out.
+    """
+    problems = []
+    missing = sorted(wanted.keys() - folder.tensors.keys())
+    if missing:
+        text = f"{_count(missing)} missing: {listed(missing)}"
+        unindexed = [name for name in missing if name in folder.without_entry]
+        if unindexed:
+            file = folder.without_entry[unindexed[0]]
+            text += f"; the index has no entry for {listed(unindexed)}, though {file} holds {unindexed[0]}"
+        problems.append(text)
+    left_out: dict[str, list[str]] = {}
+    extra = []
+    for name in sorted(folder.tensors.keys() - wanted.keys()):
+        why = next((why for pattern, why in unused.items() if re.fullmatch(pattern, name)), None)
+        if why is None:
+            extra.append(name)
+        else:
+            left_out.setdefault(why, []).append(name)
+    if extra:
+        problems.append(f"{_count(extra)} that the model has no place for: {listed(extra)}")
+    problems += _other_shapes_and_types(folder, wanted)
+    return problems, [LeftOut(names, why) for why, names in left_out.items()]
+
+
+def _other_shapes_and_types(folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    found = {name: folder.tensors[name] for name in sorted(wanted.keys() & folder.tensors.keys())}
+    shapes = [
+        f"{name} (got {list(tensor.shape)}, expected {list(wanted[name])})"
+        for name, tensor in found.items()
+        if tensor.shape != wanted[name]
+    ]
+    types = [f"{name} ({tensor.dtype})" for name, tensor in found.items() if tensor.dtype not in TYPES]
+    problems = []
+    if shapes:
+        problems.append(f"{_count(shapes)} of another shape: {listed(shapes)}")
+    if types:
+        problems.append(
+            f"{_count(types)} of a type that cannot be read: {listed(types)}; allowed: {', '.join(TYPES)}; "
+            "convert quantised weights to BF16 first"
+        )
+    return problems
+
+
+def _count(names: Sequence[str]) -> str:
+    return f"{len(names)} tensor{'' if len(names) == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A piece of a parameter, and what it is put together from."""
+
+    piece: ParameterPiece
+    rule: Rule
+    parts: list[SourcePart]
+
+
+@dataclass
+class _Plan:
+    """What one rank will read.
+
+    Attributes:
+        folder: Where from; None where it cannot be read.
+        problems: What stands in the way, a line each.
+        readings: File by file.
+    """
+
+    folder: SafetensorsFolder | None = None
+    problems: list[str] = field(default_factory=list)
+    readings: list[_Reading] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """The tensors that it needs (a part of), with their whole shapes."""
+        return {part.source.name: part.shape for reading in self.readings for part in reading.parts}
+
+
+def load_weights(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    folder: Path,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[str]:
+    """Fills every parameter. Every rank calls it; nothing is read before all ranks know that all of it can be.
+
+    An expert bias that the folder has no tensor for keeps its zeros.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: Their configuration.
+        hf_config: The model's Hugging Face configuration.
+        folder: Holds safetensors files; every rank must reach it.
+        progress: Gets the share that this rank has read.
+
+    Returns:
+        What of the folder was left out, a line for each reason; the same on every rank.
+
+    Raises:
+        ConfigurationError: The folder is damaged, lacks a tensor, holds one too many, or one has another shape or a
+            type that cannot be read. The same on every rank.
+    """
+    plan = _plan(chunks, config, hf_config, folder)
+    lines = _agreed(plan, hf_config, folder)
+    problem = None
+    try:
+        assert plan.folder is not None  # all have agreed
+        with SliceReader(plan.folder) as reader, torch.no_grad():
+            for number, reading in enumerate(plan.readings, start=1):
+                _read(reading, reader, hf_config)
+                progress(number / len(plan.readings))
+    except Exception as error:  # the others would wait for this rank for ever
+        problem = f"policy.model_name: {folder}: cannot be read: {one_line(error)}"
+    _raise_together([] if problem is None else [problem])
+    return lines
+
+
+def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, folder: Path) -> _Plan:
+    plan = _Plan()
+    try:
+        plan.folder = SafetensorsFolder(folder)
+    except ConfigurationError as error:
+        plan.problems += error.problems
+        return plan
+    without_rule = []
+    for piece in parameter_pieces(chunks, config):
+        rule = rule_of(piece, hf_config)
+        if rule is not None:
+            choices = (rule.sources, *rule.alternatives)
+            held = (choice for choice in choices if all(source.name in plan.folder.tensors for source in choice))
+            sources = next(held, rule.sources)
+            parts = source_parts(piece, rule, sources, hf_config, config.num_moe_experts)
+            plan.readings.append(_Reading(piece, rule, parts))
+        elif not piece.is_expert_bias:
+            without_rule.append(piece.name)
+    if without_rule:
+        plan.problems.append(
+            f"policy.model_name: {folder}: no tensor is known for {listed(without_rule)} of a {hf_config.model_type}"
+        )
+    place_of = {name: (tensor.file, name) for name, tensor in plan.folder.tensors.items()}
+    plan.readings.sort(key=lambda reading: place_of.get(reading.parts[0].source.name, ("", "")))
+    return plan
+
+
+def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
+    """Raises what any rank has found wrong, on all of them; otherwise what will be left out."""
+    _raise_together(plan.problems)
+    assert plan.folder is not None  # it would be a problem
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, plan.folder.fingerprint)
+    for rank, fingerprint in enumerate(found):
+        if fingerprint != found[0]:
+            raise ConfigurationError(
+                f"policy.model_name: {folder}: rank {rank} finds other tensors than rank 0; all ranks must share the "
+                "folder"
+            )
+    problems, left_out = sort_out(plan.folder, union_of_ranks(plan.wanted), unused_patterns(hf_config))
+    if problems:
+        raise ConfigurationError([f"policy.model_name: {folder}: {problem}" for problem in problems])
+    return [tensors.line(folder) for tensors in left_out]
+
+
+def _raise_together(problems: Sequence[str]) -> None:
+    """Raises the problems of the first rank that has any, on all of them; every rank must take part."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, list(problems))
+    ranks = [rank for rank, lines in enumerate(found) if lines]
+    if not ranks:
+        return
+    lines = found[ranks[0]]
+    if len(ranks) < len(found):
+        lines = [f"{line} (on rank {ranks[0]})" for line in lines]
+    raise ConfigurationError(lines)
+
+
+def _read(reading: _Reading, reader: SliceReader, hf_config: Any) -> None:
+    """Fills one piece."""
+    local = reading.piece.local
+    if reading.piece.is_vocabulary:
+        local.zero_()  # the padding stays so
+    if len(reading.parts) == 1 and isinstance(reading.rule.layout, Rows):
+        (part,) = reading.parts
+        reader.read_into(part.in_file_order(local), part.source.name, part.ranges)
+        return
+    tensors = []
+    for part in reading.parts:
+        tensors.append(torch.empty(part.local_shape, dtype=reader.dtype(part.source.name)))
+        reader.read_into(part.in_file_order(tensors[-1]), part.source.name, part.ranges)
+    local.copy_(reading.rule.layout.join(tensors, hf_config))

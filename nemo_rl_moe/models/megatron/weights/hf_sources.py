@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Which part of which Hugging Face tensor a rank's piece of a parameter is made of. Shapes and numbers alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.rules import Rule, Source
+from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
+
+
+@dataclass(frozen=True)
+class SourcePart:
+    """What a rank needs of one source.
+
+    Attributes:
+        source: The source.
+        shape: Of the whole tensor in its file.
+        ranges: For each of its dimensions the first index and the one after the last.
+        local_shape: Of the part that the parameter's piece is put together from, padding included.
+    """
+
+    source: Source
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    local_shape: tuple[int, ...]
+
+    def in_file_order(self, part: Tensor) -> Tensor:
+        """A view of a part as it lies in the file, without its padding."""
+        if self.source.is_transposed:
+            part = part.transpose(0, 1)
+        if self.source.is_stacked:
+            part = part.unsqueeze(0)
+        # Only the vocabulary has padding, at the end of the rows.
+        return part[tuple(slice(stop - start) for start, stop in self.ranges)]
+
+
+def rule_of(piece: ParameterPiece, hf_config: Any) -> Rule | None:
+    """The rule of a parameter; None where the family has no tensor for it."""
+    tied = piece.name == "output_layer.weight" and hf_config.tie_word_embeddings
+    return family_of(hf_config).rules.find("embedding.word_embeddings.weight" if tied else piece.name)
+
+
+def source_parts(
+    piece: ParameterPiece, rule: Rule, sources: Sequence[Source], hf_config: Any, num_experts: int | None
+) -> list[SourcePart]:
+    """The parts of all sources that a rank's piece is put together from.
+
+    Args:
+        piece: The piece.
+        rule: Its rule.
+        sources: The rule's own ones, or one of its alternatives.
+        hf_config: The model's Hugging Face configuration.
+        num_experts: Routed experts of a layer.
+    """
+    local = torch.empty(piece.local.shape, device="meta")
+    parts = rule.layout.split(local, len(sources), hf_config)
+    return [
+        _source_part(piece, rule.expert, source, tuple(part.shape), hf_config.vocab_size, num_experts)
+        for source, part in zip(sources, parts, strict=True)
+    ]
+
+
+def _source_part(
+    piece: ParameterPiece,
+    expert: int | None,
+    source: Source,
+    local_shape: tuple[int, ...],
+    vocabulary_size: int,
+    num_experts: int | None,
+) -> SourcePart:
+    shape, ranges = list(local_shape), [(0, length) for length in local_shape]
+    cut = piece.shard_dimension
+    if cut is not None:
+        start = piece.shard_rank * local_shape[cut]
+        shape[cut], ranges[cut] = piece.num_shards * local_shape[cut], (start, start + local_shape[cut])
+    if piece.is_vocabulary:
+        shape[0] = vocabulary_size
+        start, stop = ranges[0]
+        ranges[0] = (min(start, vocabulary_size), min(stop, vocabulary_size))
+    if source.half is not None:
+        offset = source.half * shape[0]
+        ranges[0] = (ranges[0][0] + offset, ranges[0][1] + offset)
+        shape[0] *= 2
+    if source.is_transposed:
+        shape[:2], ranges[:2] = shape[1::-1], ranges[1::-1]
+    if source.is_stacked:
+        assert expert is not None  # a rule with stacked sources names one
+        assert num_experts is not None  # a model that has experts says how many
+        shape, ranges = [num_experts, *shape], [(expert, expert + 1), *ranges]
+    return SourcePart(source, tuple(shape), tuple(ranges), local_shape)

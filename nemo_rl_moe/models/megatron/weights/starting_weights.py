@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Random weights that depend on the seed and the parameter's name alone, never on the layout."""
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
+from nemo_rl_moe.models.megatron.checkpoint.load import load_model
+from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
+from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+# Projections back into the residual stream start smaller by sqrt(2 x layers), as in GPT-2 (Radford et al. 2019, 2.3).
+_RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
+
+
+def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
+    """Fills every parameter: norms with 1, biases with 0, the rest from a normal distribution of `init_method_std`."""
+    with torch.no_grad():
+        for piece in parameter_pieces(chunks, config):
+            piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
+
+
+def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: Any, seed: int) -> torch.Tensor:
+    if piece.name.endswith("layernorm.weight"):
+        return torch.ones(piece.full_shape())
+    if piece.name.endswith("bias"):
+        return torch.zeros(piece.full_shape())
+    scale = 1 / math.sqrt(2 * config.num_layers) if piece.name.endswith(_RESIDUAL_OUTPUTS) else 1.0
+    # Of tied embeddings the last pipeline stage has a copy, which must start as the first stage's.
+    tied = hf_config.tie_word_embeddings and piece.is_vocabulary
+    name = "embedding.word_embeddings.weight" if tied else piece.name
+    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    shape = list(piece.full_shape())
+    if piece.is_vocabulary:
+        # Padding depends on the layout, so it is added after the draw.
+        shape[0] = hf_config.vocab_size
+    drawn = torch.randn(shape, generator=generator) * (config.init_method_std * scale)
+    return piece.pad_vocabulary(drawn)
+
+
+def set_starting_weights(
+    chunks: Sequence[GPTModel],
+    config: TransformerConfig,
+    hf_config: Any,
+    folder: Path | None,
+    init_seed: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> list[str]:
+    """Fills every parameter. Every rank calls it.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: Their configuration.
+        hf_config: The model's Hugging Face configuration.
+        folder: Where weights are read from; None for random ones.
+        init_seed: Seed of random weights.
+        progress: Gets the share that has been read of Hugging Face files.
+
+    Returns:
+        What a user should know of it, a line each; the same on every rank.
+
+    Raises:
+        UserError: The folder's weights cannot be used; the same on every rank.
+    """
+    if folder is None:
+        initialize_weights(chunks, config, hf_config, init_seed)
+        return []
+    if holds_megatron_weights(folder):
+        load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
+        return []
+    return list(load_weights(chunks, config, hf_config, folder, progress))
+
+
+class ReferenceWeights:
+    """The weights that a model has now, kept on the host.
+
+    Args:
+        chunks: The model's chunks on this rank.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]):
+        self._live = [tensor for chunk in chunks for tensor in _weights(chunk)]
+        # Pinned memory is copied to a GPU several times faster.
+        self._kept = [tensor.detach().to("cpu", copy=True) for tensor in self._live]
+        if any(tensor.is_cuda for tensor in self._live):
+            self._kept = [tensor.pin_memory() for tensor in self._kept]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """While open, the model has the reference's weights; afterwards its own again, to the last bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        # One tensor at a time: nothing but the largest of them is ever held a third time.
+        for live, kept in zip(self._live, self._kept, strict=True):
+            current = live.detach().to("cpu", copy=True)
+            live.copy_(kept)
+            kept.copy_(current)
+
+
+def _weights(chunk: nn.Module) -> Iterator[Tensor]:
+    """Parameters, and the buffers that belong to the weights (a router's expert bias)."""
+    persistent = chunk.state_dict(keep_vars=True)
+    tensors = {id(value): value for value in persistent.values() if isinstance(value, Tensor)}
+    yield from tensors.values()

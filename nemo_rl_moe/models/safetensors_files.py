@@ -1,0 +1,224 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Safetensors files: read and written in pieces."""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
+
+TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of weights that can be read and written, by their names in files."""
+MOST_MAPPED_BYTES = 2**26
+
+
+class SliceReader:
+    """Copies slices into tensors that are there already.
+
+    Files are mapped into memory, and every page that was read counts as this process's until the file is closed. So
+    one file is open at a time, and it is opened anew after every 64 MiB. Callers that go file by file open each once.
+
+    Args:
+        folder: Where the tensors are.
+        most_mapped_bytes: After so many a file is opened anew.
+
+    Attributes:
+        bytes_read: So far: the slices' own bytes.
+    """
+
+    def __init__(self, folder: SafetensorsFolder, most_mapped_bytes: int = MOST_MAPPED_BYTES):
+        self._folder, self._most_mapped_bytes = folder, most_mapped_bytes
+        self._file: Any = None
+        self._file_name = ""
+        self._mapped_bytes = 0
+        self.bytes_read = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def dtype(self, name: str) -> torch.dtype:
+        """A tensor's type in its file."""
+        return TYPES[self._folder.tensors[name].dtype]
+
+    def read_into(self, target: Tensor, name: str, ranges: Sequence[tuple[int, int]]) -> None:
+        """Copies a slice, cast to the target's type.
+
+        Args:
+            target: Of the slice's shape; any strides, any device.
+            name: The tensor.
+            ranges: For each dimension the first index and the one after the last.
+
+        Raises:
+            OSError: The file cannot be read any more.
+            SafetensorError: It has changed.
+        """
+        lengths = [stop - start for start, stop in ranges]
+        if 0 in lengths:
+            return
+        # In bands along the first dimension that has more than one entry; all columns of a row are mapped.
+        along = next((dimension for dimension, length in enumerate(lengths) if length > 1), 0)
+        itemsize = self.dtype(name).itemsize
+        mapped_bytes_each = itemsize * math.prod(self._folder.tensors[name].shape[along + 1 :])
+        band = max(1, self._most_mapped_bytes // mapped_bytes_each)
+        for first in range(0, lengths[along], band):
+            count = min(band, lengths[along] - first)
+            self._open_for(name, count * mapped_bytes_each)
+            start = ranges[along][0] + first
+            window = [slice(*limits) for limits in ranges]
+            window[along] = slice(start, start + count)
+            target.narrow(along, first, count).copy_(self._file.get_slice(name)[tuple(window)])
+        self.bytes_read += itemsize * math.prod(lengths)
+
+    def _open_for(self, name: str, mapped_bytes: int) -> None:
+        file_name = self._folder.tensors[name].file
+        if file_name != self._file_name or self._mapped_bytes + mapped_bytes > self._most_mapped_bytes:
+            self._close()
+            self._file = safe_open(self._folder.folder / file_name, framework="pt")
+            self._file.__enter__()
+            self._file_name = file_name
+        self._mapped_bytes += mapped_bytes
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.__exit__(None, None, None)
+        self._file, self._file_name, self._mapped_bytes = None, "", 0
+
+
+_TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """A tensor without its numbers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its numbers."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
+    """Fills one file after another; a tensor that is larger than a file may be has one of its own."""
+    files: list[list[TensorHeader]] = []
+    held_bytes = 0
+    for tensor in tensors:
+        if not files or held_bytes + tensor.num_bytes > max_bytes:
+            files.append([])
+            held_bytes = 0
+        files[-1].append(tensor)
+        held_bytes += tensor.num_bytes
+    return files
+
+
+def file_names(count: int) -> list[str]:
+    """As transformers names the files of a folder."""
+    return (
+        [ONE_FILE]
+        if count == 1
+        else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    )
+
+
+def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
+    """The index of several files."""
+    tensors = [tensor for held in files.values() for tensor in held]
+    file_of = {tensor.name: name for name, held in files.items() for tensor in held}
+    return {
+        "metadata": {
+            "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+            "total_size": sum(tensor.num_bytes for tensor in tensors),
+        },
+        "weight_map": dict(sorted(file_of.items())),
+    }
+
+
+class SafetensorsWriter:
+    """Writes tensors one after another, in the order that was planned.
+
+    Args:
+        folder: Where to.
+        files: Name of each file to its tensors. Larger types must come first, so that all are aligned.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
+        self._folder = folder
+        self._files = list(files.items())
+        self._stream: IO[bytes] | None = None
+        self._missing_bytes = 0
+
+    def write(self, numbers: Tensor) -> None:
+        """Writes the next numbers: a tensor on the host, or a part of one whose other parts follow.
+
+        Raises:
+            OSError: The disk did not take them.
+        """
+        if self._stream is None:
+            self._begin_file()
+        assert self._stream is not None  # just opened
+        content = numbers.contiguous().view(-1).view(torch.uint8).numpy()
+        assert content.nbytes <= self._missing_bytes  # a tensor lies in one file
+        self._stream.write(content.data)
+        self._missing_bytes -= content.nbytes
+        if not self._missing_bytes:
+            self._end_file()
+
+    def close(self) -> None:
+        """Ends the writing; a file that is not complete stays so."""
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all files are written."""
+        return not self._files
+
+    def _begin_file(self) -> None:
+        name, tensors = self._files[0]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in tensors:
+            begin, end = end, end + tensor.num_bytes
+            header[tensor.name] = {
+                "dtype": _TYPE_NAMES[tensor.dtype],
+                "shape": tensor.shape,
+                "data_offsets": (begin, end),
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        # A file that is there already was not written by this rank.
+        self._stream = (self._folder / name).open("xb")
+        self._stream.write(len(text).to_bytes(8, "little") + text)
+        self._missing_bytes = end
+
+    def _end_file(self) -> None:
+        assert self._stream is not None  # its last tensor was just written
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self.close()
+        name, tensors = self._files.pop(0)
+        with safe_open(self._folder / name, framework="pt") as file:
+            for tensor in tensors:
+                found = file.get_slice(tensor.name)
+                if (tuple(found.get_shape()), found.get_dtype()) != (tensor.shape, _TYPE_NAMES[tensor.dtype]):
+                    raise OSError(f"{name}: {tensor.name} was written and is not there")

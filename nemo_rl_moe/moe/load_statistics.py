@@ -1,0 +1,181 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Load statistics: pure functions of the assignment counts of layers and experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NotRequired, TypedDict
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """How many assignments each expert received in one `train` call, over all ranks and microbatches.
+
+    Attributes:
+        layers: Global decoder layer index of each row.
+        counts: Exact counts, each real token `k` times; on the host.
+    """
+
+    layers: tuple[int, ...]
+    counts: Int[Tensor, "layers experts"]
+
+
+class LayerLoad(TypedDict):
+    """What one MoE layer's experts received.
+
+    Attributes:
+        expert_load: `[E]`, assignments of each expert.
+        aux_loss: The layer's load balancing loss before its coefficient, a scalar; None where there is none.
+        n_experts: E.
+        topk: Experts that each token goes to; needed for `cv_null_mean` and `cv_excess_mean`.
+    """
+
+    expert_load: Tensor
+    aux_loss: Tensor | None
+    n_experts: int
+    topk: NotRequired[int | None]
+
+
+_MAX_BUCKETS = 4096
+
+
+def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
+    """Where the values of these ranks stand: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
+
+    The order is total, so equal values cannot be picked differently from one run to the next. Values go into equally
+    wide buckets, which keeps their order; only the buckets in which a rank falls are sorted.
+
+    Args:
+        values: Finite numbers, at least one.
+        ranks: From 0 to n - 1, in any order.
+    """
+    wanted_ranks = torch.tensor(ranks, dtype=torch.long)
+    low, high = torch.stack(torch.aminmax(values)).tolist()
+    if low == high:
+        return wanted_ranks
+    num_buckets = min(len(values), _MAX_BUCKETS)
+    # Subtracting and scaling round monotonically, so no value lands in a bucket before that of a smaller one.
+    bucket_of_value = ((values - low) * ((num_buckets - 1) / (high - low))).to(torch.int32)
+    size_of_bucket = torch.bincount(bucket_of_value, minlength=num_buckets)
+    bucket_of_rank = torch.searchsorted(size_of_bucket.cumsum(0), wanted_ranks, right=True)
+    is_wanted = torch.zeros(num_buckets, dtype=torch.bool)
+    is_wanted[bucket_of_rank] = True
+    candidates = is_wanted.index_select(0, bucket_of_value).nonzero()[:, 0]
+    candidates = candidates[values[candidates].argsort(stable=True)]
+    # Ranks among the candidates: less by those in buckets before that nobody wants.
+    skipped = size_of_bucket.masked_fill(is_wanted, 0).cumsum(0)
+    return candidates[wanted_ranks - skipped[bucket_of_rank]]
+
+
+_SMALLEST = torch.finfo(torch.float64).tiny
+
+
+@dataclass(frozen=True)
+class LayerStatistics:
+    """Numbers of each layer, in float64 on the host.
+
+    A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and
+    all utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0,
+    diversity 1.
+
+    Attributes:
+        num_experts: E.
+        utilization: Load over fair share, `E * c / sum c`; 1 is fair, 0 is dead. All experts of the first layer, then
+            all of the second, and so on.
+        utilization_mean: Mean of the layer's utilizations: 1, or 0 without load.
+        cv: Sample standard deviation (ddof 1) of the loads over their mean.
+        cv_null: What cv would be on average (root mean square) if the same tokens were routed at random; None when
+            the routers' top-k is not known.
+        cv_excess: `sqrt(max(0, cv^2 - cv_null^2))`; None with `cv_null`.
+        max_violation: Highest utilization - 1.
+        dead_expert_frac: Fraction of the experts without any load.
+        expert_diversity: `exp(entropy) / E`; 1 for uniform loads, 1/E for one expert, 0 for no load.
+    """
+
+    num_experts: list[int]
+    utilization: Float[Tensor, " all_experts"]
+    utilization_mean: list[float]
+    cv: list[float]
+    cv_null: list[float] | None
+    cv_excess: list[float] | None
+    max_violation: list[float]
+    dead_expert_frac: list[float]
+    expert_diversity: list[float]
+
+
+def layer_statistics(
+    counts_LE: Float[Tensor, "layers experts"], topk_L: Float[Tensor, " layers"] | None
+) -> LayerStatistics:
+    """Statistics of each row.
+
+    Args:
+        counts_LE: Assignments of each layer's experts, float64, not negative.
+        topk_L: Experts that a token of the layer goes to; None where that is not known.
+    """
+    num_experts = counts_LE.shape[1]
+    total_L = counts_LE.sum(1)
+    loaded_L = total_L > 0
+    divisor_L = total_L.where(loaded_L, 1.0)
+    # Both steps round once at most, so equal loads have equal bits in any layout. The rest follows from utilization,
+    # whose mean is 1: no difference of large numbers anywhere, and balance gives exactly 0 or 1.
+    utilization_LE = (counts_LE * num_experts) / divisor_L[:, None]
+    deviation_LE = utilization_LE - 1
+    cv_L = (torch.linalg.vecdot(deviation_LE, deviation_LE) / max(num_experts - 1, 1)).sqrt()
+    # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
+    u_log_u_L = torch.linalg.vecdot(utilization_LE, utilization_LE.clamp(min=_SMALLEST).log_())
+    rows = [
+        utilization_LE.mean(1),
+        cv_L,
+        utilization_LE.amax(1) - 1,
+        (u_log_u_L / -num_experts).exp().clamp(max=1.0),
+    ]
+    if topk_L is not None:
+        # T * k = sum c, where nothing is dropped.
+        null_variance_L = (1 - topk_L / num_experts).clamp(min=0) * num_experts / divisor_L
+        rows += [null_variance_L.sqrt(), (cv_L.square() - null_variance_L).clamp(min=0).sqrt()]
+    utilization_mean, cv, max_violation, diversity, *noise = torch.stack(rows).where(loaded_L, 0.0).tolist()
+    dead = ((num_experts - counts_LE.sign().sum(1)) / num_experts).tolist()
+    return LayerStatistics(
+        num_experts=[num_experts] * len(cv),
+        utilization=utilization_LE.reshape(-1),
+        utilization_mean=utilization_mean,
+        cv=cv,
+        cv_null=noise[0] if noise else None,
+        cv_excess=noise[1] if noise else None,
+        max_violation=max_violation,
+        dead_expert_frac=dead,
+        expert_diversity=diversity,
+    )
+
+
+def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
+    """Puts groups of layers into one.
+
+    Args:
+        parts: Statistics of each group.
+        rows: For each layer of the first part, then the second and so on, its row in the result.
+    """
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    num_experts = [number for part in parts for number in part.num_experts]
+    utilization = torch.cat([part.utilization for part in parts]).split(num_experts)
+
+    def in_order(lists: Sequence[list[float] | None]) -> list[float]:
+        values = [value for part in lists if part is not None for value in part]
+        return [values[position] for position in order]
+
+    noise_known = all(part.cv_null is not None for part in parts)
+    return LayerStatistics(
+        num_experts=[num_experts[position] for position in order],
+        utilization=torch.cat([utilization[position] for position in order]),
+        utilization_mean=in_order([part.utilization_mean for part in parts]),
+        cv=in_order([part.cv for part in parts]),
+        cv_null=in_order([part.cv_null for part in parts]) if noise_known else None,
+        cv_excess=in_order([part.cv_excess for part in parts]) if noise_known else None,
+        max_violation=in_order([part.max_violation for part in parts]),
+        dead_expert_frac=in_order([part.dead_expert_frac for part in parts]),
+        expert_diversity=in_order([part.expert_diversity for part in parts]),
+    )
