@@ -164,7 +164,7 @@ def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -> None:
-    """Raises where every checkpoint of a run is damaged: starting anew, which would delete them, is the user's choice."""
+    """Raises where every checkpoint of a run is damaged: only the user may decide to start anew."""
     if not usable and store.has_any():
         raise CheckpointError(f"{store.folder}: none of the checkpoints there can be used; {WAY_OUT}")
 

@@ -20,7 +20,9 @@ from tests.support.saving_run import Run as SavedRun
 NUM_STEPS = 12
 
 
-def prepared(config: SFTMasterConfig, run_id: str = "second", restart_number: int = 0, num_steps: int = NUM_STEPS) -> Any:
+def prepared(
+    config: SFTMasterConfig, run_id: str = "second", restart_number: int = 0, num_steps: int = NUM_STEPS
+) -> Any:
     console = ConsoleLogger(total_steps=0, live="never")
     return prepared_run(config, RunLaunch(run_id, restart_number), StopSignals(), console, num_steps, {"model": "a"})
 
