@@ -113,8 +113,8 @@ class MegatronConfig(MoeTransformerFields):
     sequence_parallel: bool
     """Share activations between the tensor-parallel ranks along the sequence; goes with tensor parallelism."""
     activation_checkpointing: ActivationCheckpointing
-    """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full, true)
-    or of the MoE layers (moe)."""
+    """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full,
+    true) or of the MoE layers (moe)."""
     layer_spec: Literal["auto", "local"]
     """auto: Transformer Engine where it is installed, otherwise this project's fast modules; local: Megatron-Core's own
     unfused modules."""
