@@ -11,6 +11,8 @@ import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+
 
 def add_assignments(
     counts: Int[Tensor, " experts"],
@@ -61,6 +63,11 @@ class ExpertLoadRecorder:
         num_moe_layers: MoE layers of the whole model; each rank fills the rows of those that it holds.
         num_experts: Routed experts of a layer.
         device: Where the routers run.
+
+    Attributes:
+        counts: `c[m,i,e]` of this rank.
+        events: Passes of this rank in order.
+        expert_load: The load matrix of the last step over all ranks, once it has been reduced.
     """
 
     def __init__(self, num_moe_layers: int, num_experts: int, device: torch.device):
@@ -69,6 +76,7 @@ class ExpertLoadRecorder:
         self._microbatch: int | None = None
         self.counts: Int[Tensor, "microbatches moe_layers experts"] = torch.zeros(0, *self._shape, dtype=torch.long)
         self.events: list[StepEvent] = []
+        self.expert_load: ExpertLoad | None = None
 
     def start(self, num_microbatches: int) -> None:
         """Clears what was recorded and makes room for so many microbatches."""

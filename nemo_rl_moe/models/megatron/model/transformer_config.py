@@ -24,6 +24,8 @@ _NAME_OF_BALANCING_TYPE = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": GLOBAL_BATCH_LOSS,
 }
+AUXILIARY_LOSSES = (*_NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
+"""All auxiliary losses of Megatron-Core's routers, by their names in its tracker."""
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
