@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
@@ -86,7 +86,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                 SampleLog(
                     run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
                 ) as samples,
-                keeping(run, policy, run_folder, loggers, samples.write) as keeper,
+                keeping(run, policy, run_folder, loggers, samples.write) as recorder,
             ):
                 summary = train_grpo(
                     config,
@@ -96,7 +96,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                     held_out,
                     sampling,
                     padding,
-                    keeper,
+                    recorder,
                 )
                 ending = end_run(run, policy, summary, run_folder)
         if summary.stopped_for is None and summary.num_steps < num_steps:
