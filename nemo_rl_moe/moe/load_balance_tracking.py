@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward hooks that count what routers choose: on the device, outside of the graph, without waiting for it."""
+"""Forward hooks that count routed experts: on the device, outside of the graph, without a host synchronisation."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from nemo_rl_moe.moe.load_statistics import LayerLoad
 from nemo_rl_moe.moe.recorder import add_assignments
-from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, chosen_experts, own_padding_mask, routers_of
+from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts, routers_of
 
 
 class LoadCounter:
-    """The counts of one model, and what its running forward pass is.
+    """Assignment counts of one model, and the state of its running forward pass.
 
     Holds no module: a model that is tracked is freed like any other.
 
@@ -49,16 +49,16 @@ class LoadCounter:
         """Adds one call of a router, unless it is none of a training forward."""
         if not router.training or not self._first_pass_with_gradients():
             return
-        chosen = chosen_experts(layer, router, outputs)
+        routed = routed_experts(layer, router, outputs)
         if layer.kind is RouterKind.MEGATRON:
-            padding = own_padding_mask(args, kwargs)
+            padding = padding_mask_of_call(args, kwargs)
             valid = None if padding is None else ~padding
         else:
-            valid = _valid_tokens(self._attention_mask, len(chosen))
+            valid = _valid_tokens(self._attention_mask, len(routed))
         counts = self._counts.get(layer)
         if counts is None:
-            counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=chosen.device)
-        add_assignments(counts, chosen, valid)
+            counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=routed.device)
+        add_assignments(counts, routed, valid)
 
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
         """The counts of all layers one after the other, zero where nothing ran; they start again at zero."""

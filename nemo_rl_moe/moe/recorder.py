@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a router chose: on the device, without waiting for it."""
+"""Recording of routed experts: counts on the device without a host synchronisation, and their sum over ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,23 +16,23 @@ from nemo_rl_moe.moe.load_statistics import ExpertLoad
 
 def add_assignments(
     counts: Int[Tensor, " experts"],
-    chosen: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+    routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
     valid: Bool[Tensor, " tokens"] | None,
 ) -> None:
     """Adds one router call to the counts, in place.
 
     Args:
         counts: Assignments of each expert so far, int64.
-        chosen: A map of the assignments, or the numbers of the experts that each token goes to.
+        routed: A map of the assignments, or the indices of the experts that each token is routed to.
         valid: Tokens that count; None: all of them.
     """
-    if chosen.dtype == torch.bool:
-        counts.add_((chosen if valid is None else chosen & valid[:, None]).sum(0))
+    if routed.dtype == torch.bool:
+        counts.add_((routed if valid is None else routed & valid[:, None]).sum(0))
         return
     # Not bincount, which waits for the device to learn the largest number.
-    chosen = chosen.long()
-    ones = torch.ones_like(chosen) if valid is None else valid.long()[:, None].expand_as(chosen)
-    counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+    routed = routed.long()
+    ones = torch.ones_like(routed) if valid is None else valid.long()[:, None].expand_as(routed)
+    counts.scatter_add_(0, routed.reshape(-1), ones.reshape(-1))
 
 
 FORWARD, BACKWARD = 1, -1
@@ -96,6 +96,11 @@ class ExpertLoadRecorder:
         finally:
             self._microbatch = None
 
+    @property
+    def is_recording(self) -> bool:
+        """True inside `training_forward`."""
+        return self._microbatch is not None
+
     def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
         """Notes when the backward pass of this forward begins. `output` is what the chunk returned."""
         if output.requires_grad:
@@ -104,19 +109,19 @@ class ExpertLoadRecorder:
     def add(
         self,
         layer_position: int,
-        chosen: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+        routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, " tokens"] | None,
     ) -> None:
         """Adds one router call; does nothing outside `training_forward`.
 
         Args:
             layer_position: Row of the layer.
-            chosen: A map of the assignments, or the numbers of the chosen experts.
+            routed: A map of the assignments, or the indices of the routed experts.
             padding: True on tokens that do not count; None: all count.
         """
         if self._microbatch is not None:
             valid = None if padding is None else ~padding
-            add_assignments(self.counts[self._microbatch, layer_position], chosen, valid)
+            add_assignments(self.counts[self._microbatch, layer_position], routed, valid)
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:

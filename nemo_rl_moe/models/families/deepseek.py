@@ -171,15 +171,6 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
     return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}
 
 
-def change_block(config: Any, block: Any) -> Any:
-    """A block's layers with this project's latent attention."""
-    # Families are read where nothing is computed; Megatron-Core takes seconds to import.
-    from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
-
-    del config
-    return use_latent_attention(block)
-
-
 _ATTENTION = {
     "linear_q_proj": "q_proj",
     "linear_q_down_proj": "q_a_proj",
@@ -232,7 +223,6 @@ DEEPSEEK_V2 = ModelFamily(
     config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V2_FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
     router_fields=ROUTER_FIELDS,
     unused_tensors=unused_tensors,
-    change_block=change_block,
 )
 
 
@@ -288,5 +278,4 @@ DEEPSEEK_V3 = ModelFamily(
     router_fields=DEEPSEEK_V3_ROUTER_FIELDS,
     unused_tensors=unused_tensors,
     exported_fields={"num_nextn_predict_layers": 0},
-    change_block=change_block,
 )

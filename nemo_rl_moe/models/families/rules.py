@@ -238,7 +238,7 @@ class ModelFamily:
         unused_tensors: Regular expressions of tensors that a checkpoint may hold and the model has no use for, each
             with why. A whole name must match.
         exported_fields: Fields of an exported `config.json` that say that the tensors left out are not there.
-        change_block: Puts the family's own modules into a block's layer specs: (config, block) to block.
+        normalizes_all_heads: The norms of queries and keys run over all heads together, not over each.
     """
 
     name: str
@@ -249,4 +249,4 @@ class ModelFamily:
     router_fields: Mapping[str, str | None]
     unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
-    change_block: Callable[[Any, Any], Any] | None = None
+    normalizes_all_heads: bool = False

@@ -3,9 +3,11 @@
 """Which layers have experts, which pipeline stage holds them, and which auxiliary losses their routers record."""
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
@@ -15,6 +17,7 @@ from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, fo
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
 
 # isort: split
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 Z_LOSS = "z_loss"
@@ -62,6 +65,8 @@ def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> li
     return [[positions[i] for i in layers if i in positions] for layers in layers_of_chunks(config, pipeline_rank)]
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+"""Functions by the names that model families give them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -134,6 +139,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     """
     family = family_of(hf_config)
     fields = family.transformer_fields(hf_config)
+    fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     fields |= _implementation_fields(policy) | _layout_fields(policy)
     if fields["add_bias_linear"]:
         # Transformer Engine's experts refuse it with biases.
