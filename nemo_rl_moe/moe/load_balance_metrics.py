@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load balance of the experts: from counts to the numbers that are logged.
+"""Load balance metrics, brief and detailed: from assignment counts to the numbers that are logged.
 
 Usable on its own, in any training loop:
 
@@ -44,7 +44,7 @@ __all__ = [
 def compute_brief_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """A few numbers for the whole model, at most 60 keys whatever its size.
+    """Brief load balance metrics: summary over the whole model, at most 60 keys whatever its size.
 
     Args:
         layer_loads: The loads of each MoE layer by its global index or module name; `indices_of_layers` says which `i`
@@ -65,7 +65,7 @@ def compute_brief_metrics(
 def compute_detailed_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """All of `compute_brief_metrics`, and `layer_{i}/...` for each layer. Arguments and errors as there."""
+    """Detailed load balance metrics: the brief ones and `layer_{i}/...` of each layer. Arguments as there."""
     return _compute(layer_loads, top_k, router_topk, detailed=True)
 
 
@@ -78,7 +78,7 @@ def load_balance_metrics_from_matrix(
     top_k_experts: int = 5,
     detailed: bool = False,
 ) -> dict[str, float]:
-    """The same for layers that all have the same number of experts.
+    """Brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
 
     Args:
         counts_LE: Assignments of each layer's experts, on the host.

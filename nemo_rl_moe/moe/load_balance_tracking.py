@@ -36,13 +36,13 @@ class LoadCounter:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, attention_mask: Tensor | None) -> None:
-        """The model's forward begins."""
+        """Notes the begin of the model's forward."""
         self._gradients_at_entry = torch.is_grad_enabled()
         # Masks of more dimensions say who sees whom, not what is padding.
         self._attention_mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
 
     def leave_model(self) -> None:
-        """The model's forward is over, or failed."""
+        """Notes the end of the model's forward, also of one that failed."""
         self._gradients_at_entry = self._attention_mask = None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
@@ -153,7 +153,7 @@ _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
 
 
 def enable_load_balance_tracking(model: nn.Module) -> int:
-    """Starts counting. Calling it again changes nothing.
+    """Starts counting the routed experts of a model. Calling it again changes nothing.
 
     Args:
         model: The module that the training loop calls, or a wrapper of it. Of a model in several chunks (virtual
@@ -179,7 +179,7 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
 
 
 def disable_load_balance_tracking(model: nn.Module) -> None:
-    """Stops counting and forgets what was counted. Does nothing where nothing is tracked."""
+    """Stops counting and drops the counts. Does nothing for a model that is not tracked."""
     for module in model.modules():
         counter = _COUNTERS.pop(module, None)
         if counter is not None:
@@ -189,7 +189,7 @@ def disable_load_balance_tracking(model: nn.Module) -> None:
 def collect_expert_loads(
     model: nn.Module, dp_group: dist.ProcessGroup | None = None
 ) -> dict[int, LayerLoad] | dict[str, LayerLoad]:
-    """The loads since the last collection, all microbatches added up; counting starts again at zero.
+    """Expert loads since the last collection, all microbatches added up; counting starts again at zero.
 
     Args:
         model: What `enable_load_balance_tracking` was given, or a wrapper around it.

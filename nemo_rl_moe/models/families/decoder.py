@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding over whole heads, and the ways in which models stretch it to longer sequences.
+"""Tables that decoder families share: configuration fields, rotary embedding and its scaling, tensors of each layer.
 
 The frequencies of a stretched one are transformers' own. What YaRN multiplies cosines and sines with, queries and keys
 both carry: together it is a factor of the scores, its square.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSeek-V2 and V3 share: latent attention, shared experts, and dense layers before those with experts."""
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, shared experts, and dense layers before those with experts."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from nemo_rl_moe.models.families.decoder import rotary_base
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, Rule, RuleTable, field_names, rule
 
 WHERE = "policy.model_name: config.json:"
-"""What messages begin with."""
+"""Prefix of error messages."""
 READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
     "aux_loss_alpha first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts "
     "num_experts num_experts_per_tok num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim "

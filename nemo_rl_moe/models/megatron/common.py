@@ -221,7 +221,7 @@ def _events_of_stages(reduced: _Reduced, config: TransformerConfig) -> list[Stag
 
 
 def _share_of_rank(name: str) -> float:
-    """What one rank's recorded loss weighs in the sum over all ranks.
+    """Weight of one rank's recorded loss in the sum over all ranks.
 
     The routers record: for the micro-batch and sequence losses, this rank's part of a sum over the tensor and context
     ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over

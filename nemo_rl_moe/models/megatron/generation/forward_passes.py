@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model chunk's own forward pass with a key-value cache: Megatron-Core's modules, Transformer Engine's with them."""
+"""Forward passes with a key-value cache, through a chunk's own modules or those for CPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them with its default."""
+"""Epsilon of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them so."""
 
 # Whole norms, or linear layers of Transformer Engine with a norm inside.
 _MODULES_WITH_LATENT_NORM = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers have experts, which pipeline stage holds them, and which auxiliary losses their routers record."""
+"""The effective TransformerConfig, and what follows from it: MoE layers, their stages, auxiliary losses."""
 
 import importlib.util
 from collections.abc import Callable
@@ -51,7 +51,7 @@ def moe_layer_indices(config: TransformerConfig) -> list[int]:
 
 
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
-    """For each model chunk of a pipeline stage, the global 0-based indices of its decoder layers."""
+    """Global 0-based indices of the decoder layers of each model chunk of a pipeline stage."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layers_of_chunk = config.num_layers // (stages * chunks)
     # Interleaved: the first chunks of all stages hold the first layers, then come the second chunks.
@@ -60,7 +60,7 @@ def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[rang
 
 
 def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
-    """For each model chunk of a pipeline stage, the positions of its layers in `moe_layer_indices`."""
+    """Positions in `moe_layer_indices` of the MoE layers of each model chunk of a pipeline stage."""
     positions = {index: position for position, index in enumerate(moe_layer_indices(config))}
     return [[positions[i] for i in layers if i in positions] for layers in layers_of_chunks(config, pipeline_rank)]
 
@@ -82,7 +82,7 @@ def has_transformer_engine() -> bool:
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:
-    """Whether this policy's layers are Transformer Engine's."""
+    """True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: their lengths, and a padded batch of them."""
+"""Causal attention with torch's scaled dot product: one batch, packed sequences, masks and cached keys."""
 
 import itertools
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """Whether one padded batch of these sequences is faster than one call each."""
+    """True where one padded batch of these sequences is faster than one call each."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 

@@ -28,7 +28,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 @dataclass
 class LayerCache:
-    """What one attention layer keeps.
+    """Key-value cache of one attention layer.
 
     Attributes:
         keys_and_values: Keys normalised and rotated, values as they come.
@@ -72,7 +72,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """What is added to the scores of the next `queries` slots: minus infinity for padding and for later slots.
+        """Additive mask of the next `queries` slots: minus infinity for padding and for later slots.
 
         Args:
             queries: How many there are.
@@ -172,7 +172,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def has_cached_forward(chunk: Any) -> bool:
-    """Whether a GPTModel chunk consists of what `CachedForward` knows."""
+    """True for a GPTModel chunk whose modules `CachedForward` supports."""
     return (
         eligible("cached_forward", chunk.config)
         and chunk.position_embedding_type == "rope"
