@@ -79,7 +79,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Error of fetching a model's missing files into this machine's cache, with the machine's name; None for success."""
+    """Error of fetching a model's missing files into this machine's cache, naming the machine; None for success."""
     try:
         model.folder()
     except ConfigurationError as error:
@@ -235,7 +235,7 @@ def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
 
 
 def holds_megatron_weights(folder: Path) -> bool:
-    """True for a folder with weights in Megatron-Core's format: a checkpoint, or the output of `nemo-rl-moe convert`."""
+    """True for a folder with weights in Megatron-Core's format: of a checkpoint or `nemo-rl-moe convert`."""
     return (folder / MEGATRON_WEIGHTS_FOLDER).is_dir()
 
 
