@@ -21,7 +21,7 @@ from nemo_rl_moe.errors import (
     UserError,
     WorkerDiedError,
 )
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals, exit_code_of_signal
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
 from nemo_rl_moe.report import command as report_command
 from nemo_rl_moe.report import watch as watch_command
 
@@ -43,7 +43,7 @@ examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
-  nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=beforehand
+  nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
@@ -111,8 +111,8 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> i
     if options.run_id is None:
         return _supervise(options.command, options.config, overrides)
     with StopSignals() as stop_signals:
-        attempt = RunAttempt(options.run_id, options.attempt, options.started)
-        _drive(options.command, options.config, overrides, attempt, stop_signals)
+        launch = RunLaunch(options.run_id, options.restart_number, options.started)
+        _drive(options.command, options.config, overrides, launch, stop_signals)
     return 0
 
 
@@ -172,7 +172,7 @@ def _build_parser() -> argparse.ArgumentParser:
         if name not in _COMMANDS:
             # For the process that runs the command, see `_driver_command`.
             command.add_argument("--run-id", help=argparse.SUPPRESS)
-            command.add_argument("--attempt", type=int, default=1, help=argparse.SUPPRESS)
+            command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
     for name, module in _OF_RUN_FOLDERS.items():
         module.add_arguments(
@@ -242,8 +242,8 @@ def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
 
     run_id, started = uuid.uuid4().hex, time.monotonic()
 
-    def driver_command(attempt: int) -> list[str]:
-        which = ["--run-id", run_id, "--attempt", str(attempt), "--started", str(started)]
+    def driver_command(restart_number: int) -> list[str]:
+        which = ["--run-id", run_id, "--restart-number", str(restart_number), "--started", str(started)]
         arguments = [command, "--config", config_path, *overrides, *which]
         # -P: modules are looked for where this process does, and that is not always the working folder.
         return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments]
@@ -263,7 +263,7 @@ def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
     from nemo_rl_moe.checkpoints.resume import find_resume_point
 
     try:
-        point = find_resume_point(config, run_id, 2, lambda problem: None)
+        point = find_resume_point(config, run_id, 1, lambda problem: None)
     except (UserError, OSError):
         return None
     if point is None:
@@ -273,10 +273,10 @@ def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
 
 
 def _drive(
-    command: str, config_path: str, overrides: Sequence[str], attempt: RunAttempt, stop_signals: StopSignals
+    command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
 ) -> None:
     config = _load(command, config_path, overrides)
-    _RUNS[command]()(config, attempt, stop_signals)
+    _RUNS[command]()(config, launch, stop_signals)
 
 
 def _sft() -> Callable[..., None]:
