@@ -19,25 +19,31 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from jaxtyping import Num
-from torch import Tensor
 
 from nemo_rl_moe.moe.load_balance_tracking import (
     collect_expert_loads,
     disable_load_balance_tracking,
     enable_load_balance_tracking,
 )
-from nemo_rl_moe.moe.load_statistics import LayerLoad, LayerStatistics, joined, layer_statistics, positions_at_ranks
+from nemo_rl_moe.moe.load_statistics import (
+    ExpertLoad,
+    LayerLoad,
+    LayerStatistics,
+    joined,
+    layer_statistics,
+    positions_at_ranks,
+)
 from nemo_rl_moe.moe.metric_keys import indices_of_layers, outlier_key
 
 __all__ = [
+    "ExpertLoad",
     "LayerLoad",
     "collect_expert_loads",
     "compute_brief_metrics",
     "compute_detailed_metrics",
     "disable_load_balance_tracking",
     "enable_load_balance_tracking",
-    "load_balance_metrics_from_matrix",
+    "load_balance_metrics",
 ]
 
 
@@ -69,9 +75,8 @@ def compute_detailed_metrics(
     return _compute(layer_loads, top_k, router_topk, detailed=True)
 
 
-def load_balance_metrics_from_matrix(
-    counts_LE: Num[Tensor, "layers experts"],
-    layer_indices: Sequence[int],
+def load_balance_metrics(
+    load: ExpertLoad,
     *,
     router_topk: int | None = None,
     aux_losses: Sequence[float | None] | None = None,
@@ -81,16 +86,15 @@ def load_balance_metrics_from_matrix(
     """Brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
 
     Args:
-        counts_LE: Assignments of each layer's experts, on the host.
-        layer_indices: The `i` of each row in the keys. Rows may come in any order.
+        load: The load matrix; its layers are the `i` in the keys, and may come in any order.
         router_topk: Experts that each token goes to; None leaves the noise-corrected keys out.
         aux_losses: Load balancing loss of each row before its coefficient; None for one without.
         top_k_experts: Report so many of the most and of the least loaded experts; 0 for none.
         detailed: Add the numbers of each layer.
     """
-    if not layer_indices:
+    if not load.layers:
         return {}
-    indices = list(layer_indices)
+    indices, counts_LE = list(load.layers), load.counts
     losses = [None] * len(indices) if aux_losses is None else list(aux_losses)
     if indices != sorted(indices):
         order = sorted(range(len(indices)), key=indices.__getitem__)

@@ -25,7 +25,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     moe_layer_indices,
     moe_positions_of_chunks,
 )
-from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics_from_matrix
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.overload_factor import StageEvents, predict_overload, summarise_overload, what_if_metrics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, sum_over_ranks
@@ -109,9 +109,8 @@ def get_moe_metrics(
     if recorder is None:
         return metrics
     recorder.expert_load = load = ExpertLoad(tuple(layers), reduced.counts.sum((0, 1)))
-    metrics |= load_balance_metrics_from_matrix(
-        load.counts,
-        load.layers,
+    metrics |= load_balance_metrics(
+        load,
         router_topk=config.moe_router_topk,
         aux_losses=next((list(losses[name].values()) for name in names if name != Z_LOSS), None),
         top_k_experts=top_k_experts,
