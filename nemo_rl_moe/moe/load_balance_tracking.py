@@ -36,7 +36,7 @@ class LoadCounter:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, attention_mask: Tensor | None) -> None:
-        """Notes the begin of the model's forward."""
+        """Notes the start of the model's forward."""
         self._gradients_at_entry = torch.is_grad_enabled()
         # Masks of more dimensions say who sees whom, not what is padding.
         self._attention_mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
@@ -72,11 +72,11 @@ class LoadCounter:
         return torch.cat([of_layer(layer) for layer in self.layers])
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Remembers a hook for `remove_hooks`."""
+        """Registers a hook for `remove_hooks`."""
         self._handles.append(handle)
 
     def remove_hooks(self) -> None:
-        """Leaves the model as it was before `watch_model`."""
+        """Removes all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

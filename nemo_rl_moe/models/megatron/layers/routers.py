@@ -66,7 +66,7 @@ class GroupLimitedChoice:
 
 
 def limit_groups(model: nn.Module) -> None:
-    """Gives every router with groups DeepSeek's choice; routing that is replayed stays as recorded."""
+    """Gives every router with groups DeepSeek's group-limited top-k; replayed routing stays as recorded."""
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
             continue
@@ -80,7 +80,7 @@ def limit_groups(model: nn.Module) -> None:
 
 
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
-    """Calls a `RouterReplay` with another function to choose by, which is the last of its arguments."""
+    """Calls a `RouterReplay` with group-limited top-k as its default, which is the last of its arguments."""
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 

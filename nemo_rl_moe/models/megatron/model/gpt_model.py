@@ -37,7 +37,7 @@ def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> i
 
 
 class _PolicyOutput:
-    """What this project changes at the end of a GPTModel; mixed into its classes.
+    """Output of a policy model, as a mixin of GPTModel:
 
     - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
     - Logits are divided by the temperature that responses are sampled with: the policy that is trained is the one that

@@ -49,7 +49,7 @@ def worth_padding(lengths: list[int]) -> bool:
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Moves the tokens of a pack into a batch `[longest, sequences]` and back.
+    """Padded batch `[longest, sequences]` of the sequences of a pack.
 
     Padding stands behind each sequence, where causal attention of real tokens never looks.
 
@@ -65,7 +65,7 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, lengths: list[int]) -> "PaddedBatch":
-        """The batch for sequences of these lengths."""
+        """Batch for sequences of these lengths."""
         # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
         places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
         return cls(max(lengths), len(lengths), torch.cat(places))

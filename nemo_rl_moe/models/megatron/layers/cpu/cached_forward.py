@@ -41,7 +41,7 @@ class LayerCache:
     sines: Float[Tensor, "slots 1 1 heads dim"]
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Lets all other rows leave."""
+        """Drops all other rows of the batch."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
 
@@ -64,7 +64,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask: tuple[tuple[int, int], Tensor] | None = None
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Lets all other rows leave."""
+        """Drops all other rows of the batch."""
         for cache in self.key_value_memory_dict.values():
             cache.keep_rows(rows)
         if self._hidden_slots is not None:
@@ -308,7 +308,7 @@ def add_experts(
     weights_1: Float[Tensor, "experts two_ffn hidden"],
     weights_2: Float[Tensor, "experts hidden ffn"],
 ) -> None:
-    """Adds to a tensor what dispatcher, `GroupedExperts` and combination make of routed tokens.
+    """Adds the routed experts' output to a tensor: dispatch, `GroupedExperts` and combination in one.
 
     Args:
         residual: Is added to.
