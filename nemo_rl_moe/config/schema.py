@@ -15,9 +15,9 @@ from nemo_rl_moe.config.schema_base import (
 )
 from nemo_rl_moe.config.schema_grpo import (
     EnvironmentConfig,
+    GeneratingPolicyConfig,
+    GenerationLoggerConfig,
     GRPOConfig,
-    GRPOLoggerConfig,
-    GRPOPolicyConfig,
     PolicyGradientLossConfig,
     PromptDataConfig,
 )
@@ -82,11 +82,6 @@ class MasterConfig(StrictModel):
         """Copies of the model, each of which works on its own part of a global batch."""
         return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
 
-    @property
-    def sequences_per_sample(self) -> int:
-        """Sequences of what the batch sizes count."""
-        return 1
-
 
 class SFTMasterConfig(MasterConfig):
     """Everything that a run of supervised fine-tuning needs."""
@@ -95,11 +90,6 @@ class SFTMasterConfig(MasterConfig):
     """The loop."""
     data: DataConfig
     """The samples."""
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
-        return 1
 
 
 class DPOMasterConfig(MasterConfig):
@@ -110,16 +100,6 @@ class DPOMasterConfig(MasterConfig):
     data: DataConfig
     """The pairs."""
 
-    @property
-    def sequences_per_sample(self) -> int:
-        """A pair's."""
-        return 2
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
-        return 1
-
 
 class GRPOMasterConfig(MasterConfig):
     """Everything that a run of group relative policy optimization needs."""
@@ -128,13 +108,13 @@ class GRPOMasterConfig(MasterConfig):
     """The loop."""
     loss_fn: PolicyGradientLossConfig
     """The loss."""
-    policy: GRPOPolicyConfig
+    policy: GeneratingPolicyConfig
     """The model, and how it generates."""
     env: EnvironmentConfig
     """What scores the responses."""
     data: PromptDataConfig
     """The prompts."""
-    logger: GRPOLoggerConfig
+    logger: GenerationLoggerConfig
     """Where metrics and samples go."""
 
     @property
