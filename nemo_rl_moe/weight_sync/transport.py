@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight transports: tensors from the trainer's ranks to the workers of a generation engine, in buckets.
 
-The driver opens a transport and hands its picklable `spec` to both sides. All trainer ranks send at the same time as all
-engine workers receive; the driver itself never holds a tensor. Only Hugging Face names and full tensors cross.
+The driver opens a transport and hands its picklable `spec` to both sides. All trainer ranks send at the same time as
+all engine workers receive; the driver itself never holds a tensor. Only Hugging Face names and full tensors cross.
 """
 
 from collections.abc import Callable, Iterable, Iterator

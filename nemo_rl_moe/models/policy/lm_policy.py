@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy: shards each batch over the data-parallel ranks and calls the workers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
