@@ -29,7 +29,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
@@ -152,7 +152,7 @@ def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace) -> d
 
 def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingParameters) -> Run:
     """Generates as a training run does."""
-    request = GenerationRequest(
+    request = GenerationBatch(
         prompts=tuple(tuple(prompt) for prompt in prompts.tolist()),
         seeds=tuple(range(len(prompts))),
         sampling=how,

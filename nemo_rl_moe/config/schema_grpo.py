@@ -180,6 +180,9 @@ class EnvironmentConfig(StrictModel):
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
     """Read when `name` is callable."""
+    rollout: Text | None
+    """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
+    prompt, scored by the scorer that `name` names."""
 
 
 class PromptSourceConfig(StrictModel):

@@ -4,6 +4,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
@@ -17,14 +18,17 @@ from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
+from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.megatron import MegatronGeneration
 from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rollouts.rollouts import Roller
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.environment import make_environment
 from nemo_rl_moe.run_folder.samples import SampleLog
 
 _ENGINES = {"megatron": MegatronGeneration}
@@ -82,22 +86,23 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
             restore(run, policy)
             with (
                 open_run(run, policy) as (run_folder, loggers),
-                running_generation(config, policy) as generation,
+                running_engine(config, policy) as engine,
                 SampleLog(
                     run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
                 ) as samples,
                 keeping(run, policy, run_folder, loggers, samples.write) as keeper,
             ):
-                summary = train_grpo(
-                    config,
-                    policy,
-                    Roller(generation, scorer, tokenizer.decode),
-                    loader,
-                    held_out,
-                    sampling,
-                    padding,
-                    keeper,
+                worker = RolloutWorker(
+                    engine,
+                    scorer,
+                    make_environment(config.env),
+                    tokenizer.decode,
+                    partial(tokenizer.encode, add_special_tokens=False),
+                    config.policy.max_total_sequence_length,
                 )
+                source = SynchronousSource(config.grpo, worker, loader, sampling)
+                validate = Validator(config.grpo, worker, held_out or (), sampling)
+                summary = train_grpo(config, policy, engine, source, validate, padding, keeper)
                 ending = end_run(run, policy, summary, run_folder)
         if summary.stopped_for is None and summary.num_steps < num_steps:
             console.warn(
@@ -178,7 +183,7 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 
 @contextmanager
-def running_generation(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationInterface]:
+def running_engine(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationEngine]:
     """Starts the generation engine, and lets go of it whatever happens."""
     engine = _ENGINES[config.policy.generation.backend](policy)
     try:

@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  (private folders in it)
+SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED = 2
 STALL_TIMEOUT_S = 120.0
@@ -355,7 +355,9 @@ class FolderTransport:
     def __enter__(self) -> Self:
         self._parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(self._parent)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}-{socket.gethostname()}-{os.getpid()}-", dir=self._parent))
+        self._folder = Path(
+            tempfile.mkdtemp(prefix=f"{_PREFIX}-{socket.gethostname()}-{os.getpid()}-", dir=self._parent)
+        )
         return self
 
     def __exit__(

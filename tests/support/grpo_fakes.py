@@ -19,7 +19,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
@@ -100,10 +100,10 @@ class FakeEngine:
     shares_weights: bool = True
     weight_version: int = -1
     truncates: bool = False
-    requests: list[GenerationRequest] = field(default_factory=list)
+    requests: list[GenerationBatch] = field(default_factory=list)
     received: list[list[str]] = field(default_factory=list)
 
-    def generate(self, request: GenerationRequest) -> list[GeneratedSequence]:
+    def generate(self, request: GenerationBatch) -> list[GeneratedSequence]:
         self.diary.append("generate")
         self.requests.append(request)
         return [self._respond(seed) for seed in request.seeds]

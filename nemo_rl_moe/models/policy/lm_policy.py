@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shard
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, append_fillers, make_shard
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -26,7 +26,7 @@ from nemo_rl_moe.distributed.microbatches import (
 )
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
@@ -120,11 +120,11 @@ class MegatronPolicy:
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
         self._checkpoint_dir = config.checkpointing.checkpoint_dir
-        self.weight_version = 0
         self.model_files = model_files
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
         self.notices = first.notices
+        self.weight_version = 0
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
@@ -178,16 +178,15 @@ class MegatronPolicy:
         """The same of the model at the start of the run."""
         return self._logprobs(batch, reference=True)
 
-    def generate(self, request: GenerationRequest) -> list[GeneratedSequence]:
-        """One response for each prompt, in the order of the prompts."""
+    def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
+        """One continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [
-            GenerationRequest(request.prompts[rank::size], request.seeds[rank::size], request.sampling)
-            for rank in range(size)
+            GenerationBatch(batch.prompts[rank::size], batch.seeds[rank::size], batch.sampling) for rank in range(size)
         ]
         by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)
-        sequences: list[Any] = [None] * len(request.prompts)
+        sequences: list[Any] = [None] * len(batch.prompts)
         for rank, found in enumerate(by_rank):
             sequences[rank::size] = found
         return sequences
@@ -267,8 +266,9 @@ class MegatronPolicy:
         return plan, append_fillers(batch, plan.fillers)
 
     def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
-        # The workers need the tokens alone.
-        plan, filled = self._plan_forward(replace(batch, extras={}), self._logprob_batching)
+        # The workers need the tokens, and what else the model reads.
+        inputs = replace(batch, columns=batch.columns_for(Destination.MODEL))
+        plan, filled = self._plan_forward(inputs, self._logprob_batching)
         shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
         by_rank = self._call_reporting("logprobs", shares, reference)
         result = torch.zeros(filled.input_ids.shape)

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import LossFunction
@@ -146,7 +146,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         measure = self._trainer.reference_logprobs if reference else self._trainer.logprobs
         return measure(microbatches)
 
-    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this rank's share of the prompts."""
         return self._trainer.generate(request, max_batch_size)
 

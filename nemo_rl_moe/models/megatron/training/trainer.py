@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
@@ -56,7 +56,7 @@ class RankTrainResult:
         num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
             rank.
         skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
-        weight_version: Optimizer steps that changed the weights since the start of training. The same on every rank.
+        weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
     """
 
     global_loss: float
@@ -199,7 +199,7 @@ class MegatronTrainer:
         with self._reference.in_place():
             return self.logprobs(microbatches)
 
-    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
         self._evaluation_mode()
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)

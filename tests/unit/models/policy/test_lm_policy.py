@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
@@ -74,7 +74,7 @@ class FakeWorkers:
             answer(*given) if place.reports_loss else [] for place, given in zip(self.places, arguments, strict=True)
         ]
 
-    def _generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def _generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         return [
             GeneratedSequence(np.array([*prompt, seed]), np.zeros(len(prompt) + 1), False, 0)
             for prompt, seed in zip(request.prompts, request.seeds, strict=True)
@@ -133,7 +133,7 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
     policy, workers = make_policy(monkeypatch, small_config("policy.generation.max_batch_size=7"))
     sampling = SamplingParameters(max_new_tokens=3)
     prompts, seeds = tuple((index,) * (index + 1) for index in range(5)), tuple(range(50, 55))
-    found = policy.generate(GenerationRequest(prompts, seeds, sampling))
+    found = policy.generate(GenerationBatch(prompts, seeds, sampling))
     assert [response.token_ids.tolist() for response in found] == [
         [*prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)
     ]
@@ -147,7 +147,7 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
 
 def test_more_ranks_than_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, _ = make_policy(monkeypatch, small_config("policy.train_micro_batch_size=1"), data_parallel_size=3)
-    (response,) = policy.generate(GenerationRequest(((4,),), (9,), SamplingParameters(max_new_tokens=3)))
+    (response,) = policy.generate(GenerationBatch(((4,),), (9,), SamplingParameters(max_new_tokens=3)))
     assert response.token_ids.tolist() == [4, 9]
 
 
