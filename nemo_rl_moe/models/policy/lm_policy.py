@@ -25,12 +25,19 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_microbatches,
 )
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError
+from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import (
+    MegatronPolicyWorker,
+    SendOutcome,
+    WeightsOutcome,
+    WorkerDescription,
+)
+from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
@@ -63,6 +70,7 @@ class MegatronPolicy:
         moe_configuration: The router and expert settings that are really in force.
         moe_configuration_sources: Who has set each of them.
         notices: What a user should know of the weights that were read, a line each.
+        weight_version: Optimizer steps that changed the weights since the start of training.
 
     Raises:
         ConfigurationError: The model or its weights cannot be used.
@@ -110,6 +118,8 @@ class MegatronPolicy:
         # An interleaved schedule runs microbatches in groups of as many as there are stages.
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
+        self._cluster = cluster
+        self._checkpoint_dir = config.checkpointing.checkpoint_dir
         self.model_files = model_files
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
@@ -138,6 +148,7 @@ class MegatronPolicy:
         ]
         results: list[RankTrainResult] = self._call("train", shards, loss_function)
         first = results[0]
+        self.weight_version = first.weight_version
         return TrainResult(
             global_loss=first.global_loss,
             grad_norm=first.grad_norm,
@@ -180,6 +191,14 @@ class MegatronPolicy:
             sequences[rank::size] = found
         return sequences
 
+    def weight_transport(self) -> FolderTransport:
+        """A transport of the weights as they are now, to be opened for one engine: a context manager.
+
+        Raises:
+            ConfigurationError: The run has several machines and no folder that all of them reach.
+        """
+        return FolderTransport(self._transfer_folder(), len(self._coordinates), self._send_weights)
+
     def save_weights(self, directory: Path) -> Sequence[str]:
         """Writes the weights as a Hugging Face folder; it appears whole or not at all.
 
@@ -213,10 +232,27 @@ class MegatronPolicy:
         problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
         if any(problems):
             raise CheckpointError(next(filter(None, problems)))
+        self.weight_version = self._workers.call_all("weight_version")[0]
 
     def shutdown(self) -> None:
         """Stops every worker."""
         self._workers.shutdown()
+
+    def _transfer_folder(self) -> Path:
+        if self._cluster.is_local:
+            return folder_of_one_machine(len(self._coordinates))
+        if self._checkpoint_dir is None:
+            raise ConfigurationError(
+                "checkpointing.checkpoint_dir: null, but weights travel to the generation engine through a folder that"
+                " all machines reach, and that one is taken; set it"
+            )
+        return Path(self._checkpoint_dir).absolute()
+
+    def _send_weights(self, transfer: TransportSpec) -> int:
+        outcomes: list[SendOutcome] = self._workers.call_all("send_weights", transfer)
+        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
+            raise WeightSyncError(problems[0])
+        return sum(outcome.num_bytes for outcome in outcomes)
 
     def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
         """Who runs which sequences, and the batch with the fillers that the plan's indices may refer to."""

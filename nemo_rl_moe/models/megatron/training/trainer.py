@@ -3,6 +3,7 @@
 """One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights, set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 
 @dataclass(frozen=True)
@@ -202,9 +204,22 @@ class MegatronTrainer:
         self._evaluation_mode()
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
 
-    def export_weights(self) -> dict[str, torch.Tensor]:
-        """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
-        return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
+    def send_weights(self, transfer: TransportSpec) -> int:
+        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
+            RuntimeError: A rank ran out of memory, say. The same on every rank.
+        """
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            return transfer.send(tensors, dist.get_rank(), self.num_updates)
+        finally:
+            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
+            deque(tensors, maxlen=0)
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.
