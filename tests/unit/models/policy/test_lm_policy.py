@@ -177,11 +177,6 @@ def test_logprobs_stand_at_their_places(
     assert torch.equal(policy.reference_logprobs(batch), expected)
 
 
-def test_weights_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, _ = make_policy(monkeypatch, small_config())
-    assert {name: tensor.item() for name, tensor in policy.weights()} == {f"weight {rank}": rank for rank in range(4)}
-
-
 @pytest.mark.parametrize(("stop_strings", "needed"), [("null", False), ("[]", False), ("['end']", True)])
 def test_workers_need_a_tokenizer_for_stop_strings_alone(
     stop_strings: str, needed: bool, monkeypatch: pytest.MonkeyPatch
