@@ -36,7 +36,7 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.dpo import train_dpo
-from nemo_rl_moe.algorithms.training_run import Observers, RunKeeper
+from nemo_rl_moe.algorithms.step_recorder import Observers, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_dpo_config
 from nemo_rl_moe.config.schema import DPOMasterConfig
@@ -249,8 +249,8 @@ def run(
     if not in_step:
         pairs = pairs.measured(policy, range(num_steps), console)
     observers = Observers(loggers, ExpertLoadWriter(folder, console.warn).write)
-    keeper = RunKeeper(observers, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
-    train_dpo(config.dpo, policy, pairs.loader(), None, keeper)
+    recorder = StepRecorder(observers, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
+    train_dpo(config.dpo, policy, pairs.loader(), None, recorder)
     clock.cpu_seconds.append(family_cpu_seconds())
 
 

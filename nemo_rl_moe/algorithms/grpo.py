@@ -2,16 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
-from collections.abc import Sequence
-
 from nemo_rl_moe.algorithms.advantages import compute_advantages, shape_rewards
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
-from nemo_rl_moe.algorithms.training_run import (
-    RunKeeper,
+from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
     StepOutcome,
+    StepRecorder,
     num_training_steps,
     validation_is_due,
 )
@@ -31,9 +29,9 @@ def train_grpo(
     source: RolloutSource,
     validate: Validator,
     pad_token_id: int,
-    keeper: RunKeeper,
+    recorder: StepRecorder,
 ) -> RunSummary:
-    """Trains from where the run stands to its last step, validates when due, and ends each step with the keeper.
+    """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder.
 
     Args:
         config: The whole configuration.
@@ -42,17 +40,17 @@ def train_grpo(
         source: Gives the trajectories to train on.
         validate: Validates the policy on held-out prompts.
         pad_token_id: What stands after a sequence's end.
-        keeper: Records each step, saves, and says when to stop.
+        recorder: Records each step, saves, and says when to stop.
     """
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
-    source.load_state_dict({"batches_taken": keeper.state.batches_taken})
-    step = keeper.state.step
+    source.load_state_dict({"batches_taken": recorder.state.batches_taken})
+    step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
     update_engine(engine, policy, PhaseClock())
-    if keeper.is_fresh and config.grpo.val_at_start:
-        keeper.record_start(validate(), {"val": validate.trajectories})
+    if recorder.is_fresh and config.grpo.val_at_start:
+        recorder.record_start(validate(), {"val": validate.trajectories})
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
@@ -75,9 +73,9 @@ def train_grpo(
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | ({"val": validate.trajectories} if is_due else {}),
         )
-        goes_on = keeper.end_step(outcome, clock, is_last=step == last_step)
-    keeper.finish()
-    return RunSummary.of(keeper.state, keeper.stopped_for)
+        goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
+    recorder.finish()
+    return RunSummary.of(recorder.state, recorder.stopped_for)
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:

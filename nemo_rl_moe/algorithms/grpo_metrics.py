@@ -26,8 +26,8 @@ def group_metrics(groups: RolloutGroups) -> dict[str, float]:
     """Metrics of the trajectories of one step.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
-    `frac_zero_std_groups` and `env/num_*` are of all trajectories that were generated, so that dynamic sampling does not
-    hide how the policy does; rewards are the environment's, before any shaping. With more than one round of it:
+    `frac_zero_std_groups` and `env/num_*` are of all trajectories that were generated, so that dynamic sampling does
+    not hide how the policy does; rewards are the environment's, before any shaping. With more than one round of it:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
     trajectories that are trained on.
     """

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.environments.interface import Scorer, Score, ScoringItem
+from nemo_rl_moe.environments.interface import Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.math import MathEnvironment
 from nemo_rl_moe.environments.reasoning_gym import ReasoningGymEnvironment
 from nemo_rl_moe.environments.user_callable import CallableEnvironment

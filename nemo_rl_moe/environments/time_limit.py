@@ -5,7 +5,7 @@
 import math
 
 from nemo_rl_moe.alarms import TimeIsUp, call_within
-from nemo_rl_moe.environments.interface import Scorer, Fault, Score, ScoringItem
+from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
 from nemo_rl_moe.errors import one_line
 
 

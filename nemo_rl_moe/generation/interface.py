@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Generation engines as an algorithm sees them: requests in, sequences out, and weights that arrive from the trainer."""
+"""Generation engines as an algorithm sees them: requests in, sequences out, weights from the trainer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

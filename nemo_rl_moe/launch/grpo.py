@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
@@ -25,10 +26,9 @@ from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_pol
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.algorithms.grpo_metrics import Validator
-from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.environment import make_environment
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.samples import SampleLog
 
 _ENGINES = {"megatron": MegatronGeneration}
@@ -90,7 +90,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                 SampleLog(
                     run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
                 ) as samples,
-                keeping(run, policy, run_folder, loggers, samples.write) as keeper,
+                keeping(run, policy, run_folder, loggers, samples.write) as recorder,
             ):
                 worker = RolloutWorker(
                     engine,
@@ -102,7 +102,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                 )
                 source = SynchronousSource(config.grpo, worker, loader, sampling)
                 validate = Validator(config.grpo, worker, held_out or (), sampling)
-                summary = train_grpo(config, policy, engine, source, validate, padding, keeper)
+                summary = train_grpo(config, policy, engine, source, validate, padding, recorder)
                 ending = end_run(run, policy, summary, run_folder)
         if summary.stopped_for is None and summary.num_steps < num_steps:
             console.warn(

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.training_run import Observers, RunKeeper, RunSummary
+from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.changes import changed_inputs
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
 from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
@@ -200,7 +200,7 @@ def keeping(
     run_folder: Path,
     loggers: FanOutLogger,
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None,
-) -> Iterator[RunKeeper]:
+) -> Iterator[StepRecorder]:
     """Ends the steps of the run; inside, a first request to stop only ends the loop after its step."""
     settings = run.config.checkpointing
     time_limit = TimeLimit(settings.checkpoint_must_save_by, run.attempt.started)
@@ -222,7 +222,7 @@ def keeping(
             is_up = time_limit.is_up_after_step()
             return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
 
-        keeper = RunKeeper(
+        recorder = StepRecorder(
             Observers(loggers, log_expert_load, log_samples),
             checkpointer,
             stop_reason,
@@ -230,7 +230,7 @@ def keeping(
             run.resume.state.loop_state if run.resume is not None else LoopState(),
         )
         try:
-            yield keeper
+            yield recorder
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"{error}{_all_samples(error, run_folder)}", error.sample_ids) from None
 

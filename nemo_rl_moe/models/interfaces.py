@@ -9,13 +9,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, TokenBatch
-from nemo_rl_moe.weight_sync.transport import WeightTransport
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class Head(Enum):

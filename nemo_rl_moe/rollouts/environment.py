@@ -2,19 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
+import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-import inspect
 import numpy as np
 
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError, one_line
-from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 

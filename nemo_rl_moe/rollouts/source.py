@@ -96,9 +96,7 @@ class SynchronousSource:
         sampling: How tokens are drawn.
     """
 
-    def __init__(
-        self, config: GRPOConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters
-    ):
+    def __init__(self, config: GRPOConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters):
         self._config, self._worker, self._rounds, self._sampling = config, worker, rounds, sampling
         self._taken = 0
         self._start()

@@ -60,9 +60,7 @@ def prompts() -> tuple[tuple[int, ...], ...]:
 def request_of(indices: Sequence[int], sampling: SamplingParameters = SAMPLING) -> GenerationBatch:
     """Some of the prompts, each with a seed of its own."""
     every = prompts()
-    return GenerationBatch(
-        tuple(every[index] for index in indices), tuple(100 + index for index in indices), sampling
-    )
+    return GenerationBatch(tuple(every[index] for index in indices), tuple(100 + index for index in indices), sampling)
 
 
 def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | str | None = None) -> MegatronTrainer:

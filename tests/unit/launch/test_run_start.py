@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError

@@ -21,7 +21,6 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
-
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
 
 # isort: split

@@ -25,7 +25,7 @@ LOGITS_AT_ONCE = 2**24
 
 
 class TokenStatistics(NamedTuple):
-    """For each target token: its log-probability in nats, and whether no other token ranks before it, and the entropy if asked for."""
+    """Of each target token: its log-probability in nats, whether it ranks first, and the entropy where asked for."""
 
     logprobs: Float[Tensor, "rows columns"]
     greedy_matches: Bool[Tensor, "rows columns"] | None
@@ -74,8 +74,11 @@ def token_statistics_in_pieces(
         logits = logits if temperature == 1.0 else logits / temperature
         found = token_statistics(logits, targets, group)
         pieces.append(found._replace(entropy=vocabulary_entropy(logits, group)) if with_entropy else found)
-    columns = zip(*pieces, strict=True)
-    return TokenStatistics(*(None if parts[0] is None else torch.cat(parts).T for parts in columns))
+    return TokenStatistics(
+        torch.cat([piece.logprobs for piece in pieces]).T,
+        torch.cat([piece.greedy_matches for piece in pieces if piece.greedy_matches is not None]).T,
+        torch.cat([piece.entropy for piece in pieces if piece.entropy is not None]).T if with_entropy else None,
+    )
 
 
 def token_statistics(

@@ -14,7 +14,7 @@ import torch
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import MasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
@@ -82,7 +82,7 @@ class FakeWorkers:
 
     def _logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> list[torch.Tensor]:
         """A number that tells the token and its place; rubbish on padding."""
-        assert all(not batch.extras for batch in microbatches)
+        assert all(not batch.columns for batch in microbatches)
         sign = 1.0 if reference else -1.0
         found = []
         for batch in microbatches:
@@ -168,7 +168,9 @@ def test_logprobs_stand_at_their_places(
     config = small_config(override, "policy.train_micro_batch_size=1")
     policy, _ = make_policy(monkeypatch, config, data_parallel_size)
     batch = tiny_batch(4)
-    batch = replace(batch.select(range(num_sequences)), extras={"advantages": torch.zeros(num_sequences)})
+    batch = replace(
+        batch.select(range(num_sequences)), columns={"advantages": per_sequence(torch.zeros(num_sequences))}
+    )
     columns = torch.arange(batch.input_ids.shape[1])
     expected = (100.0 * columns + batch.input_ids).where(columns < batch.lengths[:, None], 0.0)
     assert torch.equal(policy.logprobs(batch), -expected)
