@@ -20,19 +20,15 @@ from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
-from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import make_environment
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.samples import SampleLog
-
-_ENGINES = {"megatron": MegatronGeneration}
-"""By the name of `policy.generation.backend`."""
 
 
 def run_grpo(config: GRPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
@@ -51,6 +47,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunLaunch, stop_signals: StopSig
     """
     console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
     validate_environment(config.env)
+    make_engine = find_engine(config.policy.generation.backend)
     model = prepare_model(config, console)
     tokenizer = model.tokenizer
     padding = pad_token_id(tokenizer)
@@ -86,7 +83,11 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunLaunch, stop_signals: StopSig
             restore(run, policy)
             with (
                 open_run(run, policy) as (run_folder, loggers),
-                running_engine(config, policy) as engine,
+                running_engine(
+                    make_engine,
+                    EngineSetup(config, cluster, model.source, model.hf_config, tokenizer, policy),
+                    console,
+                ) as engine,
                 SampleLog(
                     run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
                 ) as samples,
@@ -183,9 +184,12 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 
 @contextmanager
-def running_engine(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationEngine]:
-    """Starts the generation engine, and lets go of it whatever happens."""
-    engine = _ENGINES[config.policy.generation.backend](policy)
+def running_engine(
+    make_engine: EngineFactory, setup: EngineSetup, console: ConsoleLogger
+) -> Iterator[GenerationEngine]:
+    """Starts the generation engine, and stops it whatever happens."""
+    with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
+        engine = make_engine(setup)
     try:
         yield engine
     finally:

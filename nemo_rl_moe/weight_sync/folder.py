@@ -12,13 +12,14 @@ Files of a transfer, all of which get their names when they are complete:
 
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -97,11 +98,13 @@ class FolderTransfer:
 
     def abort(self, reason: str) -> None:
         """Ends the transfer for all that take part in it; the first reason stays."""
-        with suppress(OSError):  # the driver has removed the folder: it has ended for all
+        try:
             with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
                 file.write(reason)
                 file.flush()
                 os.link(file.name, self.folder / _FAILED)
+        except OSError:  # there is a reason already, or the driver has removed the folder: it has ended for all
+            pass
 
     def names(self) -> set[str]:
         """Names of the files that are there now.
@@ -110,13 +113,17 @@ class FolderTransfer:
             WeightSyncError: The transfer has been ended, with the reason.
         """
         try:
-            names = set(os.listdir(self.folder))
+            names = {path.name for path in self.folder.iterdir()}
             reason = (self.folder / _FAILED).read_text(encoding="utf-8") if _FAILED in names else None
         except OSError as error:
             raise WeightSyncError(f"the folder of the transfer cannot be read: {error}") from error
         if reason is not None:
             raise _EndedByOther(reason)
         return names
+
+    def receivers_without(self, name: str, names: set[str]) -> list[int]:
+        """The receivers that have not taken a bucket."""
+        return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
 
     def place(self, name: str, write: Callable[[Path], object]) -> None:
         """Writes a file that appears whole or not at all.
@@ -136,8 +143,8 @@ class FolderTransfer:
         """Tells the others why this process ends."""
         try:
             yield
-        except _EndedByOther:
-            raise
+        except _EndedByOther as error:
+            raise WeightSyncError(str(error)) from None
         except WeightSyncError as error:
             self.abort(f"{who}: {error}")
             raise WeightSyncError(f"{who}: {error}") from error.__cause__
@@ -160,24 +167,27 @@ class _Stall:
     def progressed(self) -> None:
         self._since, self._pause = time.monotonic(), _SHORTEST_PAUSE_S
 
-    def pause(self, waits_for: Callable[[], str]) -> None:
+    def pause(self, waits_for: str) -> None:
         """Waits a moment.
 
         Raises:
-            WeightSyncError: It has waited for too long; `waits_for` says what for.
+            WeightSyncError: It has waited for too long.
         """
         if time.monotonic() - self._since > self._timeout_s:
-            raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for()}")
+            raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+
+
+_BUCKET = re.compile(r"\d+-\d+\.safetensors")
 
 
 def _bucket_name(sender: int, bucket: int) -> str:
     return f"{sender:04d}-{bucket:06d}.safetensors"
 
 
-def _taken_name(sender: int, bucket: int, receiver: int) -> str:
-    return f"{_bucket_name(sender, bucket)}.taken-{receiver:04d}"
+def _taken_name(bucket_name: str, receiver: int) -> str:
+    return f"{bucket_name}.taken-{receiver:04d}"
 
 
 def _end_name(sender: int) -> str:
@@ -189,7 +199,7 @@ class _Sender:
 
     def __init__(self, transfer: FolderTransfer, sender: int):
         self._transfer, self._sender = transfer, sender
-        self._unacknowledged: deque[int] = deque()
+        self._unacknowledged: deque[str] = deque()
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
     def send(self, tensors: Iterable[NamedTensor]) -> int:
@@ -221,41 +231,36 @@ class _Sender:
             # Tied weights under two names, or slices of one tensor: safetensors asks for memory of their own.
             content[name] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
-        number = self._num_buckets
-        self._transfer.place(_bucket_name(self._sender, number), lambda path: save_file(content, path))
-        self._unacknowledged.append(number)
+        name = _bucket_name(self._sender, self._num_buckets)
+        self._transfer.place(name, lambda path: save_file(content, path))
+        self._unacknowledged.append(name)
         self._num_buckets += 1
         self._num_tensors += len(content)
         self._num_bytes += sum(tensor.nbytes for tensor in content.values())
 
     def _wait_for_room(self, most: int) -> None:
         """Deletes what all receivers have taken until at most so many buckets are left."""
-        stall = _Stall(self._transfer.stall_timeout_s)
+        transfer = self._transfer
+        stall = _Stall(transfer.stall_timeout_s)
         acknowledged = -1
         while True:
-            names = self._transfer.names()
-            while self._unacknowledged and not self._missing(names):
+            names = transfer.names()
+            while self._unacknowledged and not transfer.receivers_without(self._unacknowledged[0], names):
                 self._delete(self._unacknowledged.popleft())
             if len(self._unacknowledged) <= most:
                 return
-            if (lost := _bucket_name(self._sender, self._unacknowledged[0])) not in names:
-                raise WeightSyncError(f"{lost} is gone before receivers {self._missing(names)} have taken it")
+            oldest = self._unacknowledged[0]
+            missing = transfer.receivers_without(oldest, names)
+            if oldest not in names:
+                raise WeightSyncError(f"{oldest} is gone before receivers {missing} have taken it")
             if (found := sum(".taken-" in name for name in names)) != acknowledged:
                 acknowledged = found
                 stall.progressed()
-            stall.pause(lambda: f"receivers {self._missing(names)} to take bucket {self._unacknowledged[0]}")
+            stall.pause(f"receivers {missing} to take {oldest}")
 
-    def _missing(self, names: set[str]) -> list[int]:
-        """The receivers that have not taken the oldest bucket."""
-        oldest = self._unacknowledged[0]
-        receivers = range(self._transfer.num_receivers)
-        return [receiver for receiver in receivers if _taken_name(self._sender, oldest, receiver) not in names]
-
-    def _delete(self, bucket: int) -> None:
-        folder, receivers = self._transfer.folder, range(self._transfer.num_receivers)
-        done = [_bucket_name(self._sender, bucket), *(_taken_name(self._sender, bucket, each) for each in receivers)]
-        for name in done:
-            (folder / name).unlink(missing_ok=True)
+    def _delete(self, bucket: str) -> None:
+        for name in (bucket, *(_taken_name(bucket, each) for each in range(self._transfer.num_receivers))):
+            (self._transfer.folder / name).unlink(missing_ok=True)
 
 
 class _Receiver:
@@ -282,14 +287,20 @@ class _Receiver:
             for sender in pending:
                 while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
                     yield from self._bucket(sender, name)
-                    taken = _taken_name(sender, self._num_buckets[sender], self._receiver)
                     self._num_buckets[sender] += 1
-                    self._transfer.place(taken, Path.touch)
+                    self._transfer.place(_taken_name(name, self._receiver), Path.touch)
             pending = [sender for sender in pending if not self._has_ended(sender, names)]
             if (sum(self._num_buckets), len(pending)) != before:
                 stall.progressed()
             elif pending:
-                stall.pause(lambda: f"tensors of senders {pending}")
+                stall.pause(self._waits_for(pending, names))
+
+    def _waits_for(self, senders: list[int], names: set[str]) -> str:
+        """The processes that do not go on: senders may be held up by another receiver."""
+        held_up = {
+            each for name in names if _BUCKET.fullmatch(name) for each in self._transfer.receivers_without(name, names)
+        }
+        return f"receivers {sorted(held_up)} to take their buckets" if held_up else f"tensors of senders {senders}"
 
     def _bucket(self, sender: int, name: str) -> Iterator[NamedTensor]:
         try:

@@ -14,6 +14,7 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
+from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.generation_run import (
     PROMPT_LENGTHS,
@@ -68,7 +69,7 @@ def greedy_tokens(policy: PolicyConfig) -> list[tuple[list[int], list[int]]]:
         sequences = generator_of(trainer).generate(request, weight_version=0)
         trainer.hf_config.save_pretrained(folder)
         model = AutoModelForCausalLM.from_config(trainer.hf_config)
-        save_weights(trainer.export_weights(), Path(folder))
+        save_weights(dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config)), Path(folder))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         pairs = []
         for prompt, sequence in zip(request.prompts, sequences, strict=True):

@@ -16,12 +16,12 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
-from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError
+from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
-from nemo_rl_moe.models.policy.megatron_policy_worker import WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, WeightsOutcome, WorkerDescription
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
 
@@ -44,6 +44,8 @@ class FakeWorkers:
     def __post_init__(self) -> None:
         self.is_stopped = False
         self.outcomes = [WeightsOutcome(left_out=["router.bias"]) for _ in range(2 * self.data_parallel_size)]
+        self.sent = [SendOutcome(num_bytes=rank) for rank in range(2 * self.data_parallel_size)]
+        self.weight_version = 0
         self.calls: list[tuple[str, Sequence[Any]]] = []
         self.places = [
             SimpleNamespace(
@@ -62,7 +64,9 @@ class FakeWorkers:
             ]
         if method == "save_weights":
             return self.outcomes
-        return [{f"weight {index}": torch.full((1,), float(index))} for index, _ in enumerate(self.places)]
+        if method == "send_weights":
+            return self.sent
+        return [self.weight_version if method == "weight_version" else None for _ in self.places]
 
     def shutdown(self) -> None:
         self.is_stopped = True
@@ -106,7 +110,7 @@ def make_policy(
         return made[-1]
 
     monkeypatch.setattr(lm_policy, "WorkerGroup", start)
-    cluster: Any = None
+    cluster: Any = SimpleNamespace(is_local=False)
     return MegatronPolicy(
         config, cluster, seed=1, num_steps=2, source=ModelSource(Path("model"), None), model_files=FILES
     ), made[0]
@@ -175,6 +179,34 @@ def test_logprobs_stand_at_their_places(
     expected = (100.0 * columns + batch.input_ids).where(columns < batch.lengths[:, None], 0.0)
     assert torch.equal(policy.logprobs(batch), -expected)
     assert torch.equal(policy.reference_logprobs(batch), expected)
+
+
+def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+    with policy.weight_transport() as transport:
+        spec = transport.open(num_receivers=2, version=3)
+        assert spec.num_senders == 4
+        assert spec.folder.parent == tmp_path, "several machines share no memory"
+        assert transport.send() == 1 + 2 + 3
+        assert workers.calls[-1] == ("send_weights", (spec,))
+        workers.sent[2] = SendOutcome(problem="receiver 0 is full")
+        with pytest.raises(WeightSyncError, match="receiver 0 is full"):
+            transport.send()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_need_a_folder_that_all_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = make_policy(monkeypatch, small_config("checkpointing.checkpoint_dir=null"))
+    with pytest.raises(ConfigurationError, match=r"checkpointing\.checkpoint_dir: null"):
+        policy.weight_transport()
+
+
+def test_the_weight_version_is_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy, workers = make_policy(monkeypatch, small_config())
+    assert policy.weight_version == 0
+    workers.weight_version = 12
+    policy.load_checkpoint(tmp_path, with_optimizer=True)
+    assert policy.weight_version == 12
 
 
 @pytest.mark.parametrize(("stop_strings", "needed"), [("null", False), ("[]", False), ("['end']", True)])
