@@ -2,11 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of GRPO: prompts, environment, generation, then the loop."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
@@ -18,15 +21,43 @@ from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
-from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
+from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
+from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rollouts.rollouts import Roller
+from nemo_rl_moe.rollouts.environment import make_environment
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 
-_ENGINES = {"megatron": MegatronGeneration}
-"""By the name of `policy.generation.backend`."""
+
+@dataclass(frozen=True)
+class PromptSets:
+    """Prompts of a run, and how responses to them are drawn; made before anything is started.
+
+    Attributes:
+        model: The policy's model and tokenizer.
+        make_engine: Makes the generation engine.
+        sampling: How training responses are drawn.
+        training: The prompts to train on.
+        loader: The same in the order of the steps.
+        held_out: The prompts to validate with; empty: no validation.
+    """
+
+    model: PreparedModel
+    make_engine: EngineFactory
+    sampling: SamplingParameters
+    training: PromptDataset
+    loader: PromptLoader
+    held_out: Sequence[Prompt]
+
+    def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
+        """Fingerprints of what a resumed run relies on: the prompts, and the model where a reference is read from it."""
+        prompts = samples_fingerprint(config.data.train.path or "drawn", (prompt.token_ids for prompt in self.training))
+        if not algorithm_of(config).needs_reference(config):
+            return {TRAINING_DATA: prompts}
+        return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
 
 
 def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
@@ -36,33 +67,18 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    validate_environment(config.env)
-    model = run.prepare_model()
-    tokenizer = model.tokenizer
-    sampling = sampling_parameters(config.policy.generation, tokenizer, model.hf_config.vocab_size)
-    training = read_prompts(config, config.data.train, tokenizer, run.console)
-    loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
-    held_out = None
-    if config.data.validation is not None:
-        held_out = read_prompts(config, config.data.validation, tokenizer, run.console, training)
-    run.begin(num_training_steps(config.grpo, len(loader)), prompt_fingerprints(config, training))
+    prompts = prepare_prompts(config, run)
+    run.begin(num_training_steps(config.grpo, len(prompts.loader)), prompts.fingerprints(config))
     if run.is_complete:
         return
     policy = run.start_policy()
-    scorer = run.use(running_scorer(config, run.console))
-    generation = run.use(running_generation(config, policy))
+    worker = start_rollouts(config, run, policy, prompts)
     run.restore()
     recorder = run.open()
-    summary = train_grpo(
-        config,
-        policy,
-        Roller(generation, scorer, tokenizer.decode),
-        loader,
-        held_out,
-        sampling,
-        pad_token_id(tokenizer),
-        recorder,
-    )
+    source = SynchronousSource(config.grpo, worker, prompts.loader, prompts.sampling)
+    validate = Validator(config.grpo, worker, prompts.held_out, prompts.sampling)
+    padding = pad_token_id(prompts.model.tokenizer)
+    summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(
@@ -70,12 +86,39 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         )
 
 
-def prompt_fingerprints(config: GRPOMasterConfig, training: PromptDataset) -> dict[str, str]:
-    """Fingerprints of what a resumed run relies on: the prompts, and the model where a reference is read from it."""
-    prompts = samples_fingerprint(config.data.train.path or "drawn", (prompt.token_ids for prompt in training))
-    if not algorithm_of(config).needs_reference(config):
-        return {TRAINING_DATA: prompts}
-    return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
+def prepare_prompts(config: GRPOMasterConfig, run: TrainingRun) -> PromptSets:
+    """Checks environment, engine and model, and reads the prompts; starts nothing.
+
+    Raises:
+        UserError: The model, the tokenizer, the environment or the prompts cannot be used.
+    """
+    validate_environment(config.env)
+    make_engine = find_engine(config.policy.generation.backend)
+    model = run.prepare_model()
+    sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
+    training = read_prompts(config, config.data.train, model.tokenizer, run.console)
+    loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
+    held_out: Sequence[Prompt] = ()
+    if config.data.validation is not None:
+        held_out = read_prompts(config, config.data.validation, model.tokenizer, run.console, training)
+    return PromptSets(model, make_engine, sampling, training, loader, held_out)
+
+
+def start_rollouts(
+    config: GRPOMasterConfig, run: TrainingRun, policy: MegatronPolicy, prompts: PromptSets
+) -> RolloutWorker:
+    """Starts the environment's workers and the generation engine for the rest of the run."""
+    scorer = run.use(running_scorer(config, run.console))
+    tokenizer = prompts.model.tokenizer
+    setup = EngineSetup(config, run.cluster, prompts.model.source, prompts.model.hf_config, tokenizer, policy)
+    return RolloutWorker(
+        run.use(running_engine(prompts.make_engine, setup, run.console)),
+        scorer,
+        make_environment(config.env),
+        tokenizer.decode,
+        partial(tokenizer.encode, add_special_tokens=False),
+        config.policy.max_total_sequence_length,
+    )
 
 
 def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
@@ -150,9 +193,12 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 
 @contextmanager
-def running_generation(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationInterface]:
-    """Starts the generation engine, and lets go of it whatever happens."""
-    engine = _ENGINES[config.policy.generation.backend](policy)
+def running_engine(
+    make_engine: EngineFactory, setup: EngineSetup, console: ConsoleLogger
+) -> Iterator[GenerationEngine]:
+    """Starts the generation engine, and stops it whatever happens."""
+    with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
+        engine = make_engine(setup)
     try:
         yield engine
     finally:
