@@ -27,17 +27,18 @@ from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rollouts.environment import make_environment
+from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 @dataclass(frozen=True)
-class PromptSets:
-    """Prompts of a run, and how responses to them are drawn; made before anything is started.
+class PreparedRollouts:
+    """What rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
 
     Attributes:
         model: The policy's model and tokenizer.
+        environment: Drives the trajectories.
         make_engine: Makes the generation engine.
         sampling: How training responses are drawn.
         training: The prompts to train on.
@@ -46,6 +47,7 @@ class PromptSets:
     """
 
     model: PreparedModel
+    environment: Environment
     make_engine: EngineFactory
     sampling: SamplingParameters
     training: PromptDataset
@@ -67,17 +69,17 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    prompts = prepare_prompts(config, run)
-    run.begin(num_training_steps(config.grpo, len(prompts.loader)), prompts.fingerprints(config))
+    prepared = prepare_rollouts(config, run)
+    run.begin(num_training_steps(config.grpo, len(prepared.loader)), prepared.fingerprints(config))
     if run.is_complete:
         return
     policy = run.start_policy()
-    worker = start_rollouts(config, run, policy, prompts)
+    worker = start_rollouts(config, run, policy, prepared)
     run.restore()
     recorder = run.open()
-    source = SynchronousSource(config.grpo, worker, prompts.loader, prompts.sampling)
-    validate = Validator(config.grpo, worker, prompts.held_out, prompts.sampling)
-    padding = pad_token_id(prompts.model.tokenizer)
+    source = SynchronousSource(config.grpo, worker, prepared.loader, prepared.sampling)
+    validate = Validator(config.grpo, worker, prepared.held_out, prepared.sampling)
+    padding = pad_token_id(prepared.model.tokenizer)
     summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
@@ -86,13 +88,14 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         )
 
 
-def prepare_prompts(config: GRPOMasterConfig, run: TrainingRun) -> PromptSets:
+def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRollouts:
     """Checks environment, engine and model, and reads the prompts; starts nothing.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
     validate_environment(config.env)
+    environment = make_environment(config.env)
     make_engine = find_engine(config.policy.generation.backend)
     model = run.prepare_model()
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
@@ -101,20 +104,20 @@ def prepare_prompts(config: GRPOMasterConfig, run: TrainingRun) -> PromptSets:
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
         held_out = read_prompts(config, config.data.validation, model.tokenizer, run.console, training)
-    return PromptSets(model, make_engine, sampling, training, loader, held_out)
+    return PreparedRollouts(model, environment, make_engine, sampling, training, loader, held_out)
 
 
 def start_rollouts(
-    config: GRPOMasterConfig, run: TrainingRun, policy: MegatronPolicy, prompts: PromptSets
+    config: GRPOMasterConfig, run: TrainingRun, policy: MegatronPolicy, prepared: PreparedRollouts
 ) -> RolloutWorker:
     """Starts the environment's workers and the generation engine for the rest of the run."""
     scorer = run.use(running_scorer(config, run.console))
-    tokenizer = prompts.model.tokenizer
-    setup = EngineSetup(config, run.cluster, prompts.model.source, prompts.model.hf_config, tokenizer, policy)
+    model, tokenizer = prepared.model, prepared.model.tokenizer
+    setup = EngineSetup(config, run.cluster, model.source, model.hf_config, tokenizer, policy)
     return RolloutWorker(
-        run.use(running_engine(prompts.make_engine, setup, run.console)),
+        run.use(running_engine(prepared.make_engine, setup, run.console)),
         scorer,
-        make_environment(config.env),
+        prepared.environment,
         tokenizer.decode,
         partial(tokenizer.encode, add_special_tokens=False),
         config.policy.max_total_sequence_length,
