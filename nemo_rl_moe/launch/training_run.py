@@ -227,7 +227,7 @@ def keeping(
             checkpointer,
             stop_reason,
             run.config.policy.max_consecutive_skipped_updates,
-            run.resume.state.loop_state if run.resume is not None else LoopState(),
+            run.resume.state.loop if run.resume is not None else LoopState(),
         )
         try:
             yield recorder
