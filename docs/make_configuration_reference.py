@@ -19,7 +19,7 @@ from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, VALUE_SINCE
 from nemo_rl_moe.config.validation import expected, section_model
 
 BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
-"""The shipped file of each algorithm that has every key."""
+"""The shipped file of each algorithm that, with what it inherits, has every key."""
 _MISSING = "not set"
 
 

@@ -49,6 +49,8 @@ _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,
 }
+_RENAMED_VALUES = {("dpo.reference_logprobs", "beforehand"): "precompute"}
+"""Key and value of a checkpoint's configuration to the value's present name."""
 _ABSENT = "not set"
 _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuffle")
 
@@ -60,7 +62,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
         before: The checkpoint's resolved configuration.
         now: The resumed run's.
     """
-    old, new = dict(_leaves(json_ready(before))), dict(_leaves(json_ready(now)))
+    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(json_ready(before))}
+    new = dict(_leaves(json_ready(now)))
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in sorted(old.keys() | new.keys())

@@ -6,7 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveFloat, StrictModel, SupervisedLoopConfig
+from nemo_rl_moe.config.schema_base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    RenamedValue,
+    StrictModel,
+    SupervisedLoopConfig,
+)
 from nemo_rl_moe.config.schema_grpo import (
     EnvironmentConfig,
     GRPOConfig,
@@ -49,9 +55,10 @@ class PreferenceLossConfig(StrictModel):
 class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
-    reference_logprobs: Literal["in_step", "beforehand"]
-    """When the reference model, the policy at the start of the run, measures the responses. in_step: in each step, its
-    weights kept beside the policy's; beforehand: all pairs before the first step, without a second set of weights."""
+    reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
+    """When the log-probabilities of the reference model, which is the policy at the start of the run, are computed.
+    in_step: in each step, its weights kept beside the policy's; precompute: of all pairs before the first step, without
+    a second set of weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):

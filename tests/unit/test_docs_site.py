@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_moe.config.files import find_config
+from nemo_rl_moe.config.files import BASE_NAME, find_config
 from nemo_rl_moe.config.loading import ALGORITHMS
 from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.validation import known_keys
@@ -58,8 +58,8 @@ def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) ->
     keys = known_keys(ALGORITHMS[algorithm])
     sections = {key.rpartition(".")[0] for key in keys}
     assert shown.keys() == set(keys) - sections
-    file = yaml.safe_load(find_config(make_reference.BASES[algorithm]).read_text(encoding="utf-8"))
-    shipped = {key: value for key, value in leaves(file) if key in shown}
+    files = [find_config(name).read_text(encoding="utf-8") for name in (BASE_NAME, make_reference.BASES[algorithm])]
+    shipped = {key: value for file in files for key, value in leaves(yaml.safe_load(file)) if key in shown}
     assert len(shipped) > 80
     assert {key: yaml.safe_load(shown[key].strip("`")) for key in shipped} == shipped
     assert {shown[key] for key in shown.keys() - shipped.keys()} == {"not set"}

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from nemo_rl_moe.checkpoints.changes import changed_keys
 from nemo_rl_moe.errors import CheckpointError
 from tests.support.place_of_runs import NEVER, Place, saved
 
@@ -105,6 +106,13 @@ def test_changes_are_told_in_one_line_and_the_layout_in_another(place: Place) ->
         "continues in another layout, equal within rounding and not to the last bit: data_parallel_size 2 -> 4;"
         " expert_model_parallel_size 1 -> 2; workers 2 -> 4",
     ]
+
+
+def test_a_value_under_its_former_name_is_no_change() -> None:
+    recorded = {"dpo": {"reference_logprobs": "beforehand", "seed": 1}}
+    assert changed_keys(recorded, {"dpo": {"reference_logprobs": "precompute", "seed": 1}}) == {}
+    changes = changed_keys(recorded, {"dpo": {"reference_logprobs": "in_step", "seed": 1}})
+    assert changes == {"dpo.reference_logprobs": ("precompute", "in_step")}
 
 
 def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> None:

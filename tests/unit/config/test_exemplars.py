@@ -4,12 +4,13 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_rl_moe.config.files import exemplar_names, exemplars_folder, read_with_defaults
+from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder, read_with_defaults
 from nemo_rl_moe.config.loading import (
     ALGORITHMS,
     dump_resolved,
@@ -22,6 +23,7 @@ from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.validation import field_at, known_keys
+from nemo_rl_moe.errors import ConfigurationError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
 BASE_EXEMPLARS = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
@@ -38,6 +40,14 @@ def attributes_read(code: str) -> set[str]:
 
 def own_keys(schema: type[MasterConfig]) -> list[str]:
     return [key for key in known_keys(schema) if key.rpartition(".")[2] not in MOE_FIELD_NAMES]
+
+
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Full key to value, of everything that is no section."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 @pytest.mark.parametrize("name", exemplar_names())
@@ -57,6 +67,31 @@ def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
     absent = set(own_keys(ALGORITHMS[algorithm])) - set(present)
     # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
     assert all(key.startswith(("env.reasoning_gym.", "env.callable.")) for key in absent), absent
+
+
+def test_base_file_has_the_keys_that_all_algorithms_share_and_no_other() -> None:
+    shared = set.intersection(*(set(own_keys(schema)) for schema in ALGORITHMS.values()))
+    present = set(present_keys(read_with_defaults(exemplars_folder() / BASE_NAME)))
+    assert {key for key in present if key.rpartition(".")[2] not in MOE_FIELD_NAMES} == shared
+
+
+def test_base_file_starts_no_run_and_is_not_offered() -> None:
+    assert BASE_NAME not in exemplar_names()
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(BASE_NAME, check_paths=False)
+    assert caught.value.problems == [
+        "base.yaml: no section says which algorithm it is for; expected sft or dpo or grpo"
+    ]
+
+
+@both_algorithms
+def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
+    base = leaves(read_with_defaults(exemplars_folder() / BASE_NAME))
+    own = leaves(yaml.safe_load((exemplars_folder() / BASE_EXEMPLARS[algorithm]).read_text()))
+    assert own.pop("defaults") == BASE_NAME
+    assert [key for key, value in own.items() if key in base and value == base[key]] == []
+    # Each of them says what the base file leaves open.
+    assert {key for key, value in base.items() if value == "???"} <= own.keys()
 
 
 @both_algorithms
@@ -104,7 +139,7 @@ def test_large_dpo_exemplar_trains_the_model_of_the_large_sft_one() -> None:
     assert dpo.policy.megatron_cfg.moe_transformer_fields == sft.policy.megatron_cfg.moe_transformer_fields
     assert dpo.policy.megatron_cfg.track_moe_metrics
     # What the file says of memory: nothing is kept beside the policy, and a microbatch has as many tokens.
-    assert dpo.dpo.reference_logprobs == "beforehand"
+    assert dpo.dpo.reference_logprobs == "precompute"
     assert dpo.policy.sequence_packing == sft.policy.sequence_packing
 
 
