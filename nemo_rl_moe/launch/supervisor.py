@@ -16,7 +16,6 @@ from typing import NoReturn
 
 import psutil
 
-from nemo_rl_moe.distributed.node_tools import ProcessIdentity
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED
 from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS, exit_code_of_signal
 
@@ -36,7 +35,7 @@ def signal_when_parent_ends(number: signal.Signals) -> None:
 
 
 def end_descendants(
-    spared: Collection[ProcessIdentity] = (),
+    spared: Collection[psutil.Process] = (),
     *,
     has_grace: Callable[[psutil.Process], bool] = lambda process: False,
     grace_s: float = 0.0,
@@ -66,11 +65,11 @@ def end_descendants(
         time.sleep(ENDING_POLL_S)
 
 
-def _running_descendants(spared: Collection[ProcessIdentity]) -> list[psutil.Process]:
+def _running_descendants(spared: Collection[psutil.Process]) -> list[psutil.Process]:
     running: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if ProcessIdentity.of(child) in spared:
+            if child in spared:
                 continue
             for process in (child, *child.children(recursive=True)):
                 if process.status() != psutil.STATUS_ZOMBIE:
@@ -123,7 +122,7 @@ def supervise(supervision: Supervision) -> int:
     Returns:
         The exit code: the driver's own, 1 where it was killed, 128 and the signal's number where it was stopped.
     """
-    others = {ProcessIdentity.of(child) for child in psutil.Process().children()}
+    others = set(psutil.Process().children())
     adopt_orphans()
     sys.stdout.flush()
     sys.stderr.flush()

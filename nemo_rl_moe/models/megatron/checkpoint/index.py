@@ -209,7 +209,7 @@ def parse_index(content: bytes) -> Metadata:
     for key, place in places.items():
         if type(key) is not MetadataIndex or type(place) is not _StorageInfo:
             raise pickle.UnpicklingError(f"its storage_data holds {type(key).__name__} and {type(place).__name__}")
-        name = getattr(place, "relative_path", None)
-        if type(name) is not str or "/" in name or name in ("", ".", ".."):
-            raise pickle.UnpicklingError(f"{name} lies outside of the checkpoint's folder")
+        file = getattr(place, "relative_path", None)
+        if type(file) is not str or "/" in file or file in ("", ".", ".."):
+            raise pickle.UnpicklingError(f"{file} lies outside of the checkpoint's folder")
     return Metadata(tensors, storage_data=places)
