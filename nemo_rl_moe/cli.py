@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe import __version__
+from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
@@ -44,12 +45,27 @@ examples:
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
   nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
+  nemo-rl-moe run --config my_run.yaml
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
   nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
 """
+_RUN_HELP = """\
+The configuration says which algorithm it is for, by the section of one that ships with this package:
+
+{built_in}
+
+or by the key `algorithm` for one of your own, an Algorithm in a module that is installed or in the working folder:
+  algorithm: my_module:ALGORITHM
+Checkpoints, resuming, restarts, loggers, report, watch, config and plan work for it as for the others; see
+docs/adding-an-algorithm.md.
+
+examples:
+  nemo-rl-moe run --config grpo_tiny_moe.yaml grpo.max_num_steps=5     the same as nemo-rl-moe grpo
+  nemo-rl-moe run --config opd.yaml                                    a file with `algorithm: my_module:ALGORITHM`
+""".format(built_in="\n".join(f"  {name:6}{ALGORITHMS[name].summary}" for name in BUILT_IN))
 _CONVERT_DESCRIPTION = """\
 Convert a model's folder between Hugging Face's format and Megatron-Core's.
 
@@ -147,9 +163,8 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nemo-rl-moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in (
-        ("sft", "supervised fine-tuning"),
-        ("dpo", "learning from pairs of a chosen and a rejected response (DPO, IPO)"),
-        ("grpo", "reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)"),
+        *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
+        (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
         ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
         (
             "plan",
@@ -161,7 +176,7 @@ def _build_parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"{_EXAMPLES}\n{_OVERRIDES_HELP}",
+            epilog=f"{_RUN_HELP if name == _RUN else _EXAMPLES}\n{_OVERRIDES_HELP}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -190,7 +205,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from nemo_rl_moe.launch.formats import NUMBER_FORMATS, WEIGHTS_FORMATS
+    from nemo_rl_moe.models.model_files import NUMBER_FORMATS, WEIGHTS_FORMATS
 
     command = commands.add_parser(
         _CONVERT,
@@ -230,9 +245,11 @@ def _config_is_missing(command: str) -> str:
 
 
 def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterConfig":
-    from nemo_rl_moe.config.loading import ALGORITHMS, load_config_as
+    from nemo_rl_moe.config.loading import load_any_config, load_config_as
 
-    return load_config_as(ALGORITHMS[command], config_path, overrides)
+    if command == _RUN:
+        return load_any_config(config_path, overrides)
+    return load_config_as(ALGORITHMS[command].config_class, config_path, overrides)
 
 
 def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
@@ -276,25 +293,7 @@ def _drive(
     command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
 ) -> None:
     config = _load(command, config_path, overrides)
-    _RUNS[command]()(config, launch, stop_signals)
-
-
-def _sft() -> Callable[..., None]:
-    from nemo_rl_moe.launch.sft import run_sft
-
-    return run_sft
-
-
-def _dpo() -> Callable[..., None]:
-    from nemo_rl_moe.launch.dpo import run_dpo
-
-    return run_dpo
-
-
-def _grpo() -> Callable[..., None]:
-    from nemo_rl_moe.launch.grpo import run_grpo
-
-    return run_grpo
+    algorithm_of(config).entry_point()(config, launch, stop_signals)
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:
@@ -318,7 +317,7 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
 _CONVERT = "convert"
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
 _OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command}
-_RUNS = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
+_RUN = "run"
 
 
 def _main_of_a_process() -> int:

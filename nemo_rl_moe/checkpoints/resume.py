@@ -17,6 +17,7 @@ from nemo_rl_moe.checkpoints.changes import (
 )
 from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
@@ -172,15 +173,15 @@ def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
     """Newest checkpoint of the newest run that has any; None, with a warning, where that is another experiment."""
     resolved = dump_resolved(config)
-    algorithm = next(iter(resolved))
+    algorithm = algorithm_of(config)
     for store in _stores(config, warn):
         history = newest_history(store.checkpoints())
         _refuse_damage_alone(store, history)
         if not history:
             continue
         before = history[-1].state
-        other = ("algorithm", before.algorithm, algorithm)
-        if before.algorithm == algorithm:
+        other = ("algorithm", before.algorithm, algorithm.name)
+        if before.algorithm == algorithm.name:
             different = other_experiment(algorithm, changed_keys(before.config, resolved))
             if different is None:
                 return next(reversed(newest_history(_swept_checkpoints(store))), None)
@@ -201,10 +202,10 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
         CheckpointError: The algorithm differs, or a key that must not change.
     """
     state, resolved = checkpoint.state, dump_resolved(config)
-    algorithm = next(iter(resolved))
-    if state.algorithm != algorithm:
+    algorithm = algorithm_of(config)
+    if state.algorithm != algorithm.name:
         raise CheckpointError(
-            f"{checkpoint.folder}: a checkpoint of {state.algorithm}, and this run is {algorithm}; {WAY_OUT}"
+            f"{checkpoint.folder}: a checkpoint of {state.algorithm}, and this run is {algorithm.name}; {WAY_OUT}"
         )
     changes = changed_keys(state.config, resolved)
     wrong = wrong_changes(algorithm, changes, with_optimizer=state.with_optimizer)

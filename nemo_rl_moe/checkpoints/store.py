@@ -71,7 +71,7 @@ FINAL_WEIGHTS_FOLDER = "final"
 """Beside the checkpoints of a complete run."""
 LOCK_FILE_NAME = ".lock"
 CHECKPOINT_NAME = r"step_(0|[1-9][0-9]{0,17})"
-"""What the folder of a checkpoint is called."""
+"""Pattern of the name of a checkpoint's folder."""
 _WHOLE = re.compile(CHECKPOINT_NAME)
 _LEFTOVER = re.compile(rf"\.({_WHOLE.pattern})\.(incomplete|replaced|removed)")
 _KEY = "checkpointing.checkpoint_dir"

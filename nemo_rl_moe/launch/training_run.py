@@ -16,6 +16,7 @@ from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
 from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
 from nemo_rl_moe.checkpoints.state import LoopState, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import TrainingDivergedError
@@ -110,7 +111,7 @@ def prepared_run(
         CheckpointError: The run cannot go on from the checkpoints that are there.
     """
     resume = find_resume_point(config, attempt.run_id, attempt.restart_number, console.warn)
-    algorithm = next(iter(dump_resolved(config)))
+    algorithm = algorithm_of(config).name
     with ExitStack() as stack:
         store = _existing_store(config, resume, console)
         if store is not None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.files import BASE_NAME, find_config
-from nemo_rl_moe.config.loading import ALGORITHMS
 from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
@@ -55,7 +56,7 @@ def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) ->
         for key in section.keys.values()
         if algorithm in key.values
     }
-    keys = known_keys(ALGORITHMS[algorithm])
+    keys = known_keys(ALGORITHMS[algorithm].config_class)
     sections = {key.rpartition(".")[0] for key in keys}
     assert shown.keys() == set(keys) - sections
     files = [find_config(name).read_text(encoding="utf-8") for name in (BASE_NAME, make_reference.BASES[algorithm])]
@@ -88,7 +89,7 @@ def test_key_without_words_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(StrictModel):
         sft: int
 
-    monkeypatch.setitem(ALGORITHMS, "sft", Silent)
+    monkeypatch.setitem(ALGORITHMS, "sft", replace(ALGORITHMS["sft"], config_class=Silent))
     with pytest.raises(ValueError, match=r"\.sft: has no docstring in the schema"):
         make_reference.sections()
 

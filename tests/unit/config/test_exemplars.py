@@ -10,9 +10,9 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder, read_with_defaults
 from nemo_rl_moe.config.loading import (
-    ALGORITHMS,
     dump_resolved,
     load_any_config,
     load_config,
@@ -53,7 +53,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("name", exemplar_names())
 def test_exemplar_loads_and_its_dump_loads_to_the_same(name: str, tmp_path: Path) -> None:
     config = load_any_config(name, check_paths=False)
-    assert type(config) is ALGORITHMS[name.partition("_")[0].removesuffix(".yaml")]
+    assert type(config) is ALGORITHMS[name.partition("_")[0].removesuffix(".yaml")].config_class
     written = tmp_path / "config.yaml"
     written.write_text(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))))
     again = load_any_config(written, check_paths=False)
@@ -64,13 +64,13 @@ def test_exemplar_loads_and_its_dump_loads_to_the_same(name: str, tmp_path: Path
 @both_algorithms
 def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
     present = present_keys(read_with_defaults(exemplars_folder() / BASE_EXEMPLARS[algorithm]))
-    absent = set(own_keys(ALGORITHMS[algorithm])) - set(present)
+    absent = set(own_keys(ALGORITHMS[algorithm].config_class)) - set(present)
     # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
     assert all(key.startswith(("env.reasoning_gym.", "env.callable.")) for key in absent), absent
 
 
 def test_base_file_has_the_keys_that_all_algorithms_share_and_no_other() -> None:
-    shared = set.intersection(*(set(own_keys(schema)) for schema in ALGORITHMS.values()))
+    shared = set.intersection(*(set(own_keys(record.config_class)) for record in ALGORITHMS.values()))
     present = set(present_keys(read_with_defaults(exemplars_folder() / BASE_NAME)))
     assert {key for key in present if key.rpartition(".")[2] not in MOE_FIELD_NAMES} == shared
 
@@ -96,7 +96,7 @@ def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
 
 @both_algorithms
 def test_every_key_is_documented_and_none_has_a_default(algorithm: str) -> None:
-    schema = ALGORITHMS[algorithm]
+    schema = ALGORITHMS[algorithm].config_class
     for key in known_keys(schema):
         _, field = field_at(schema, key.split("."))
         assert field is not None
@@ -189,6 +189,6 @@ def test_no_dead_flags(algorithm: str) -> None:
         if "config" not in path.relative_to(PACKAGE).parts
         for name in attributes_read(path.read_text())
     }
-    dead = [key for key in own_keys(ALGORITHMS[algorithm]) if key.rpartition(".")[2] not in read]
+    dead = [key for key in own_keys(ALGORITHMS[algorithm].config_class) if key.rpartition(".")[2] not in read]
     assert not dead, f"keys that nothing reads: {', '.join(dead)}"
     assert "moe_transformer_fields" in read
