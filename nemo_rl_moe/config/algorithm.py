@@ -13,6 +13,7 @@ from typing import Any
 
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_policy import RoleModelConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
@@ -43,6 +44,7 @@ class Algorithm:
         sequences_per_sample: Sequences of what the batch sizes count.
         updates_per_step: Optimizer steps of one step.
         needs_reference: Whether the workers keep the weights that the run began with.
+        roles: Models beside the policy that have workers of their own, by the role's name; `cluster.roles` places them.
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
     """
@@ -57,6 +59,7 @@ class Algorithm:
     sequences_per_sample: int = 1
     updates_per_step: Callable[[Any], int] = lambda config: 1
     needs_reference: Callable[[Any], bool] = lambda config: False
+    roles: Callable[[Any], Mapping[str, RoleModelConfig]] = lambda config: {}
     responses_at_a_time: Callable[[Any], int] | None = None
     reference: str | None = None
 

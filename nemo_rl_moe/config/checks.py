@@ -258,7 +258,29 @@ def _versions_rule(installed: str) -> Rule:
     return megatron_has_the_fields
 
 
+def roles_are_placed(config: MasterConfig) -> Iterator[str]:
+    """Places of the algorithm's roles, and layouts that fit them."""
+    algorithm = algorithm_of(config)
+    roles = algorithm.roles(config)
+    for name in config.cluster.roles.keys() - roles.keys():
+        known = f"its roles: {', '.join(roles)}" if roles else "it has none beside the policy; set cluster.roles {}"
+        yield f"cluster.roles.{name}: no role of the algorithm {algorithm.name}; {known}"
+    for name, model in roles.items():
+        if name not in config.cluster.roles:
+            yield f"cluster.roles.{name}: missing; expected where the workers of the {name} are placed, or {{}}"
+            continue
+        update = {"policy": model.as_policy(config.policy), "cluster": config.cluster.place_of(name)}
+        for rule in LAYOUT_RULES:
+            yield from (f"role {name}: {line}" for line in rule(config.model_copy(update=update)))
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    model_parallel_fits_world,
+    sequence_parallel_goes_with_tensor_parallel,
+    expert_tensor_parallel_size_is_possible,
+)
 COMMON_RULES: tuple[Rule, ...] = (
+    roles_are_placed,
     model_parallel_fits_world,
     context_parallel_is_supported,
     sequence_parallel_goes_with_tensor_parallel,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks import Rule, apply_rules
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_grpo import PromptSourceConfig
@@ -35,6 +36,12 @@ def looks_like_a_path(name: str) -> bool:
 def model_folder_exists(config: MasterConfig) -> Iterator[str]:
     """Local model: a folder with a `config.json`."""
     yield from _folder_problem("policy.model_name", config.policy.model_name, needs="config.json")
+
+
+def role_model_folders_exist(config: MasterConfig) -> Iterator[str]:
+    """Folders of local models beside the policy: each holds a `config.json`."""
+    for role, model in algorithm_of(config).roles(config).items():
+        yield from _folder_problem(f"model_name of the role {role}", model.model_name, needs="config.json")
 
 
 def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:
@@ -99,6 +106,7 @@ def _not_found(path: Path) -> str:
 
 PATH_RULES: tuple[Rule, ...] = (
     model_folder_exists,
+    role_model_folders_exist,
     tokenizer_folder_exists,
     chat_template_exists,
     training_data_exists,

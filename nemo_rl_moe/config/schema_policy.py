@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from nemo_rl_moe.config.megatron_moe_fields import MoeTransformerFields
+from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields
 from nemo_rl_moe.config.schema_base import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -173,3 +173,60 @@ class PolicyConfig(StrictModel):
     """Put samples of similar length together, as many as fit."""
     megatron_cfg: MegatronConfig
     """Megatron-Core."""
+
+
+class RoleParallelConfig(StrictModel):
+    """Parallel layout of a model beside the policy, in workers of its own."""
+
+    tensor_model_parallel_size: PositiveInt
+    """Ranks that share each matrix."""
+    pipeline_model_parallel_size: PositiveInt
+    """Ranks that share the layers, one stage each."""
+    expert_model_parallel_size: PositiveInt
+    """Ranks that share the experts of a layer."""
+    expert_tensor_parallel_size: PositiveInt
+    """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
+    sequence_parallel: bool
+    """Share activations between the tensor-parallel ranks along the sequence; goes with tensor parallelism."""
+
+
+class RoleModelConfig(StrictModel):
+    """A model beside the policy that runs forward passes alone, such as a teacher. It reads the policy's tokens; what
+    is not said here is as in `policy`."""
+
+    model_name: Text
+    """A folder with a Hugging Face `config.json` and weights, or a hub's name. Any supported architecture."""
+    logprob_batch_size: PositiveInt
+    """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""
+    megatron_cfg: RoleParallelConfig
+    """Parallel layout."""
+
+    def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
+        """The role's model as a `policy` section.
+
+        Routing settings of the policy (`moe_*`) are left out: a model's own `config.json` says how it routes.
+
+        Args:
+            policy: The policy's section, for all that the role has in common with it.
+        """
+        megatron = policy.megatron_cfg
+        shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}
+        alone = {
+            "virtual_pipeline_model_parallel_size": None,
+            "activation_checkpointing": "none",
+            "track_moe_metrics": False,
+            "moe_per_layer_logging": False,
+            "log_moe_overload_factor": False,
+            "moe_router_force_hot_rank": None,
+        }
+        layout = self.megatron_cfg.model_dump()
+        common = {name: getattr(policy, name) for name in PolicyConfig.model_fields}
+        return PolicyConfig.model_construct(
+            **common
+            | {
+                "model_name": self.model_name,
+                "init": "pretrained",
+                "train_micro_batch_size": self.logprob_batch_size,
+                "megatron_cfg": MegatronConfig.model_construct(**shared | alone | layout),
+            }
+        )

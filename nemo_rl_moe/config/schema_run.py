@@ -130,6 +130,17 @@ class LoggerConfig(StrictModel):
     """Read when `mlflow_enabled`."""
 
 
+class RolePlacementConfig(StrictModel):
+    """Workers of one role beside the policy; what is left out is as for the policy."""
+
+    num_nodes: PositiveInt | None = None
+    """Machines to use."""
+    gpus_per_node: NonNegativeInt | None = None
+    """GPUs to use on each; 0: run on CPUs."""
+    cpu_workers_per_node: PositiveInt | None = None
+    """Worker processes on each machine when `gpus_per_node` is 0."""
+
+
 class ClusterConfig(StrictModel):
     """The machines: one worker process for each GPU, or the given number of CPU workers."""
 
@@ -143,6 +154,9 @@ class ClusterConfig(StrictModel):
     """Seconds that the workers may take to start before the run gives up."""
     max_restarts: NonNegativeInt
     """Number of times that a run which fails restarts itself from its last checkpoint."""
+    roles: dict[str, RolePlacementConfig]
+    """Workers of models beside the policy, such as a teacher, by the role's name: `num_nodes`, `gpus_per_node` and
+    `cpu_workers_per_node` of each, those of the policy where left out; {}: the algorithm has no such role."""
 
     @property
     def workers_per_node(self) -> int:
@@ -153,6 +167,17 @@ class ClusterConfig(StrictModel):
     def world_size(self) -> int:
         """Worker processes in all."""
         return self.num_nodes * self.workers_per_node
+
+    @property
+    def all_workers_per_node(self) -> int:
+        """Worker processes on each machine, those of all roles together where they share the machines."""
+        return self.workers_per_node + sum(self.place_of(role).workers_per_node for role in self.roles)
+
+    def place_of(self, role: str) -> "ClusterConfig":
+        """The section as it is for the workers of one role."""
+        chosen = self.roles[role]
+        sizes = {name: value for name in type(chosen).model_fields if (value := getattr(chosen, name)) is not None}
+        return self.model_copy(update={**sizes, "roles": {}})
 
 
 DURATION_FORM = "DD:HH:MM:SS"

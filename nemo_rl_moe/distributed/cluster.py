@@ -79,6 +79,7 @@ class RayCluster:
 
     Args:
         config: The `cluster` section.
+        beside: The cluster of the same run's policy, for the workers of another role; it is to be shut down later.
         placement_timeout_s: Seconds to wait until other jobs have freed what is asked for.
 
     Attributes:
@@ -91,8 +92,9 @@ class RayCluster:
         WorkerDiedError: A local Ray does not start.
     """
 
-    def __init__(self, config: ClusterConfig, *, placement_timeout_s: float = 60.0):
+    def __init__(self, config: ClusterConfig, *, beside: "RayCluster | None" = None, placement_timeout_s: float = 60.0):
         self.config = config
+        self._beside = beside
         self.placement_group: PlacementGroup | None = None
         self._has_joined = False
         self._local_ray: LocalRay | None = None
@@ -110,6 +112,8 @@ class RayCluster:
     @property
     def failure(self) -> str | None:
         """Death of one of a local Ray's servers, in words; None: all live."""
+        if self._beside is not None:
+            return self._beside.failure
         return self._local_ray.failure if self._local_ray else None
 
     @property
@@ -188,7 +192,7 @@ class RayCluster:
                 " them (ray start) and set RAY_ADDRESS; nearest: cluster.num_nodes=1"
             )
         # Ray counts logical CPUs: more workers than cores only means that they take turns.
-        self._local_ray = LocalRay(num_cpus=max(usable_cores(), self.config.workers_per_node))
+        self._local_ray = LocalRay(num_cpus=max(usable_cores(), self.config.all_workers_per_node))
 
     def _reserve(self, timeout_s: float) -> None:
         # One bundle a machine, each on another: as many workers on every machine as asked, never more on one.

@@ -55,7 +55,7 @@ class PreparedRollouts:
     held_out: Sequence[Prompt]
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
-        """Fingerprints of what a resumed run relies on: the prompts, and the model where a reference is read from it."""
+        """Fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from it."""
         prompts = samples_fingerprint(config.data.train.path or "drawn", (prompt.token_ids for prompt in self.training))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}

@@ -27,7 +27,7 @@ from nemo_rl_moe.models.hf_files import (
     load_hf_config,
 )
 from nemo_rl_moe.models.model_files import collect_model_files
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
 
@@ -45,22 +45,23 @@ class PreparedModel:
         hf_config: Its Hugging Face configuration.
         tokenizer: The tokenizer in use.
         files: What lies beside exported weights, file name to content.
+        policy: The section that describes it, of the policy or of another role.
     """
 
     source: ModelSource
     hf_config: Any
     tokenizer: "PreTrainedTokenizerBase"
     files: Mapping[str, bytes]
+    policy: PolicyConfig
 
 
-def prepare_model(config: MasterConfig, console: ConsoleLogger) -> PreparedModel:
+def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel:
     """Fetches and checks the model, so that what is wrong with it is told before Ray starts; loads the tokenizer.
 
     Raises:
         ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
             lacks the weights asked for, or the tokenizer cannot be loaded.
     """
-    policy = config.policy
     source, folder = _fetched(policy, console)
     with console.phase("checking the model"):
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
@@ -75,7 +76,7 @@ def prepare_model(config: MasterConfig, console: ConsoleLogger) -> PreparedModel
         console.warn(line)
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
-    return PreparedModel(source, hf_config, tokenizer, files)
+    return PreparedModel(source, hf_config, tokenizer, files, policy)
 
 
 def model_warnings(
@@ -170,6 +171,36 @@ def running_policy(
         yield policy
     finally:
         policy.shutdown()
+
+
+@contextmanager
+def running_role(
+    role: str, config: MasterConfig, cluster: RayCluster, console: ConsoleLogger, model: PreparedModel
+) -> Iterator[ModelWorkers]:
+    """Starts the workers of a role beside the policy, in places of their own, and stops them whatever happens.
+
+    Args:
+        role: Its name.
+        config: The whole configuration; `cluster.roles` places the role.
+        cluster: The policy's.
+        console: Messages to the user.
+        model: The role's.
+
+    Raises:
+        ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
+    """
+    place = RayCluster(config.cluster.place_of(role), beside=cluster)
+    try:
+        if model.source.hub is not None and not place.is_local:
+            fetch_on_machines(place, model.source.hub)
+        with console.phase(f"starting {place.config.world_size} workers of the {role}"):
+            workers = ModelWorkers(role, model.policy, place, source=model.source)
+        try:
+            yield workers
+        finally:
+            workers.shutdown()
+    finally:
+        place.shutdown()
 
 
 def announce(

@@ -20,7 +20,7 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
-from nemo_rl_moe.errors import TrainingDivergedError
+from nemo_rl_moe.errors import ConfigurationError, TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
@@ -30,13 +30,14 @@ from nemo_rl_moe.launch.setup import (
     prepare_model,
     running_cluster,
     running_policy,
+    running_role,
     summarise,
 )
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
@@ -129,8 +130,37 @@ class TrainingRun:
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
-        self._model = prepare_model(self.config, self.console)
+        self._model = prepare_model(self.config.policy, self.console)
         return self._model
+
+    def prepare_role(self, role: str) -> PreparedModel:
+        """Fetches and checks the model of a role beside the policy; after `prepare_model`.
+
+        Raises:
+            ConfigurationError: It cannot be had or used, or has no embedding for some of the policy's tokens.
+        """
+        assert self._model is not None
+        policy = self.algorithm.roles(self.config)[role].as_policy(self.config.policy)
+        try:
+            model = prepare_model(policy, self.console)
+        except ConfigurationError as error:
+            raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
+        known, needed = model.hf_config.vocab_size, self._model.hf_config.vocab_size
+        if known < needed:
+            raise ConfigurationError(
+                f"role {role}: {policy.model_name} has {known} tokens, expected at least the {needed} of"
+                f" {self.config.policy.model_name}, whose tokens it reads"
+            )
+        return model
+
+    def start_role(self, role: str, model: PreparedModel) -> ModelWorkers:
+        """Starts the workers of a role beside the policy, after those of the policy.
+
+        Raises:
+            ConfigurationError: There is no room for them, or the model's weights cannot be used.
+        """
+        assert self.cluster is not None
+        return self.use(running_role(role, self.config, self.cluster, self.console, model))
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Finds the checkpoint to resume from, and tells it. No other run writes to this run's checkpoints from now on.

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 
 
+POLICY_ROLE = "policy"
+
+
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
     """How microbatches are cut: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
@@ -52,8 +55,128 @@ def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
     return PlainBatching(micro_batch_size)
 
 
-class MegatronPolicy:
-    """A policy trained by Megatron-Core workers, one Ray actor a rank.
+class ModelWorkers:
+    """Megatron-Core workers of one model of a run, one Ray actor a rank: the policy, or a role beside it.
+
+    Without `num_steps` they run forward passes alone and hold neither gradients nor optimizer state.
+
+    Args:
+        role: Such as `policy` or `teacher`, for error messages.
+        policy: The section that describes the model and its layout.
+        cluster: A started cluster with a place for every rank.
+        source: Where the model is read from, of `find_model`.
+        seed: Seed of dropout.
+        num_steps: Optimizer steps of the whole run; None: forward passes alone.
+        keep_reference: Keep the first weights as the reference model.
+
+    Attributes:
+        moe_configuration: The router and expert settings that are really in force.
+        moe_configuration_sources: Who has set each of them.
+        notices: What a user should know of the weights that were read, a line each.
+
+    Raises:
+        ConfigurationError: The model or its weights cannot be used.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        policy: PolicyConfig,
+        cluster: RayCluster,
+        *,
+        source: ModelSource,
+        seed: int = 0,
+        num_steps: int | None = None,
+        keep_reference: bool = False,
+    ):
+        self._policy = policy
+        self._batching = choose_batching(policy, policy.train_micro_batch_size)
+        generates = generating(policy)
+        self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
+        self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
+        self._workers = WorkerGroup(
+            cluster,
+            MegatronPolicyWorker,
+            {
+                "policy": policy,
+                "source": source,
+                "seed": seed,
+                "num_steps": num_steps,
+                "keep_reference": keep_reference,
+                "decodes_text": generates is not None and bool(generates.generation.stop_strings),
+            },
+            start_timeout_s=cluster.config.worker_start_timeout_s,
+        )
+        descriptions: list[WorkerDescription] = self._workers.call_all("describe")
+        if problems := _problems_of_ranks(descriptions):
+            self._workers.shutdown()
+            whose = "" if role == POLICY_ROLE else f"role {role}: "
+            raise ConfigurationError([f"{whose}{problem}" for problem in problems])
+        first = descriptions[0]
+        self._coordinates = [description.coordinates for description in descriptions]
+        self._data_parallel_size: int = self._coordinates[0].data_parallel_size
+        megatron = policy.megatron_cfg
+        # An interleaved schedule runs microbatches in groups of as many as there are stages.
+        interleaved = megatron.virtual_pipeline_model_parallel_size is not None
+        self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
+        self._cluster = cluster
+        self.moe_configuration = first.moe_configuration
+        self.moe_configuration_sources = first.moe_configuration_sources
+        self.notices = first.notices
+
+    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
+        """Forward passes only; the batch need not be divisible over the ranks."""
+        plan, filled = self._plan_forward(batch, self._batching)
+        shards = [make_shard(filled, microbatches, batch) for microbatches in plan.by_rank]
+        return EvaluationResult(microbatch_metrics=_join(self._call("evaluate", shards, loss_function)))
+
+    def logprobs(self, batch: TokenBatch) -> Tensor:
+        """Log-probability of each token given those before it, `[batch, sequence]`."""
+        return self._logprobs(batch, reference=False)
+
+    def shutdown(self) -> None:
+        """Stops every worker."""
+        self._workers.shutdown()
+
+    def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
+        """Who runs which sequences, and the batch with the fillers that the plan's indices may refer to."""
+        plan = plan_evaluation(
+            batch.lengths.tolist(),
+            num_data_parallel_ranks=self._data_parallel_size,
+            batching=batching,
+            microbatch_multiple=self._microbatch_multiple,
+            group_size=batch.group_size,
+        )
+        return plan, append_fillers(batch, plan.fillers)
+
+    def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
+        # The workers need the tokens, and what else the model reads.
+        inputs = replace(batch, columns=batch.columns_for(Destination.MODEL))
+        plan, filled = self._plan_forward(inputs, self._logprob_batching)
+        shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
+        by_rank = self._call_reporting("logprobs", shares, reference)
+        result = torch.zeros(filled.input_ids.shape)
+        for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
+            for indices, logprobs in zip(microbatches, found, strict=True):
+                result[list(indices), : logprobs.shape[1]] = logprobs
+        columns = torch.arange(result.shape[1])
+        return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
+
+    def _call(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
+        """Calls every worker with its share of the batch; pipeline and tensor ranks of one share all get that share."""
+        shares = [by_data_parallel_rank[place.data_parallel_rank] for place in self._coordinates]
+        return self._workers.call_each(method, [(share, argument) for share in shares])
+
+    def _call_reporting(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
+        """As `_call`; one result for each data-parallel rank, from the worker that computes its loss."""
+        results = self._call(method, by_data_parallel_rank, argument)
+        places = zip(self._coordinates, results, strict=True)
+        by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
+        return [by_rank[rank] for rank in range(self._data_parallel_size)]
+
+
+class MegatronPolicy(ModelWorkers):
+    """The policy of a run: the workers that train it, and keep the reference weights where the algorithm needs them.
 
     Args:
         config: The whole configuration.
@@ -67,9 +190,6 @@ class MegatronPolicy:
 
     Attributes:
         model_files: As given.
-        moe_configuration: The router and expert settings that are really in force.
-        moe_configuration_sources: Who has set each of them.
-        notices: What a user should know of the weights that were read, a line each.
         weight_version: Optimizer steps that changed the weights since the start of training.
 
     Raises:
@@ -87,41 +207,17 @@ class MegatronPolicy:
         model_files: Mapping[str, bytes],
         keep_reference: bool = False,
     ):
-        self._policy = policy = config.policy
-        self._batching = choose_batching(policy, policy.train_micro_batch_size)
-        generates = generating(policy)
-        self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
-        self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
-        self._workers = WorkerGroup(
+        super().__init__(
+            POLICY_ROLE,
+            config.policy,
             cluster,
-            MegatronPolicyWorker,
-            {
-                "policy": policy,
-                "source": source,
-                "seed": seed,
-                "num_steps": num_steps,
-                "keep_reference": keep_reference,
-                "decodes_text": generates is not None and bool(generates.generation.stop_strings),
-            },
-            start_timeout_s=config.cluster.worker_start_timeout_s,
+            source=source,
+            seed=seed,
+            num_steps=num_steps,
+            keep_reference=keep_reference,
         )
-        descriptions: list[WorkerDescription] = self._workers.call_all("describe")
-        if problems := _problems_of_ranks(descriptions):
-            self._workers.shutdown()
-            raise ConfigurationError(problems)
-        first = descriptions[0]
-        self._coordinates = [description.coordinates for description in descriptions]
-        self._data_parallel_size: int = self._coordinates[0].data_parallel_size
-        megatron = config.policy.megatron_cfg
-        # An interleaved schedule runs microbatches in groups of as many as there are stages.
-        interleaved = megatron.virtual_pipeline_model_parallel_size is not None
-        self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
-        self._cluster = cluster
         self._checkpoint_dir = config.checkpointing.checkpoint_dir
         self.model_files = model_files
-        self.moe_configuration = first.moe_configuration
-        self.moe_configuration_sources = first.moe_configuration_sources
-        self.notices = first.notices
         self.weight_version = 0
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
@@ -161,16 +257,6 @@ class MegatronPolicy:
             skipped_in_a_row=first.skipped_in_a_row,
             weight_version=first.weight_version,
         )
-
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Forward passes only; the batch need not be divisible over the ranks."""
-        plan, filled = self._plan_forward(batch, self._batching)
-        shards = [make_shard(filled, microbatches, batch) for microbatches in plan.by_rank]
-        return EvaluationResult(microbatch_metrics=_join(self._call("evaluate", shards, loss_function)))
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of each token given those before it, `[batch, sequence]`."""
-        return self._logprobs(batch, reference=False)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The same of the model at the start of the run."""
@@ -232,10 +318,6 @@ class MegatronPolicy:
             raise CheckpointError(next(filter(None, problems)))
         self.weight_version = self._workers.call_all("weight_version")[0]
 
-    def shutdown(self) -> None:
-        """Stops every worker."""
-        self._workers.shutdown()
-
     def _transfer_folder(self) -> Path:
         if self._cluster.is_local:
             return folder_of_one_machine(len(self._coordinates))
@@ -251,42 +333,6 @@ class MegatronPolicy:
         if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
             raise WeightSyncError(problems[0])
         return sum(outcome.num_bytes for outcome in outcomes)
-
-    def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
-        """Who runs which sequences, and the batch with the fillers that the plan's indices may refer to."""
-        plan = plan_evaluation(
-            batch.lengths.tolist(),
-            num_data_parallel_ranks=self._data_parallel_size,
-            batching=batching,
-            microbatch_multiple=self._microbatch_multiple,
-            group_size=batch.group_size,
-        )
-        return plan, append_fillers(batch, plan.fillers)
-
-    def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
-        # The workers need the tokens, and what else the model reads.
-        inputs = replace(batch, columns=batch.columns_for(Destination.MODEL))
-        plan, filled = self._plan_forward(inputs, self._logprob_batching)
-        shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
-        by_rank = self._call_reporting("logprobs", shares, reference)
-        result = torch.zeros(filled.input_ids.shape)
-        for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
-            for indices, logprobs in zip(microbatches, found, strict=True):
-                result[list(indices), : logprobs.shape[1]] = logprobs
-        columns = torch.arange(result.shape[1])
-        return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
-
-    def _call(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """Calls every worker with its share of the batch; pipeline and tensor ranks of one share all get that share."""
-        shares = [by_data_parallel_rank[place.data_parallel_rank] for place in self._coordinates]
-        return self._workers.call_each(method, [(share, argument) for share in shares])
-
-    def _call_reporting(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """As `_call`; one result for each data-parallel rank, from the worker that computes its loss."""
-        results = self._call(method, by_data_parallel_rank, argument)
-        places = zip(self._coordinates, results, strict=True)
-        by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
-        return [by_rank[rank] for rank in range(self._data_parallel_size)]
 
 
 def _problems_of_ranks(descriptions: Sequence[WorkerDescription]) -> list[str]:

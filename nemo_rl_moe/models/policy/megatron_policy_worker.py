@@ -72,7 +72,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         policy: The `policy` section of the configuration.
         source: Where the model is read from.
         seed: Seed of dropout.
-        num_steps: Optimizer steps of the whole run.
+        num_steps: Optimizer steps of the whole run; None: forward passes alone, without optimizer state.
         keep_reference: Keep the first weights as the reference model.
         decodes_text: Load the tokenizer, for stop strings.
     """
@@ -85,7 +85,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         policy: PolicyConfig,
         source: ModelSource,
         seed: int,
-        num_steps: int,
+        num_steps: int | None,
         keep_reference: bool,
         decodes_text: bool,
     ):
@@ -96,7 +96,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config, weights_folder
         from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
         from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
-        from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+        from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of
@@ -112,9 +112,13 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         self._problems: list[str] = []
         try:
             agree_on_model(self._config_json, folder, with_weights=weights is not None)
-            self._trainer = MegatronTrainer(
-                policy, hf_config, weights, num_steps, tokenizer=tokenizer, keep_reference=keep_reference
-            )
+            self._trainer: Any
+            if num_steps is None:
+                self._trainer = MegatronModel(policy, hf_config, weights)
+            else:
+                self._trainer = MegatronTrainer(
+                    policy, hf_config, weights, num_steps, tokenizer=tokenizer, keep_reference=keep_reference
+                )
         except UserError as error:  # of the model and its weights; every rank finds the same
             self._problems = error.problems
 

@@ -23,12 +23,18 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
+def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
+    """Model chunks with their weights in the configuration's number format; routers' state stays in float32."""
+    with router_state_in_float32(chunks):
+        return [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
+
+
 def wrap_data_parallel(
-    policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[GPTModel]
+    policy: PolicyConfig, config: TransformerConfig, modules: Sequence[MegatronModule]
 ) -> list[DistributedDataParallel]:
     """Wraps each model chunk for gradient reduction and tells the schedule how to finish a step's gradients."""
     chosen = policy.megatron_cfg.distributed_data_parallel_config
@@ -38,8 +44,6 @@ def wrap_data_parallel(
         use_distributed_optimizer=chosen.use_distributed_optimizer,
         check_for_nan_in_grad=False,
     )
-    with router_state_in_float32(chunks):
-        modules = [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
     wrapped = [
         # Buckets are for overlapping; the later chunks' gradients are complete first, so they need none.
         DistributedDataParallel(config=config, ddp_config=ddp_config, module=module, disable_bucketing=index > 0)

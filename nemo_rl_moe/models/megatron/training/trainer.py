@@ -5,7 +5,7 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackwar
 from nemo_rl_moe.models.megatron.training.optimizer import (
     build_optimizer,
     build_scheduler,
+    half_precision_modules,
     step_if_finite,
     wrap_data_parallel,
 )
@@ -39,6 +40,9 @@ from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeight
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.weight_sync.transport import TransportSpec
+
+# isort: split
+from megatron.core.transformer.module import MegatronModule
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,72 @@ class RankTrainResult:
     weight_version: int
 
 
-class MegatronTrainer:
-    """Trains one rank's part of the model with Megatron-Core, and generates and measures with the same weights.
+class MegatronModel:
+    """One rank's part of a model, for forward passes alone: no gradients, no optimizer state.
+
+    Args:
+        policy: The section of the configuration that describes it.
+        hf_config: The model's Hugging Face configuration.
+        weights_folder: Folder to read weights from; None for random ones.
+
+    Attributes:
+        notices: What a user should know of the weights that it starts with, a line each.
+    """
+
+    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None):
+        self.policy, self.hf_config = policy, hf_config
+        self.device = project_parallel_state.device()
+        self.coordinates = project_parallel_state.parallel_coordinates()
+        self.config = build_transformer_config(policy, hf_config)
+        self.chunks = build_model_chunks(policy, self.config, hf_config)
+        self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
+        generates = generating(policy)
+        temperature = generates.generation.temperature if generates else 1.0
+        for chunk in self.chunks:
+            chunk.temperature = temperature
+        self.modules: Sequence[MegatronModule] = half_precision_modules(self.config, self.chunks)
+        self._forward_backward = ForwardBackward(
+            config=self.config,
+            packed=policy.sequence_packing.enabled,
+            explicit_mask=policy.megatron_cfg.layer_spec == "local",
+            device=self.device,
+            temperature=temperature,
+        )
+
+    def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        self._evaluation_mode()
+        with torch.no_grad():
+            results = self._forward_backward.evaluate(self.modules, shard, loss_function)
+        return self._series(results)
+
+    def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Forward passes only.
+
+        Returns:
+            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
+            the host; empty where no loss is computed.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.logprobs(self.modules, microbatches)
+        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def _evaluation_mode(self) -> None:
+        for chunk in self.modules:
+            chunk.eval()
+
+    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
+        if not self.coordinates.reports_loss:
+            return {}
+        return {
+            name: MetricSeries(tuple(values), reduction)
+            for name, (values, reduction) in metrics_to_host(results).items()
+        }
+
+
+class MegatronTrainer(MegatronModel):
+    """One rank's part of a model that Megatron-Core trains; generates and measures with the same weights.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -84,7 +152,6 @@ class MegatronTrainer:
 
     Attributes:
         num_updates: Optimizer steps that changed the weights: their version.
-        notices: What a user should know of the weights that it starts with, a line each.
     """
 
     def __init__(
@@ -97,36 +164,20 @@ class MegatronTrainer:
         tokenizer: Any = None,
         keep_reference: bool = False,
     ):
-        self.policy, self.hf_config = policy, hf_config
-        self.device = project_parallel_state.device()
-        self.coordinates = project_parallel_state.parallel_coordinates()
-        self.config = build_transformer_config(policy, hf_config)
-        self.chunks = build_model_chunks(policy, self.config, hf_config)
-        self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
-        generates = generating(policy)
-        temperature = generates.generation.temperature if generates else 1.0
-        for chunk in self.chunks:
-            chunk.temperature = temperature
-        self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)
+        super().__init__(policy, hf_config, weights_folder)
+        self.modules = self.ddp_chunks = wrap_data_parallel(policy, self.config, self.modules)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
         force_routing(self.chunks, self.config)
         self._expert_bias = ExpertBias(self.chunks)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
+        self._forward_backward = replace(self._forward_backward, recorder=self._recorder)
         self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
         self.num_updates = 0
         self._calls = 0
         self._checkpoint_write: CheckpointWrite | None = None
-        self._forward_backward = ForwardBackward(
-            config=self.config,
-            packed=policy.sequence_packing.enabled,
-            explicit_mask=policy.megatron_cfg.layer_spec == "local",
-            device=self.device,
-            temperature=temperature,
-            recorder=self._recorder,
-        )
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
@@ -174,25 +225,6 @@ class MegatronTrainer:
             skipped_in_a_row=skipped_in_a_row,
             weight_version=self.num_updates,
         )
-
-    def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
-        """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
-        self._evaluation_mode()
-        with torch.no_grad():
-            results = self._forward_backward.evaluate(self.ddp_chunks, shard, loss_function)
-        return self._series(results)
-
-    def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
-        """Forward passes only.
-
-        Returns:
-            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
-            the host; empty where no loss is computed.
-        """
-        self._evaluation_mode()
-        with torch.no_grad():
-            found = self._forward_backward.logprobs(self.ddp_chunks, microbatches)
-        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """`logprobs` of the weights that the run began with."""
@@ -276,10 +308,6 @@ class MegatronTrainer:
     def _training_objects(self) -> TrainingObjects:
         return TrainingObjects(self.chunks, self.optimizer, self.scheduler)
 
-    def _evaluation_mode(self) -> None:
-        for chunk in self.ddp_chunks:
-            chunk.eval()
-
     def _moe_metrics(self, num_microbatches: int) -> dict[str, float]:
         megatron = self.policy.megatron_cfg
         if not megatron.track_moe_metrics:
@@ -297,14 +325,6 @@ class MegatronTrainer:
             overload=megatron.log_moe_overload_factor,
             what_if_expert_parallel_sizes=chosen.what_if_expert_parallel_sizes,
         )
-
-    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
-        if not self.coordinates.reports_loss:
-            return {}
-        return {
-            name: MetricSeries(tuple(values), reduction)
-            for name, (values, reduction) in metrics_to_host(results).items()
-        }
 
     def _sum_over_ranks(self, series: dict[str, MetricSeries]) -> float:
         own = series["loss"].reduce() if "loss" in series else 0.0

@@ -19,7 +19,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
-from nemo_rl_moe.models.megatron.training.optimizer import wrap_data_parallel
+from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules, wrap_data_parallel
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_outputs import trainer_of
@@ -139,7 +139,7 @@ def router_state_in_bfloat16(settings: RunSettings) -> list[tuple[str, str, bool
         config = build_transformer_config(settings.policy, hf_config)
         (chunk,) = build_model_chunks(settings.policy, config, hf_config)
         buffers = {name: buffer.fill_(257.03125) for name, buffer in chunk.named_buffers() if ".1.mlp.router." in name}
-        wrap_data_parallel(settings.policy, config, [chunk])
+        wrap_data_parallel(settings.policy, config, half_precision_modules(config, [chunk]))
         found = dict(chunk.named_buffers())
         return [(name, str(found[name].dtype), bool((found[name] == 257.03125).all())) for name in sorted(buffers)]
 
