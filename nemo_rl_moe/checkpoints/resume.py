@@ -17,7 +17,7 @@ from nemo_rl_moe.checkpoints.changes import (
 )
 from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
-from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.algorithm import ALGORITHMS, algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
@@ -62,7 +62,7 @@ class ResumePoint:
         if self.step >= num_steps:
             return (
                 f"{self.folder} is the end of this run: {self.step} of {num_steps} steps are done. For more of them set"
-                f" a higher {self.state.algorithm}.max_num_steps or max_num_epochs; or {WAY_OUT}"
+                f" a higher {ALGORITHMS[self.state.algorithm].loop_name}.max_num_steps or max_num_epochs; or {WAY_OUT}"
             )
         return f"going on from {self.folder}: {self.step} of {num_steps} steps are done"
 

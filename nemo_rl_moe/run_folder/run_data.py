@@ -18,7 +18,6 @@ from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, StepRecord, parse_
 
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
-ALGORITHMS = ("sft", "dpo", "grpo")
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,17 @@ class RunData:
 
     @property
     def algorithm(self) -> str | None:
-        """What the run does, `sft` for example: the section of the configuration that is named after it."""
-        return next((name for name in ALGORITHMS if isinstance(self.config.get(name), dict)), None)
+        """Name of the algorithm, for example `sft`: its own section, which a resolved configuration begins with."""
+        sections = {name: section for name, section in self.config.items() if isinstance(section, dict)}
+        if "algorithm" in self.config:  # of the user's own, which may have its loop in the section of another one
+            return next(iter(sections), None)
+        return next((name for name, section in sections.items() if "max_num_steps" in section), None)
 
     @property
     def planned_steps(self) -> int | None:
-        """How many steps the configuration allows for; None where it does not say."""
-        found = self.config[self.algorithm].get("max_num_steps") if self.algorithm else None
+        """Steps that the configuration asks for; None where it does not say."""
+        sections = [section for section in self.config.values() if isinstance(section, dict)]
+        found = next((section["max_num_steps"] for section in sections if "max_num_steps" in section), None)
         return found if isinstance(found, int) else None
 
     @property

@@ -115,7 +115,9 @@ def test_missing_files_are_found(tmp_path: Path) -> None:
 COMMANDS = [(page, words) for page in PAGES for words in commands(page) if "--config" in words]
 # Shown together with the messages that it ends with.
 MEANT_TO_FAIL = "policy.megatron_cfg.track_moe_metric=true"
+EXAMPLE_ALGORITHM = REPOSITORY_ROOT / "examples" / "algorithms"
 LOADERS = {
+    "run": load_any_config,
     "sft": load_config,
     "dpo": load_dpo_config,
     "grpo": load_grpo_config,
@@ -138,6 +140,9 @@ def page_of_configurations(page: Path, command: str) -> Path:
 @pytest.mark.parametrize(("page", "words"), COMMANDS, ids=[f"{page.name}-{words[0]}" for page, words in COMMANDS])
 def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    if words[0] == "run":
+        monkeypatch.syspath_prepend(EXAMPLE_ALGORITHM)
+        Path("opd.yaml").write_text((EXAMPLE_ALGORITHM / "opd.yaml").read_text())
     for name, text in configurations(page_of_configurations(page, words[0])).items():
         Path(name).write_text(text, encoding="utf-8")
     load = LOADERS[words[0]]
@@ -152,6 +157,15 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
         load(config, overrides, check_paths=False)
 
 
+def test_excerpts_of_the_algorithm_are_its_code() -> None:
+    page = DOCS / "adding-an-algorithm.md"
+    for language, file in (("py", "on_policy_distillation.py"), ("yaml", "opd.yaml")):
+        text = (EXAMPLE_ALGORITHM / file).read_text(encoding="utf-8")
+        excerpts = blocks(page, language)
+        assert len(excerpts) >= 2
+        assert [excerpt for excerpt in excerpts if excerpt not in text] == []
+
+
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
@@ -159,6 +173,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config")),
+        ("adding-an-algorithm.md", "run"),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
         ("forced-imbalance.md", "sft"),

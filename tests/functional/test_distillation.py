@@ -1,0 +1,147 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An algorithm that lives outside of the package: on-policy distillation from a larger, dense teacher."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from nemo_rl_moe.run_folder.run_data import RunData, read_run
+from tests.functional import grpo_runs, sft_runs
+
+EXAMPLE = sft_runs.REPOSITORY_ROOT / "examples/algorithms"
+NUM_STEPS = 24
+NUM_FURTHER_STEPS = 2
+CHANGES = {
+    "grpo.max_num_steps": NUM_STEPS,
+    "grpo.num_prompts_per_step": 8,
+    "grpo.num_generations_per_prompt": 8,
+    "policy.model_name": str(sft_runs.MODEL),
+    "policy.init": "random",
+    "policy.train_global_batch_size": 64,
+    "policy.generation.max_new_tokens": 8,
+    "policy.megatron_cfg.optimizer.lr": 3.0e-3,
+    "policy.megatron_cfg.optimizer.min_lr": 3.0e-3,
+    "policy.megatron_cfg.scheduler.lr_warmup_iters": 0,
+    "checkpointing.save_period": 0,
+    "logger.wandb_enabled": False,
+    "logger.mlflow_enabled": False,
+    "logger.tensorboard_enabled": False,
+}
+
+
+def make_teacher(folder: Path) -> None:
+    """A dense model, deeper and wider than the policy, with the same tokenizer and with preferences to learn."""
+    tokenizer = AutoTokenizer.from_pretrained(sft_runs.MODEL)
+    policy = json.loads((sft_runs.MODEL / "config.json").read_text())
+    config = Qwen3Config(
+        num_hidden_layers=6,
+        hidden_size=192,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=384,
+        vocab_size=policy["vocab_size"],
+        initializer_range=0.06,
+        tie_word_embeddings=False,
+        eos_token_id=policy["eos_token_id"],
+        pad_token_id=policy["pad_token_id"],
+        dtype="float32",
+    )
+    torch.manual_seed(3)
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        # A direction that all embeddings share: some tokens are likely whatever came before.
+        model.model.embed_tokens.weight += 0.1 * torch.randn(config.hidden_size)
+        model.lm_head.weight *= 2
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def command(folder: Path, name: str, *overrides: str) -> "subprocess.CompletedProcess[str]":
+    """What a user types, in the folder of the algorithm's module."""
+    return subprocess.run(
+        [sys.executable, "-m", "nemo_rl_moe.cli", name, "--config", "opd.yaml", *overrides],
+        capture_output=True,
+        text=True,
+        env=sft_runs.environment(),
+        cwd=folder,
+        timeout=600,
+        check=False,
+    )
+
+
+def only_run(folder: Path) -> RunData:
+    (run_folder,) = (folder / "logs/opd").iterdir()
+    return read_run(run_folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A working folder with the example, a teacher and prompts, and the settings of a small run in the file."""
+    folder = tmp_path_factory.mktemp("opd")
+    shutil.copy(EXAMPLE / "on_policy_distillation.py", folder)
+    shutil.copy(EXAMPLE / "opd.yaml", folder / "example.yaml")
+    make_teacher(folder / "teacher")
+    grpo_runs.make_prompts(folder / "data/addition", 40)
+    content: dict[str, object] = {"defaults": "example.yaml"}
+    for key, value in CHANGES.items():
+        section = content
+        *path, name = key.split(".")
+        for part in path:
+            section = section.setdefault(part, {})  # type: ignore[assignment]
+        section[name] = value
+    (folder / "opd.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    done = command(folder, "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "starting 1 workers of the teacher" in done.stdout
+    return folder
+
+
+def test_the_reverse_divergence_from_the_teacher_falls(finished: Path) -> None:
+    run = only_run(finished)
+    assert (run.algorithm, run.planned_steps, run.last_step) == ("opd", NUM_STEPS, NUM_STEPS)
+    divergence = run.metrics["train/reverse_kl"].values
+    first, last = float(np.mean(divergence[:3])), float(np.mean(divergence[-3:]))
+    assert first > 0.3, "the teacher and the policy begin apart"
+    assert last < 0.6 * first, divergence
+    assert {"train/reward", "train/moe/load_balancing_loss", "timing/teacher_logprobs/seconds"} <= run.metrics.keys()
+
+
+def test_it_goes_on_from_its_checkpoint(finished: Path) -> None:
+    state = json.loads((finished / f"results/opd/step_{NUM_STEPS}/state.json").read_text())
+    assert state["algorithm"] == "opd"
+    refused = command(finished, "run", "opd.teacher.model_name=data", "grpo.seed=5")
+    assert refused.returncode == 2
+    assert refused.stderr == "error: model_name of the role teacher: the folder data holds no config.json\n"
+    refused = command(finished, "run", "grpo.seed=5", f"grpo.max_num_steps={NUM_STEPS + NUM_FURTHER_STEPS}")
+    assert refused.returncode == 2
+    assert "error: grpo.seed: got 5, but " in refused.stderr
+    done = command(finished, "run", f"grpo.max_num_steps={NUM_STEPS + NUM_FURTHER_STEPS}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"going on from results/opd/step_{NUM_STEPS}: {NUM_STEPS} of" in done.stdout
+    assert only_run(finished).last_step == NUM_STEPS + NUM_FURTHER_STEPS
+
+
+def test_report_config_and_plan_know_it(finished: Path, tmp_path: Path) -> None:
+    printed = command(finished, "config")
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.startswith("algorithm: on_policy_distillation:ALGORITHM\nopd:\n")
+    assert command(finished, "plan").returncode == 0
+    wrong = command(finished, "config", "policy.generation.top_p=0.5", "~cluster.roles.teacher")
+    assert wrong.returncode == 2
+    assert "error: policy.generation: on-policy distillation needs temperature 1" in wrong.stderr
+    assert "error: cluster.roles.teacher: missing" in wrong.stderr
