@@ -16,7 +16,10 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.isolated import Patience
 from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
-from nemo_rl_moe.loggers.readers import (
+from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from tests.support.logged_metrics import (
     MetricHistory,
     PictureHistory,
     read_jsonl,
@@ -27,11 +30,8 @@ from nemo_rl_moe.loggers.readers import (
     read_wandb_offline,
     read_wandb_offline_pictures,
 )
-from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from tests.unit.loggers.helpers import load_of, settings_for
+from tests.support.loggers import load_of, settings_for
+from tests.support.wandb_files import wandb_files, wandb_records
 
 BACKENDS = ("tensorboard", "wandb", "mlflow")
 OUTLIER = "train/moe_expert_utilization/layer_1_expert_"
