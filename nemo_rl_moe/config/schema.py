@@ -6,12 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveFloat, StrictModel, SupervisedLoopConfig
+from nemo_rl_moe.config.schema_base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    RenamedValue,
+    StrictModel,
+    SupervisedLoopConfig,
+)
 from nemo_rl_moe.config.schema_grpo import (
     EnvironmentConfig,
+    GeneratingPolicyConfig,
+    GenerationLoggerConfig,
     GRPOConfig,
-    GRPOLoggerConfig,
-    GRPOPolicyConfig,
     PolicyGradientLossConfig,
     PromptDataConfig,
 )
@@ -49,9 +55,10 @@ class PreferenceLossConfig(StrictModel):
 class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
-    reference_logprobs: Literal["in_step", "beforehand"]
-    """When the reference model, the policy at the start of the run, measures the responses. in_step: in each step, its
-    weights kept beside the policy's; beforehand: all pairs before the first step, without a second set of weights."""
+    reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
+    """Time at which the log-probabilities of the reference model, the policy at the start of the run, are computed.
+    in_step: in each step, its weights kept beside the policy's; precompute: of all pairs before the first step, without
+    a second set of weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):
@@ -62,11 +69,11 @@ class MasterConfig(StrictModel):
     """The sections that every algorithm has."""
 
     checkpointing: CheckpointingConfig
-    """What is kept."""
+    """Checkpoints."""
     policy: PolicyConfig
     """The model."""
     logger: LoggerConfig
-    """Where metrics go."""
+    """Destinations of metrics."""
     cluster: ClusterConfig
     """The machines."""
 
@@ -74,11 +81,6 @@ class MasterConfig(StrictModel):
     def data_parallel_size(self) -> int:
         """Copies of the model, each of which works on its own part of a global batch."""
         return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
-
-    @property
-    def sequences_per_sample(self) -> int:
-        """Sequences of what the batch sizes count."""
-        return 1
 
 
 class SFTMasterConfig(MasterConfig):
@@ -89,11 +91,6 @@ class SFTMasterConfig(MasterConfig):
     data: DataConfig
     """The samples."""
 
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
-        return 1
-
 
 class DPOMasterConfig(MasterConfig):
     """Everything that a run of direct preference optimization needs. Its batch sizes count pairs."""
@@ -103,16 +100,6 @@ class DPOMasterConfig(MasterConfig):
     data: DataConfig
     """The pairs."""
 
-    @property
-    def sequences_per_sample(self) -> int:
-        """A pair's."""
-        return 2
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
-        return 1
-
 
 class GRPOMasterConfig(MasterConfig):
     """Everything that a run of group relative policy optimization needs."""
@@ -121,14 +108,14 @@ class GRPOMasterConfig(MasterConfig):
     """The loop."""
     loss_fn: PolicyGradientLossConfig
     """The loss."""
-    policy: GRPOPolicyConfig
+    policy: GeneratingPolicyConfig
     """The model, and how it generates."""
     env: EnvironmentConfig
-    """What scores the responses."""
+    """Scoring of responses."""
     data: PromptDataConfig
     """The prompts."""
-    logger: GRPOLoggerConfig
-    """Where metrics and samples go."""
+    logger: GenerationLoggerConfig
+    """Destinations of metrics and samples."""
 
     @property
     def responses_per_step(self) -> int:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Words for what the schema allows and for what the user wrote."""
+"""Validation of values against the schema, with error messages that name key, value and allowed values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords
+from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -59,17 +59,17 @@ def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ..
 
 
 def expected(field: FieldInfo) -> str:
-    """What a field takes, in words: `a whole number above 0 or null`."""
+    """Allowed values of a field, in words: `a whole number above 0 or null`."""
     return _expected(field.annotation, field.metadata)
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The words that a field with fixed values takes."""
+    """The allowed words of a field with fixed values."""
     return [str(value) for value in _literals(field.annotation)]
 
 
 def got(value: Any) -> str:
-    """What the user wrote, in words: `'ten' (str)`."""
+    """A given value, in words: `'ten' (str)`."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -199,6 +199,9 @@ def _problem(
     if kind == "missing":
         return place, f"{name}: missing; expected {expected_instead_of(field, None)}"
     value = _value_at(values, place)
+    renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
+    if renamed is not None:
+        return place, f"{name}: got {value!r}, which is now called {renamed.new}"
     suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
     return place, f"{name}: got {got(value)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
 
