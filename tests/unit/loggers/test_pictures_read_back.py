@@ -56,7 +56,9 @@ def log_attempt(run_folder: Path, attempt: int, steps: range, every: int = 2) ->
     settings = settings_for(run_folder.parent, *BACKENDS, pictures_every=every)
     console = ConsoleLogger(9, stream=stream)
     # These steps come faster than anything can be drawn, on a busy machine above all.
-    with build_loggers(settings, run_folder, console, resume, Patience(most_pictures_waiting=9, closing_s=90)) as loggers:
+    with build_loggers(
+        settings, run_folder, console, resume, Patience(most_pictures_waiting=9, closing_s=90)
+    ) as loggers:
         for step in steps:
             loggers.log_expert_load(step, load_at(step, attempt))
             loggers.log_step(step, metrics_at(step))
