@@ -27,6 +27,8 @@ CHANGES = {
     "policy.model_name": str(sft_runs.MODEL),
     "policy.init": "random",
     "policy.train_global_batch_size": 64,
+    "policy.train_micro_batch_size": 32,
+    "policy.logprob_batch_size": 32,
     "policy.generation.max_new_tokens": 8,
     "policy.megatron_cfg.optimizer.lr": 3.0e-3,
     "policy.megatron_cfg.optimizer.min_lr": 3.0e-3,

@@ -190,3 +190,43 @@ def test_help_names_the_algorithms_and_imports_no_torch() -> None:
     for name in BUILT_IN:
         assert ALGORITHMS[name].summary in result.stdout
     assert "algorithm: my_module:ALGORITHM" in result.stdout
+
+
+def test_roles_are_placed_and_their_layouts_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    example = Path(cli.__file__).resolve().parents[1] / "examples/algorithms"
+    monkeypatch.syspath_prepend(example)
+    monkeypatch.chdir(tmp_path)
+    path = example / "opd.yaml"
+    try:
+        config = load_any_config(path, ["policy.megatron_cfg.moe_z_loss_coeff=0.1"], check_paths=False)
+        place = config.cluster.place_of("teacher")
+        assert (place.world_size, config.cluster.world_size, config.cluster.all_workers_per_node) == (1, 2, 3)
+        teacher = algorithm_of(config).roles(config)["teacher"].as_policy(config.policy)
+        assert (teacher.model_name, teacher.init, teacher.train_micro_batch_size) == ("teacher", "pretrained", 64)
+        assert teacher.megatron_cfg.moe_transformer_fields == {}
+        assert not teacher.megatron_cfg.track_moe_metrics
+        for override, line in (
+            (
+                "opd.teacher.megatron_cfg.pipeline_model_parallel_size=2",
+                "role teacher: cluster: 1 workers (num_nodes 1 x cpu_workers_per_node 1) cannot be divided by 2",
+            ),
+            ("~cluster.roles.teacher", "cluster.roles.teacher: missing; expected"),
+            ("+cluster.roles.critic={}", "cluster.roles.critic: no role of the algorithm opd; its roles: teacher"),
+        ):
+            with pytest.raises(ConfigurationError) as caught:
+                load_any_config(path, [override], check_paths=False)
+            assert [problem for problem in caught.value.problems if problem.startswith(line)], caught.value.problems
+        with pytest.raises(ConfigurationError) as caught:
+            load_any_config(path)
+        assert any(line.startswith("model_name of the role teacher: teacher not ") for line in caught.value.problems)
+    finally:
+        ALGORITHMS.pop("opd", None)
+        sys.modules.pop("on_policy_distillation", None)
+
+
+def test_built_in_algorithms_have_no_roles(working_folder: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config("sft_tiny_moe.yaml", ["+cluster.roles.teacher={}"], check_paths=False)
+    assert caught.value.problems == [
+        "cluster.roles.teacher: no role of the algorithm sft; it has none beside the policy; set cluster.roles {}"
+    ]
