@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from nemo_rl_moe.alarms import TimeIsUp, call_within
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem
-from nemo_rl_moe.environments.registry import make_environment
+from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
+from nemo_rl_moe.environments.registry import make_scorer
 from nemo_rl_moe.errors import one_line
 
 INTERRUPTION_S = 1.0
@@ -33,7 +33,7 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
     """
 
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
-        self._environment = make_environment(config)
+        self._environment = make_scorer(config)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
@@ -56,26 +56,26 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
         return scores
 
 
-def score_within(limit_s: float, environment: Environment, item: ScoringItem) -> Score:
+def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
     """Score of a response, or reward 0 with the fault. Only on the main thread of a process, which gets the alarm.
 
     Args:
         limit_s: Seconds that the environment may take. Code that never returns to the interpreter is not interrupted.
-        environment: The environment.
+        scorer: The environment.
         item: The response.
 
     Returns:
         The environment's score, or reward 0 with the fault: it raised, took too long, or returned no finite reward.
     """
     try:
-        return call_within(limit_s, lambda: _score_or_error(environment, item))
+        return call_within(limit_s, lambda: _score_or_error(scorer, item))
     except TimeIsUp:
         return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
 
 
-def _score_or_error(environment: Environment, item: ScoringItem) -> Score:
+def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
     try:
-        return _checked(environment.score(item))
+        return _checked(scorer.score(item))
     except TimeIsUp:
         raise
     except BaseException as error:  # SystemExit too: it would end the worker
