@@ -202,7 +202,7 @@ def test_roles_are_placed_and_their_layouts_fit(monkeypatch: pytest.MonkeyPatch,
         place = config.cluster.place_of("teacher")
         assert (place.world_size, config.cluster.world_size, config.cluster.all_workers_per_node) == (1, 2, 3)
         teacher = algorithm_of(config).roles(config)["teacher"].as_policy(config.policy)
-        assert (teacher.model_name, teacher.init, teacher.train_micro_batch_size) == ("teacher", "pretrained", 64)
+        assert (teacher.model_name, teacher.init, teacher.train_micro_batch_size) == ("./teacher", "pretrained", 64)
         assert teacher.megatron_cfg.moe_transformer_fields == {}
         assert not teacher.megatron_cfg.track_moe_metrics
         for override, line in (
