@@ -20,6 +20,7 @@ from nemo_rl_moe.errors import (
     ConfigurationError,
     TrainingDivergedError,
     UserError,
+    WeightSyncError,
     WorkerDiedError,
 )
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
@@ -140,7 +141,7 @@ def _told(run: Callable[[], int]) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
-    except (WorkerDiedError, TrainingDivergedError) as error:
+    except (WorkerDiedError, WeightSyncError, TrainingDivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

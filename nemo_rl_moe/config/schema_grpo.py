@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_rl_moe.config.schema_base import (
+    ExpectedWords,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -118,8 +119,9 @@ class PolicyGradientLossConfig(StrictModel):
 class GenerationConfig(StrictModel):
     """Sampling of responses."""
 
-    backend: Literal["megatron"]
-    """megatron: the training workers themselves, with the weights that they train."""
+    backend: Literal["megatron"] | Annotated[str, Field(pattern=":"), ExpectedWords("package.module:function")]
+    """megatron: the training workers themselves, with the weights that they train; otherwise a function that makes an
+    engine of your own."""
     max_new_tokens: PositiveInt
     """Most tokens of a response, its end token included."""
     temperature: PositiveFloat
@@ -185,6 +187,9 @@ class EnvironmentConfig(StrictModel):
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
     """Read when `name` is callable."""
+    rollout: Text | None
+    """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
+    prompt, scored by the scorer that `name` names."""
 
 
 class PromptSourceConfig(StrictModel):

@@ -15,7 +15,7 @@ from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, 
 from nemo_rl_moe.data.loader import TokenStore, collate
 from nemo_rl_moe.data.records import BadLine, Example, Message, RecordError, kind_of, parse_turns
 from nemo_rl_moe.data.sources import open_lines
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
@@ -213,8 +213,9 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
     """
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
-    extras = {REFERENCE_SUMS: torch.tensor(sums, dtype=torch.float64).flatten()} if sums else {}
-    return replace(batch, extras=extras, group_size=2)
+    values = torch.tensor(sums, dtype=torch.float64).flatten()
+    columns = {REFERENCE_SUMS: per_sequence(values)} if sums else {}
+    return replace(batch, columns=columns, group_size=2)
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:

@@ -4,9 +4,11 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
@@ -18,15 +20,13 @@ from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
-from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
+from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rollouts.rollouts import Roller
-
-_ENGINES = {"megatron": MegatronGeneration}
-"""By the name of `policy.generation.backend`."""
+from nemo_rl_moe.rollouts.environment import make_environment
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
@@ -37,6 +37,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         WorkerDiedError: A worker failed.
     """
     validate_environment(config.env)
+    environment = make_environment(config.env)
+    make_engine = find_engine(config.policy.generation.backend)
     model = run.prepare_model()
     tokenizer = model.tokenizer
     sampling = sampling_parameters(config.policy.generation, tokenizer, model.hf_config.vocab_size)
@@ -50,19 +52,20 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         return
     policy = run.start_policy()
     scorer = run.use(running_scorer(config, run.console))
-    generation = run.use(running_generation(config, policy))
+    setup = EngineSetup(config, run.cluster, model.source, model.hf_config, tokenizer, policy)
+    engine = run.use(running_engine(make_engine, setup, run.console))
     run.restore()
-    recorder = run.open()
-    summary = train_grpo(
-        config,
-        policy,
-        Roller(generation, scorer, tokenizer.decode),
-        loader,
-        held_out,
-        sampling,
-        pad_token_id(tokenizer),
-        recorder,
+    worker = RolloutWorker(
+        engine,
+        scorer,
+        environment,
+        tokenizer.decode,
+        partial(tokenizer.encode, add_special_tokens=False),
+        config.policy.max_total_sequence_length,
     )
+    source = SynchronousSource(config.grpo, worker, loader, sampling)
+    validate = Validator(config.grpo, worker, held_out or (), sampling)
+    summary = train_grpo(config, policy, engine, source, validate, pad_token_id(tokenizer), run.open())
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(
@@ -150,9 +153,12 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 
 @contextmanager
-def running_generation(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationInterface]:
-    """Starts the generation engine, and lets go of it whatever happens."""
-    engine = _ENGINES[config.policy.generation.backend](policy)
+def running_engine(
+    make_engine: EngineFactory, setup: EngineSetup, console: ConsoleLogger
+) -> Iterator[GenerationEngine]:
+    """Starts the generation engine, and stops it whatever happens."""
+    with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
+        engine = make_engine(setup)
     try:
         yield engine
     finally:

@@ -187,11 +187,11 @@ class TrainingRun:
             ConfigurationError: The machines are not there, or the model's weights cannot be used.
         """
         assert self._model is not None  # prepare_model comes first
-        cluster = self.use(running_cluster(self.config, self.console))
+        self.cluster = self.use(running_cluster(self.config, self.console))
         self._policy = self.use(
             running_policy(
                 self.config,
-                cluster,
+                self.cluster,
                 self.console,
                 self._model,
                 seed=self.algorithm.loop_of(self.config).seed,

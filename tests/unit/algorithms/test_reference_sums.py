@@ -45,7 +45,7 @@ def test_sums_of_responses_go_to_their_pairs() -> None:
     assert sums[0] is not None
     assert np.isnan(sums[0]).all()
     batch = collate_pairs([measured[3], measured[2]], 9)
-    assert batch.extras[REFERENCE_SUMS].tolist() == [-12, -3, -6, -2]
+    assert batch.columns[REFERENCE_SUMS].values.tolist() == [-12, -3, -6, -2]
 
 
 @pytest.mark.parametrize("done", [0, 2, 5, 7])

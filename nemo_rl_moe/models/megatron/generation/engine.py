@@ -12,7 +12,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def check_request(
-    request: GenerationRequest, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
+    request: GenerationBatch, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
 ) -> None:
     """Checks a request against the engine's limits, before any rank has begun.
 
@@ -59,7 +59,7 @@ def _check_sampling(sampling: SamplingParameters) -> None:
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
 
 
-def _check_prompts(request: GenerationRequest, chunk: GPTModel) -> None:
+def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
     if len(request.prompts) != len(request.seeds):
         raise ValueError(f"got {len(request.prompts)} prompts and {len(request.seeds)} seeds, expected one seed each")
     for index, (prompt, seed) in enumerate(zip(request.prompts, request.seeds, strict=True)):
@@ -163,7 +163,7 @@ class MegatronGenerator:
         self._sampling_rank = dist.get_process_group_ranks(group)[-config.tensor_model_parallel_size]
 
     def generate(
-        self, request: GenerationRequest, *, weight_version: int, max_batch_size: int | None = None
+        self, request: GenerationBatch, *, weight_version: int, max_batch_size: int | None = None
     ) -> list[GeneratedSequence]:
         """One response for each prompt, in the order of the prompts.
 
@@ -191,7 +191,7 @@ class MegatronGenerator:
             self._passes.wait_for_peers()
         return [sequences[index] for index in range(len(sequences))] if self._coordinates.reports_loss else []
 
-    def _run(self, request: GenerationRequest, batch: Sequence[int], stop: StopCondition) -> Responses:
+    def _run(self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition) -> Responses:
         """Responses to some of the prompts, together."""
         parameters = request.sampling
         plan = plan_slots(
@@ -241,7 +241,7 @@ class MegatronGenerator:
         return chosen
 
 
-def _batches(request: GenerationRequest, max_batch_size: int | None) -> list[list[int]]:
+def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:
     """Which prompts run together: those of like length, the longest first."""
     order = sorted(range(len(request.prompts)), key=lambda index: -len(request.prompts[index]))
     size = max_batch_size or max(len(order), 1)

@@ -3,6 +3,7 @@
 """One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
@@ -37,6 +38,7 @@ from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights, set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class RankTrainResult:
         num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
             rank.
         skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
+        weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
     """
 
     global_loss: float
@@ -65,6 +68,7 @@ class RankTrainResult:
     expert_load: ExpertLoad | None
     num_skipped_updates: int
     skipped_in_a_row: int
+    weight_version: int
 
 
 class MegatronTrainer:
@@ -168,6 +172,7 @@ class MegatronTrainer:
             expert_load=self._recorder.expert_load if self._recorder is not None and dist.get_rank() == 0 else None,
             num_skipped_updates=num_skipped,
             skipped_in_a_row=skipped_in_a_row,
+            weight_version=self.num_updates,
         )
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
@@ -195,14 +200,27 @@ class MegatronTrainer:
         with self._reference.in_place():
             return self.logprobs(microbatches)
 
-    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
         self._evaluation_mode()
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
 
-    def export_weights(self) -> dict[str, torch.Tensor]:
-        """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
-        return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
+    def send_weights(self, transfer: TransportSpec) -> int:
+        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
+            RuntimeError: A rank ran out of memory, say. The same on every rank.
+        """
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            return transfer.send(tensors, dist.get_rank(), self.num_updates)
+        finally:
+            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
+            deque(tensors, maxlen=0)
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.
