@@ -110,7 +110,7 @@ def make_policy(
         return made[-1]
 
     monkeypatch.setattr(lm_policy, "WorkerGroup", start)
-    cluster: Any = SimpleNamespace(is_local=False)
+    cluster: Any = SimpleNamespace(is_local=False, config=config.cluster)
     return MegatronPolicy(
         config, cluster, seed=1, num_steps=2, source=ModelSource(Path("model"), None), model_files=FILES
     ), made[0]
