@@ -22,6 +22,7 @@ NUM_STEPS = 24
 NUM_FURTHER_STEPS = 2
 CHANGES = {
     "grpo.max_num_steps": NUM_STEPS,
+    "grpo.max_num_epochs": 6,
     "grpo.num_prompts_per_step": 8,
     "grpo.num_generations_per_prompt": 8,
     "policy.model_name": str(sft_runs.MODEL),
@@ -119,7 +120,7 @@ def test_the_reverse_divergence_from_the_teacher_falls(finished: Path) -> None:
     divergence = run.metrics["train/reverse_kl"].values
     first, last = float(np.mean(divergence[:3])), float(np.mean(divergence[-3:]))
     assert first > 0.3, "the teacher and the policy begin apart"
-    assert last < 0.6 * first, divergence
+    assert last < 0.4 * first, divergence
     assert {"train/reward", "train/moe/load_balancing_loss", "timing/teacher_logprobs/seconds"} <= run.metrics.keys()
 
 
