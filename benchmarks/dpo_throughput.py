@@ -62,7 +62,7 @@ EXAMPLES = """\
 examples:
   python benchmarks/dpo_throughput.py                                   one worker with one thread
   python benchmarks/dpo_throughput.py --workers 2                       data-parallel, one thread each
-  python benchmarks/dpo_throughput.py --reference-logprobs beforehand   the reference measures before the first step
+  python benchmarks/dpo_throughput.py --reference-logprobs precompute   the reference measures before the first step
   taskset -c 0 python benchmarks/dpo_throughput.py                      driver, Ray and worker on one core
 
 tokens_per_second.median is the one to quote: of all measured steps, logging included. On a busy machine it says little;
@@ -146,7 +146,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--reference-logprobs",
-        choices=("in_step", "beforehand"),
+        choices=("in_step", "precompute"),
         default="in_step",
         help="when the reference measures (default: in_step)",
     )

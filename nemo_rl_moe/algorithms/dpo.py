@@ -99,7 +99,7 @@ def train_dpo(
     Args:
         config: The `dpo` section.
         policy: What is trained; with `reference_logprobs: in_step` it keeps a reference.
-        batches: The training batches of pairs; with `reference_logprobs: beforehand` they have their reference sums.
+        batches: The training batches of pairs; with `reference_logprobs: precompute` they have their reference sums.
         validation_batches: Makes one pass over the held-out pairs, likewise; None without validation data.
         recorder: Records each step, saves, and says when to stop.
     """

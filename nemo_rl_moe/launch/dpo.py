@@ -17,7 +17,7 @@ from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -79,7 +79,7 @@ class Pairs:
         return Pairs(self.config, self.pad_token_id, training, validation)
 
 
-def run_dpo(config: DPOMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
+def run_dpo(config: DPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
     """Runs direct preference optimization from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.

@@ -21,7 +21,7 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -31,7 +31,7 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.samples import SampleLog
 
 
-def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
+def run_grpo(config: GRPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
     """Runs GRPO from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.

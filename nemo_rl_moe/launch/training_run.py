@@ -16,10 +16,11 @@ from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
 from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
 from nemo_rl_moe.checkpoints.state import LoopState, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import TrainingDivergedError
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals, TimeLimit
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.setup import EFFECTIVE_MOE_FILE, MOE_SOURCES_FILE, announce, summarise
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
@@ -56,7 +57,7 @@ class Run:
 
     config: MasterConfig
     algorithm: str
-    attempt: RunAttempt
+    attempt: RunLaunch
     stop_signals: StopSignals
     console: ConsoleLogger
     num_steps: int
@@ -96,7 +97,7 @@ class Run:
 @contextmanager
 def prepared_run(
     config: MasterConfig,
-    attempt: RunAttempt,
+    attempt: RunLaunch,
     stop_signals: StopSignals,
     console: ConsoleLogger,
     num_steps: int,
@@ -109,8 +110,8 @@ def prepared_run(
     Raises:
         CheckpointError: The run cannot go on from the checkpoints that are there.
     """
-    resume = find_resume_point(config, attempt.run_id, attempt.number, console.warn)
-    algorithm = next(iter(dump_resolved(config)))
+    resume = find_resume_point(config, attempt.run_id, attempt.restart_number, console.warn)
+    algorithm = algorithm_of(config).name
     with ExitStack() as stack:
         store = _existing_store(config, resume, console)
         if store is not None:

@@ -111,7 +111,7 @@ class FakeEngine:
 
     diary: list[str] = field(default_factory=list)
     shares_weights: bool = True
-    weight_version: int = -1
+    weight_version: int = 0
     truncates: bool = False
     requests: list[GenerationBatch] = field(default_factory=list)
     received: list[list[str]] = field(default_factory=list)

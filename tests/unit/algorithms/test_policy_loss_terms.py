@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of

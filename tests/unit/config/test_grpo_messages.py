@@ -88,8 +88,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "policy.generation.backend=megatorn",
-            "policy.generation.backend: got 'megatorn' (str), expected megatron or package.module:function; did you mean"
-            " megatron?",
+            "policy.generation.backend: got 'megatorn' (str), expected megatron or package.module:function;"
+            " did you mean megatron?",
         ),
         (
             "env.name=maths",

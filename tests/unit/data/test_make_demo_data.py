@@ -17,7 +17,7 @@ from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.environments.interface import Score, ScoringItem
-from nemo_rl_moe.environments.registry import make_environment
+from nemo_rl_moe.environments.registry import make_scorer
 
 
 @pytest.fixture(scope="module")
@@ -217,6 +217,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "score_truncated": False,
             "reasoning_gym": task,
             "callable": None,
+            "rollout": None,
         }
     )
     source = PromptSourceConfig(path=str(tmp_path / "validation_prompts.jsonl"), split="train", num_items=None, seed=0)
@@ -233,7 +234,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
     assert (len(prompts), prompts.report.num_too_long) == (100, 0)
 
-    environment = make_environment(env)
+    environment = make_scorer(env)
     imitated = load_sft_dataset(str(tmp_path / "validation.jsonl"), "train", demo_tokenizer, 64)
     for prompt, example in zip(prompts, imitated, strict=True):
         start = int(example.token_mask.argmax())
