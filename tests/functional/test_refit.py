@@ -3,6 +3,7 @@
 """A second engine under GRPO, with weights of its own that come from the trainer's ranks: tokens, versions, memory."""
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -230,6 +231,26 @@ def test_the_time_of_the_refit_is_told(runs: dict[str, Path]) -> None:
     assert [step for step, _ in history["timing/refit/seconds"]] == [1, 2, 3]
     assert all(0 < value < 30 for _, value in history["timing/refit/seconds"])
     assert "timing/refit/seconds" not in read_jsonl(runs["megatron"] / "metrics.jsonl")
+
+
+def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
+    """The documentation's, found in the folder that the command runs in."""
+    page = (sft_runs.REPOSITORY_ROOT / "docs/adding-a-generation-engine.md").read_text(encoding="utf-8")
+    (module,) = re.findall(r"^```python\n(# my_engine\.py\n.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_engine.py").write_text(module, encoding="utf-8")
+    overrides = grpo_runs.settings(
+        tmp_path,
+        grpo_runs.make_prompts(tmp_path / "data", 12),
+        policy__generation__backend='"my_engine:make_engine"',
+        grpo__max_num_steps=2,
+        grpo__val_period=0,
+        **sft_runs.only_jsonl(),
+    )
+    done = grpo_runs.run(overrides, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = samples(sft_runs.only_run_folder(tmp_path), "train")
+    assert {(step, version) for step, _, _, _, version in found} == {(1, 0), (2, 1)}
+    assert len({response for step, _, response, _, _ in found if step == 1}) == 1
 
 
 @pytest.mark.parametrize(
