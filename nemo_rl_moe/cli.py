@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe import __version__
-from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of
+from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
@@ -294,7 +294,9 @@ def _drive(
     command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
 ) -> None:
     config = _load(command, config_path, overrides)
-    algorithm_of(config).entry_point()(config, launch, stop_signals)
+    from nemo_rl_moe.launch.training_run import launch_run
+
+    launch_run(config, launch, stop_signals)
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ def test_report_counts_by_hand(write_jsonl, demo_tokenizer):
         {"prompt": "1+1=", "chosen": "2", "rejected": "é"},  # no such token
     )
     report = load_preferences(path, "train", demo_tokenizer, 7, on_bad_line="skip").report
-    assert (report.num_pairs, report.num_truncated, report.num_dropped, report.num_bad_lines) == (2, 1, 2, 3)
+    assert (report.num_kept, report.num_truncated, report.num_dropped, report.num_bad_lines) == (2, 1, 2, 3)
     assert (report.num_tokens, report.num_trained_tokens) == (6 + 6 + 6 + 7, 2 + 2 + 2 + 3)
     assert report.bad_lines[2].startswith(f"{path}:7 (rejected): the tokenizer cannot encode the text")
     assert report.summary() == (

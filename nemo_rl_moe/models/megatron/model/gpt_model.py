@@ -13,7 +13,9 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
@@ -37,7 +39,7 @@ def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> i
 
 
 class _PolicyOutput:
-    """What this project changes at the end of a GPTModel; mixed into its classes.
+    """Output of a policy model, as a mixin of GPTModel:
 
     - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
     - Logits are divided by the temperature that responses are sampled with: the policy that is trained is the one that
@@ -182,5 +184,8 @@ def _block_spec(
     elif config.sequence_parallel and not use_transformer_engine(policy):
         # torch's norm refuses sequence parallelism; everything else stays Megatron's own.
         block = block_spec(config, block, fast=False)
-    change = family_of(hf_config).change_block
-    return block if change is None else change(config, block)
+    if config.multi_latent_attention:
+        block = use_latent_attention(block)
+    if family_of(hf_config).normalizes_all_heads:
+        block = normalize_all_heads(block)
+    return block

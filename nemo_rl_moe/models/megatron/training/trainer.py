@@ -20,7 +20,7 @@ from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
-from nemo_rl_moe.models.megatron.common import MoEReport, MoEReportOptions, collect_moe_report
+from nemo_rl_moe.models.megatron.common import get_moe_metrics
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
@@ -160,16 +160,16 @@ class MegatronTrainer:
             skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
             num_skipped += not is_updated
         self._calls += 1
-        report = self._moe_report(num_microbatches)
+        moe_metrics = self._moe_metrics(num_microbatches)
         return RankTrainResult(
             global_loss=sum(losses) / len(losses),
             grad_norm=sum(grad_norms) / len(grad_norms),
             lr=lr,
             num_microbatches=num_microbatches,
             microbatch_metrics=_mean_over_global_batches(series),
-            moe_metrics=report.metrics,
+            moe_metrics=moe_metrics,
             # Once is enough: the driver reads the first rank's.
-            expert_load=report.expert_load if dist.get_rank() == 0 else None,
+            expert_load=self._recorder.expert_load if self._recorder is not None and dist.get_rank() == 0 else None,
             num_skipped_updates=num_skipped,
             skipped_in_a_row=skipped_in_a_row,
             weight_version=self.num_updates,
@@ -280,27 +280,22 @@ class MegatronTrainer:
         for chunk in self.ddp_chunks:
             chunk.eval()
 
-    def _moe_report(self, num_microbatches: int) -> MoEReport:
-        if not self.policy.megatron_cfg.track_moe_metrics:
-            return MoEReport({}, None)
-        return collect_moe_report(
-            1 / num_microbatches,
-            self._report_options(),
+    def _moe_metrics(self, num_microbatches: int) -> dict[str, float]:
+        megatron = self.policy.megatron_cfg
+        if not megatron.track_moe_metrics:
+            return {}
+        chosen = megatron.moe_metrics
+        every = chosen.detailed_every_steps
+        return get_moe_metrics(
+            loss_scale=1 / num_microbatches,
+            per_layer_logging=megatron.moe_per_layer_logging,
             config=self.config,
             device=self.device,
             recorder=self._recorder,
-        )
-
-    def _report_options(self) -> MoEReportOptions:
-        megatron = self.policy.megatron_cfg
-        chosen = megatron.moe_metrics
-        every = chosen.detailed_every_steps
-        return MoEReportOptions(
-            per_layer=megatron.moe_per_layer_logging,
             detailed=chosen.mode == "detailed" or (every is not None and self._calls % every == 0),
             top_k_experts=chosen.top_k_experts,
             overload=megatron.log_moe_overload_factor,
-            what_if_expert_parallel_sizes=tuple(chosen.what_if_expert_parallel_sizes),
+            what_if_expert_parallel_sizes=chosen.what_if_expert_parallel_sizes,
         )
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
