@@ -91,7 +91,9 @@ def sequences(engine: GenerationEngine, sampling: SamplingParameters) -> list[Ge
     return [found[index] for index in range(len(requests))]
 
 
-def assert_same(trainers: GenerationEngine, engine: GenerationEngine, version: int) -> list[list[int]]:
+def assert_same(
+    trainers: GenerationEngine, engine: GenerationEngine, version: int, tolerance: float = 5e-6
+) -> list[list[int]]:
     """Both engines draw the same tokens, and are of one mind about their log-probabilities; the greedy tokens."""
     greedy = [sequence.token_ids.tolist() for sequence in sequences(trainers, GREEDY)]
     assert [sequence.token_ids.tolist() for sequence in sequences(engine, GREEDY)] == greedy
@@ -99,8 +101,7 @@ def assert_same(trainers: GenerationEngine, engine: GenerationEngine, version: i
         assert other.token_ids.tolist() == own.token_ids.tolist()
         assert other.is_truncated == own.is_truncated
         assert own.weight_version == other.weight_version == version
-        # Largest seen: 7e-7.
-        np.testing.assert_allclose(other.logprobs, own.logprobs, rtol=0, atol=5e-6)
+        np.testing.assert_allclose(other.logprobs, own.logprobs, rtol=0, atol=tolerance)
     return greedy
 
 
@@ -165,7 +166,8 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
         with started_engine(model_folder) as engine:
             refit(engine, policy)
             growths["large"] = growth_of_peak(lambda: refit(engine, policy))
-            assert_same(MegatronGeneration(policy), engine, version=0)
+            # Its experts add up ten times as many numbers.
+            assert_same(MegatronGeneration(policy), engine, version=0, tolerance=5e-5)
         over_the_driver["large"] = growth_of_peak(lambda: sizes.update(large=weights_over_the_driver(policy)))
 
     difference = sizes["large"] - sizes["small"]
