@@ -20,11 +20,11 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.megatron import MegatronGeneration
-from nemo_rl_moe.loggers.readers import read_jsonl
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.functional import grpo_runs, sft_runs
+from tests.support.logged_metrics import read_jsonl
 from tests.support.tiny_model import tiny_batch
 from tests.support.transformers_engine import TransformersEngine
 
