@@ -51,6 +51,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
     def receive(self, spec: TransportSpec, receiver: int) -> str | None:
         """Takes part in a transfer; what went wrong, or None."""
         try:
+            self.wake()
             spec.receive(receiver, self._load)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
@@ -76,17 +77,21 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
 
     def sleep(self) -> None:
         """Leaves the memory: the weights wait on the disk."""
+        if self._asleep is not None:
+            return
         self._asleep = Path(tempfile.mkdtemp(prefix="transformers_engine_"))
         self._model.save_pretrained(self._asleep)
         self._model = None
 
     def wake(self) -> None:
-        """Comes back with the same weights."""
+        """Comes back with the same weights; nothing where it does not sleep."""
         from transformers import AutoModelForCausalLM
 
-        assert self._asleep is not None
+        if self._asleep is None:
+            return
         self._model = AutoModelForCausalLM.from_pretrained(self._asleep, dtype=torch.float32).eval()
         shutil.rmtree(self._asleep)
+        self._asleep = None
 
     @torch.no_grad()
     def _sample(self, prompts: Tensor, uniforms: Tensor, sampling: SamplingParameters) -> tuple[Tensor, Tensor]:
