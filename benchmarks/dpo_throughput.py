@@ -36,7 +36,7 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.dpo import train_dpo
-from nemo_rl_moe.algorithms.training_run import Observers, RunKeeper
+from nemo_rl_moe.algorithms.step_recorder import Observers, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_dpo_config
 from nemo_rl_moe.config.schema import DPOMasterConfig
@@ -62,7 +62,7 @@ EXAMPLES = """\
 examples:
   python benchmarks/dpo_throughput.py                                   one worker with one thread
   python benchmarks/dpo_throughput.py --workers 2                       data-parallel, one thread each
-  python benchmarks/dpo_throughput.py --reference-logprobs beforehand   the reference measures before the first step
+  python benchmarks/dpo_throughput.py --reference-logprobs precompute   the reference measures before the first step
   taskset -c 0 python benchmarks/dpo_throughput.py                      driver, Ray and worker on one core
 
 tokens_per_second.median is the one to quote: of all measured steps, logging included. On a busy machine it says little;
@@ -146,7 +146,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--reference-logprobs",
-        choices=("in_step", "beforehand"),
+        choices=("in_step", "precompute"),
         default="in_step",
         help="when the reference measures (default: in_step)",
     )
@@ -249,8 +249,8 @@ def run(
     if not in_step:
         pairs = pairs.measured(policy, range(num_steps), console)
     observers = Observers(loggers, ExpertLoadWriter(folder, console.warn).write)
-    keeper = RunKeeper(observers, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
-    train_dpo(config.dpo, policy, pairs.loader(), None, keeper)
+    recorder = StepRecorder(observers, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
+    train_dpo(config.dpo, policy, pairs.loader(), None, recorder)
     clock.cpu_seconds.append(family_cpu_seconds())
 
 

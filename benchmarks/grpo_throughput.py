@@ -24,15 +24,15 @@ from small_model import (
     MODEL,
     REPOSITORY,
     confine,
-    keeper_without_checkpoints,
     open_loggers,
     positive,
+    recorder_without_checkpoints,
     running_ray,
     write_model,
 )
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.training_run import Observers
+from nemo_rl_moe.algorithms.step_recorder import Observers
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
@@ -214,7 +214,7 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
         None,
         sampling_parameters(config.policy.generation, tokenizer, load_hf_config(config.policy.model_name).vocab_size),
         pad_token_id(tokenizer),
-        keeper_without_checkpoints(
+        recorder_without_checkpoints(
             config.policy, Observers(loggers, ExpertLoadWriter(folder, console.warn).write, samples.write)
         ),
     )

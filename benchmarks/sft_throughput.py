@@ -27,17 +27,17 @@ from small_model import (
     VOCABULARY,
     confine,
     family_cpu_seconds,
-    keeper_without_checkpoints,
     not_negative,
     open_loggers,
     positive,
+    recorder_without_checkpoints,
     release,
     running_ray,
     write_model,
 )
 
 from nemo_rl_moe.algorithms.sft import train_sft
-from nemo_rl_moe.algorithms.training_run import Observers
+from nemo_rl_moe.algorithms.step_recorder import Observers
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
@@ -132,8 +132,8 @@ class Contestant:
         self.num_steps += len(loader)
         self.clock.start()
         observers = Observers(self.loggers, lambda step, load: self.expert_load.write(done + step, load))
-        keeper = keeper_without_checkpoints(self.config.policy, observers)
-        train_sft(self.config.sft, self.policy, loader, None, keeper)
+        recorder = recorder_without_checkpoints(self.config.policy, observers)
+        train_sft(self.config.sft, self.policy, loader, None, recorder)
         if measured:
             self.cpu_seconds += family_cpu_seconds() - before
             self.blocks.append(self.clock.seconds)

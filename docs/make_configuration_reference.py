@@ -13,13 +13,13 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.config.loading import ALGORITHMS
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, VALUE_SINCE
 from nemo_rl_moe.config.validation import expected, section_model
 
 BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
-"""The shipped file of each algorithm that has every key."""
+"""The shipped file of each algorithm that, with what it inherits, has every key."""
 _MISSING = "not set"
 
 
@@ -64,9 +64,9 @@ def sections() -> list[Section]:
         ValueError: A key has no words in the schema.
     """
     found: dict[tuple[str, str], Section] = {}
-    for algorithm, schema in ALGORITHMS.items():
+    for algorithm, record in ALGORITHMS.items():
         shipped = read_with_defaults(find_config(BASES[algorithm]))
-        for path, model, meaning, values in _walk(schema, (), "", shipped):
+        for path, model, meaning, values in _walk(record.config_class, (), "", shipped):
             # A schema that adds keys to another one describes the same section.
             section = found.setdefault((path, _base_of(model)), Section(path, meaning))
             section.algorithms.append(algorithm)

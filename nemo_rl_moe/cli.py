@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe import __version__
+from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
@@ -21,7 +22,7 @@ from nemo_rl_moe.errors import (
     UserError,
     WorkerDiedError,
 )
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals, exit_code_of_signal
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
 from nemo_rl_moe.report import command as report_command
 from nemo_rl_moe.report import watch as watch_command
 
@@ -43,13 +44,28 @@ examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
   nemo-rl-moe sft --config sft_tiny_moe.yaml sft.max_num_steps=50 logger.wandb_enabled=false
   nemo-rl-moe grpo --config grpo_tiny_moe.yaml grpo.max_num_steps=5
-  nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=beforehand
+  nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
+  nemo-rl-moe run --config my_run.yaml
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
   nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
 """
+_RUN_HELP = """\
+The configuration says which algorithm it is for, by the section of one that ships with this package:
+
+{built_in}
+
+or by the key `algorithm` for one of your own, an Algorithm in a module that is installed or in the working folder:
+  algorithm: my_module:ALGORITHM
+Checkpoints, resuming, restarts, loggers, report, watch, config and plan work for it as for the others; see
+docs/adding-an-algorithm.md.
+
+examples:
+  nemo-rl-moe run --config grpo_tiny_moe.yaml grpo.max_num_steps=5     the same as nemo-rl-moe grpo
+  nemo-rl-moe run --config opd.yaml                                    a file with `algorithm: my_module:ALGORITHM`
+""".format(built_in="\n".join(f"  {name:6}{ALGORITHMS[name].summary}" for name in BUILT_IN))
 _CONVERT_DESCRIPTION = """\
 Convert a model's folder between Hugging Face's format and Megatron-Core's.
 
@@ -111,8 +127,8 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> i
     if options.run_id is None:
         return _supervise(options.command, options.config, overrides)
     with StopSignals() as stop_signals:
-        attempt = RunAttempt(options.run_id, options.attempt, options.started)
-        _drive(options.command, options.config, overrides, attempt, stop_signals)
+        launch = RunLaunch(options.run_id, options.restart_number, options.started)
+        _drive(options.command, options.config, overrides, launch, stop_signals)
     return 0
 
 
@@ -147,9 +163,8 @@ def _build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"nemo-rl-moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, summary in (
-        ("sft", "supervised fine-tuning"),
-        ("dpo", "learning from pairs of a chosen and a rejected response (DPO, IPO)"),
-        ("grpo", "reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)"),
+        *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
+        (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
         ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
         (
             "plan",
@@ -161,7 +176,7 @@ def _build_parser() -> argparse.ArgumentParser:
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"{_EXAMPLES}\n{_OVERRIDES_HELP}",
+            epilog=f"{_RUN_HELP if name == _RUN else _EXAMPLES}\n{_OVERRIDES_HELP}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -172,7 +187,7 @@ def _build_parser() -> argparse.ArgumentParser:
         if name not in _COMMANDS:
             # For the process that runs the command, see `_driver_command`.
             command.add_argument("--run-id", help=argparse.SUPPRESS)
-            command.add_argument("--attempt", type=int, default=1, help=argparse.SUPPRESS)
+            command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
     for name, module in _OF_RUN_FOLDERS.items():
         module.add_arguments(
@@ -230,9 +245,11 @@ def _config_is_missing(command: str) -> str:
 
 
 def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterConfig":
-    from nemo_rl_moe.config.loading import ALGORITHMS, load_config_as
+    from nemo_rl_moe.config.loading import load_any_config, load_config_as
 
-    return load_config_as(ALGORITHMS[command], config_path, overrides)
+    if command == _RUN:
+        return load_any_config(config_path, overrides)
+    return load_config_as(ALGORITHMS[command].config_class, config_path, overrides)
 
 
 def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
@@ -242,8 +259,8 @@ def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
 
     run_id, started = uuid.uuid4().hex, time.monotonic()
 
-    def driver_command(attempt: int) -> list[str]:
-        which = ["--run-id", run_id, "--attempt", str(attempt), "--started", str(started)]
+    def driver_command(restart_number: int) -> list[str]:
+        which = ["--run-id", run_id, "--restart-number", str(restart_number), "--started", str(started)]
         arguments = [command, "--config", config_path, *overrides, *which]
         # -P: modules are looked for where this process does, and that is not always the working folder.
         return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments]
@@ -263,7 +280,7 @@ def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
     from nemo_rl_moe.checkpoints.resume import find_resume_point
 
     try:
-        point = find_resume_point(config, run_id, 2, lambda problem: None)
+        point = find_resume_point(config, run_id, 1, lambda problem: None)
     except (UserError, OSError):
         return None
     if point is None:
@@ -273,28 +290,10 @@ def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
 
 
 def _drive(
-    command: str, config_path: str, overrides: Sequence[str], attempt: RunAttempt, stop_signals: StopSignals
+    command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
 ) -> None:
     config = _load(command, config_path, overrides)
-    _RUNS[command]()(config, attempt, stop_signals)
-
-
-def _sft() -> Callable[..., None]:
-    from nemo_rl_moe.launch.sft import run_sft
-
-    return run_sft
-
-
-def _dpo() -> Callable[..., None]:
-    from nemo_rl_moe.launch.dpo import run_dpo
-
-    return run_dpo
-
-
-def _grpo() -> Callable[..., None]:
-    from nemo_rl_moe.launch.grpo import run_grpo
-
-    return run_grpo
+    algorithm_of(config).entry_point()(config, launch, stop_signals)
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:
@@ -318,7 +317,7 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
 _CONVERT = "convert"
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
 _OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command}
-_RUNS = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}
+_RUN = "run"
 
 
 def _main_of_a_process() -> int:

@@ -62,3 +62,16 @@ class TrainingDivergedError(RuntimeError):
     def __init__(self, message: str, sample_ids: Sequence[str] = ()):
         super().__init__(message)
         self.sample_ids = list(sample_ids)
+
+
+LONGEST_LINE = 300
+
+
+def one_line(error: BaseException) -> str:
+    """Type and first line of text of an error of somebody else's, whose text may itself be broken."""
+    name = type(error).__name__
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        return name
+    return f"{name}: {lines[0]}"[:LONGEST_LINE] if lines else name

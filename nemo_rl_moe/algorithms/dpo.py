@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, response_sums
 from nemo_rl_moe.algorithms.sft import EpochBatches, SupervisedTraining, keep_as_it_is, train_on_batches
-from nemo_rl_moe.algorithms.training_run import RunKeeper, RunSummary
+from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepRecorder
 from nemo_rl_moe.config.schema import DPOConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS, PreferenceDataset, collate_pairs
@@ -93,16 +93,16 @@ def train_dpo(
     policy: PolicyInterface,
     batches: EpochBatches,
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
-    keeper: RunKeeper,
+    recorder: StepRecorder,
 ) -> RunSummary:
-    """Trains to the last configured step, or to where the keeper ends the run.
+    """Trains to the last configured step, or to where the recorder ends the run.
 
     Args:
         config: The `dpo` section.
         policy: What is trained; with `reference_logprobs: in_step` it keeps a reference.
-        batches: The training batches of pairs; with `reference_logprobs: beforehand` they have their reference sums.
+        batches: The training batches of pairs; with `reference_logprobs: precompute` they have their reference sums.
         validation_batches: Makes one pass over the held-out pairs, likewise; None without validation data.
-        keeper: Records each step, saves, and says when to stop.
+        recorder: Records each step, saves, and says when to stop.
     """
     in_step = config.reference_logprobs == "in_step"
     training = SupervisedTraining(
@@ -114,4 +114,4 @@ def train_dpo(
         prepare=partial(measured_in_step, policy) if in_step else keep_as_it_is,
         count_of=num_pairs,
     )
-    return train_on_batches(training, keeper)
+    return train_on_batches(training, recorder)

@@ -10,10 +10,10 @@ from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.grpo_validation import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
-from nemo_rl_moe.algorithms.training_run import (
-    RunKeeper,
+from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
     StepOutcome,
+    StepRecorder,
     num_training_steps,
     validation_is_due,
 )
@@ -35,9 +35,9 @@ def train_grpo(
     validation_prompts: Sequence[Prompt] | None,
     sampling: SamplingParameters,
     pad_token_id: int,
-    keeper: RunKeeper,
+    recorder: StepRecorder,
 ) -> RunSummary:
-    """Trains from where the run stands to its last step, validates when due, and ends each step with the keeper.
+    """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder.
 
     Args:
         config: The whole configuration.
@@ -47,18 +47,18 @@ def train_grpo(
         validation_prompts: The held-out ones; None without validation data.
         sampling: How training responses are drawn.
         pad_token_id: What stands after a sequence's end.
-        keeper: Records each step, saves, and says when to stop.
+        recorder: Records each step, saves, and says when to stop.
     """
     last_step = num_training_steps(config.grpo, len(loader))
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
     validate = Validator(config.grpo, roller, validation_prompts or (), sampling)
-    prompts = PromptStream(loader, config.grpo.max_num_epochs, keeper.state.batches_taken)
-    step = keeper.state.step
+    prompts = PromptStream(loader, config.grpo.max_num_epochs, recorder.state.batches_taken)
+    step = recorder.state.step
     goes_on = step < last_step and not prompts.is_used_up
 
     refresh_generation(roller, policy, step * config.updates_per_step, PhaseClock())
-    if keeper.is_fresh and config.grpo.val_at_start:
-        keeper.record_start(validate(), {"val": validate.rollouts})
+    if recorder.is_fresh and config.grpo.val_at_start:
+        recorder.record_start(validate(), {"val": validate.rollouts})
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
@@ -81,9 +81,9 @@ def train_grpo(
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | ({"val": validate.rollouts} if is_due else {}),
         )
-        goes_on = keeper.end_step(outcome, clock, is_last=step == last_step)
-    keeper.finish()
-    return RunSummary.of(keeper.state, keeper.stopped_for)
+        goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
+    recorder.finish()
+    return RunSummary.of(recorder.state, recorder.stopped_for)
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:

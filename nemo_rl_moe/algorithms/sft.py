@@ -8,11 +8,11 @@ from typing import Protocol
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics, validation_metrics
-from nemo_rl_moe.algorithms.training_run import (
-    RunKeeper,
+from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
     ScheduleConfig,
     StepOutcome,
+    StepRecorder,
     num_training_steps,
     validation_is_due,
 )
@@ -62,12 +62,12 @@ class SupervisedTraining:
     count_of: Callable[[TokenBatch], int] = TokenBatch.num_valid_tokens
 
 
-def train_on_batches(training: SupervisedTraining, keeper: RunKeeper) -> RunSummary:
-    """Trains from where the run stands to its last step, validates when due, and ends each step with the keeper."""
+def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> RunSummary:
+    """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder."""
     num_steps = num_training_steps(training.schedule, len(training.batches))
-    if keeper.is_fresh and training.schedule.val_at_start:
-        keeper.record_start(run_validation(training))
-    for step, batch in _numbered_batches(training.batches, keeper.state.step, num_steps):
+    if recorder.is_fresh and training.schedule.val_at_start:
+        recorder.record_start(run_validation(training))
+    for step, batch in _numbered_batches(training.batches, recorder.state.step, num_steps):
         clock = PhaseClock()
         batch = training.prepare(batch, clock)
         with clock.phase("train"):
@@ -81,10 +81,10 @@ def train_on_batches(training: SupervisedTraining, keeper: RunKeeper) -> RunSumm
             validation=run_validation(training) if is_due else {},
             sample_ids=batch.sample_ids,
         )
-        if not keeper.end_step(outcome, clock, is_last=step == num_steps):
+        if not recorder.end_step(outcome, clock, is_last=step == num_steps):
             break
-    keeper.finish()
-    return RunSummary.of(keeper.state, keeper.stopped_for)
+    recorder.finish()
+    return RunSummary.of(recorder.state, recorder.stopped_for)
 
 
 def run_validation(training: SupervisedTraining) -> dict[str, float]:
@@ -126,15 +126,15 @@ def train_sft(
     policy: PolicyInterface,
     batches: EpochBatches,
     validation_batches: Callable[[], Iterator[TokenBatch]] | None,
-    keeper: RunKeeper,
+    recorder: StepRecorder,
 ) -> RunSummary:
-    """Trains to the last configured step, or to where the keeper ends the run.
+    """Trains to the last configured step, or to where the recorder ends the run.
 
     Args:
         config: The `sft` section.
         policy: What is trained.
         batches: The training batches.
         validation_batches: Makes one pass over the held-out batches; None without validation data.
-        keeper: Records each step, saves, and says when to stop.
+        recorder: Records each step, saves, and says when to stop.
     """
-    return train_on_batches(SupervisedTraining(config, policy, batches, sft_loss, validation_batches), keeper)
+    return train_on_batches(SupervisedTraining(config, policy, batches, sft_loss, validation_batches), recorder)

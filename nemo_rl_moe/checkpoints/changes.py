@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from nemo_rl_moe.checkpoints.state import json_ready
 from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER, POLICY_FOLDER_NAME
+from nemo_rl_moe.config.algorithm import ORDER_OF_THE_DATA, Algorithm
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -36,19 +37,14 @@ _LAYOUT = (
     "policy.megatron_cfg.expert_tensor_parallel_size",
     "policy.megatron_cfg.sequence_parallel",
 )
-_POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
-_ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that it gives"
 _OPTIMIZER_STATE = "the checkpoint's optimizer state does not fit"
-_WRONG_TO_CHANGE = {
-    "sft": {"policy.train_global_batch_size": _POSITION_IN_THE_DATA, "sft.seed": _ORDER_OF_THE_DATA},
-    "dpo": {"policy.train_global_batch_size": _POSITION_IN_THE_DATA, "dpo.seed": _ORDER_OF_THE_DATA},
-    "grpo": {"grpo.num_prompts_per_step": _POSITION_IN_THE_DATA, "grpo.seed": _ORDER_OF_THE_DATA},
-}
-_WRONG_TO_CHANGE_EVERYWHERE = {"data.shuffle": _ORDER_OF_THE_DATA}
+_WRONG_TO_CHANGE_EVERYWHERE = {"data.shuffle": ORDER_OF_THE_DATA}
 _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,
 }
+_RENAMED_VALUES = {("dpo.reference_logprobs", "beforehand"): "precompute"}
+"""Key and value of a checkpoint's configuration to the value's present name."""
 _ABSENT = "not set"
 _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuffle")
 
@@ -60,7 +56,8 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
         before: The checkpoint's resolved configuration.
         now: The present one.
     """
-    old, new = dict(_leaves(json_ready(before))), dict(_leaves(json_ready(now)))
+    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(json_ready(before))}
+    new = dict(_leaves(json_ready(now)))
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in sorted(old.keys() | new.keys())
@@ -69,21 +66,21 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 
 
 def wrong_changes(
-    algorithm: str, changes: Mapping[str, tuple[str, str]], *, with_optimizer: bool
+    algorithm: Algorithm, changes: Mapping[str, tuple[str, str]], *, with_optimizer: bool
 ) -> dict[str, tuple[str, str, str]]:
     """Those of the changes with which the run would go on wrongly: key to the two values and the reason."""
-    wrong = _WRONG_TO_CHANGE.get(algorithm, {}) | _WRONG_TO_CHANGE_EVERYWHERE
+    wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
         wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
     return {key: (*values, wrong[key]) for key, values in changes.items() if key in wrong}
 
 
-def other_experiment(algorithm: str, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
+def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
     """The first change that makes a run another experiment and not more of the same: key and both values, or None.
 
     That is another model, tokenizer, training data, seed of the loop, or order of the data.
     """
-    for name in (*_EXPERIMENT, f"{algorithm}.seed"):
+    for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():
             if key == name or key.startswith(f"{name}."):
                 return key, old, new

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Notes, beside checkpoints, which run has gone on from them: its later attempts look nowhere else."""
+"""The checkpoint that a run resumes from: its own after a restart, else the newest one of the same experiment."""
 
-import json
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,81 +15,13 @@ from nemo_rl_moe.checkpoints.changes import (
     refuse_model_among_checkpoints,
     wrong_changes,
 )
-from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of, read_json
+from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.run_folder.folder import find_run_folder, newest_run_folders, read_run_id
-
-NOTE_FILE_NAME = ".going_on.json"
-
-
-def note_history(checkpoint_dir: Path, run_id: str, first_run_id: str) -> None:
-    """Notes that a run goes on from a history of training; of several runs, the last one is noted.
-
-    A disk that does not take it is passed over: a later attempt then looks for checkpoints as a first one does.
-
-    Args:
-        checkpoint_dir: Where the checkpoint lies.
-        run_id: The run's.
-        first_run_id: The history's.
-    """
-    staging = checkpoint_dir / f"{NOTE_FILE_NAME}.incomplete"
-    try:
-        staging.write_text(json.dumps({"run_id": run_id, "first_run_id": first_run_id}) + "\n", encoding="utf-8")
-        staging.replace(checkpoint_dir / NOTE_FILE_NAME)
-    except OSError:
-        pass
-
-
-def noted_history(checkpoint_dir: Path, run_id: str) -> str | None:
-    """The `first_run_id` of the history that a run has gone on from in this folder; None where none is noted."""
-    try:
-        note = read_json(checkpoint_dir / NOTE_FILE_NAME)
-    except CheckpointError:
-        return None
-    if not isinstance(note, dict) or note.get("run_id") != run_id:
-        return None
-    history = note.get("first_run_id")
-    return history if isinstance(history, str) else None
-
-
-def run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
-    """The folder of the checkpoint's run, which is written to and cut back: only where it surely belongs to it.
-
-    Args:
-        checkpoint: Where the run goes on.
-        config: The run's.
-        warn: Gets a line where there is none.
-
-    Returns:
-        None where the checkpoint is a copy, or the folder is gone or another run's.
-    """
-    state, recorded = checkpoint.state, Path(checkpoint.state.run_folder)
-    around = checkpoint.folder.parent.parent
-    if checkpoint.folder.parent.resolve() == Path(state.checkpoint_dir):
-        # The same folder under the shorter name that the user knows, where it is the same.
-        folder = around if around.resolve() == recorded.resolve() else recorded
-    elif config.checkpointing.checkpoint_dir is None and not _belongs_to(recorded, state):
-        folder = around  # all of it was moved
-    else:
-        warn(f"{checkpoint.folder} is a copy: {recorded} is left as it is, and metrics go on in a new folder")
-        return None
-    if _belongs_to(folder, state):
-        return folder
-    warn(f"{folder}, which {checkpoint.folder} belongs to, is not there: metrics go on in a new folder")
-    return None
-
-
-def _belongs_to(run_folder: Path, state: CheckpointState) -> bool:
-    return (
-        run_folder in newest_run_folders(run_folder.parent)
-        and (run_folder / "config.yaml").is_file()
-        and state.run_folder_id is not None
-        and read_run_id(run_folder) == state.run_folder_id
-    )
-
 
 CHECKPOINTS_FOLDER_NAME = "checkpoints"
 """Inside the run's folder, where no other folder is configured."""
@@ -99,12 +31,12 @@ WAY_OUT = "set checkpointing.resume=never to start anew, or another checkpointin
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run goes on from.
+    """Checkpoint that a run resumes from.
 
     Attributes:
         folder: The checkpoint's folder.
-        state: What it says of itself.
-        run_folder: The folder of the run that wrote it, in which the run goes on; None where that is gone.
+        state: Its `state.json`.
+        run_folder: Folder of the run that wrote it, in which the run goes on; None where that is gone.
     """
 
     folder: Path
@@ -118,11 +50,11 @@ class ResumePoint:
 
     @property
     def policy_folder(self) -> Path:
-        """What `PolicyInterface.load_checkpoint` takes."""
+        """Folder of the training state, for `PolicyInterface.load_checkpoint`."""
         return self.folder / POLICY_FOLDER_NAME
 
     def summary(self, num_steps: int) -> str:
-        """One line: where the run goes on; or, where nothing is left to do, how to do something.
+        """One line for the user: the step that the run resumes at, or how to get more steps where all are done.
 
         Args:
             num_steps: Steps of the whole run.
@@ -136,25 +68,24 @@ class ResumePoint:
 
 
 def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
-    """Where a run's checkpoints are."""
+    """Folder of a run's checkpoints."""
     return Path(config.checkpointing.checkpoint_dir or run_folder / CHECKPOINTS_FOLDER_NAME)
 
 
 def find_resume_point(
-    config: MasterConfig, run_id: str, attempt_number: int, warn: Callable[[str], None]
+    config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """The checkpoint to go on from, or None to start at the beginning.
+    """Finds the checkpoint to resume from; None to start at the beginning.
 
-    A run's later attempts go on from its own newest checkpoint, or else from the history that its first attempt has
-    gone on from; one whose run has begun anew and has saved nothing starts anew. Everything else goes by
-    `checkpointing.resume`. Where no folder is configured, the newest run that has checkpoints is continued only if it
-    is the same experiment. Leftovers of a run that was stopped while it saved are cleared away.
+    A restart resumes from the newest checkpoint that its own run has saved. Where there is none yet, and for a first
+    launch, `checkpointing.resume` decides. Where no folder is configured, the newest run that has checkpoints is
+    continued only if it is the same experiment. Leftovers of a run that was killed while it saved are deleted.
 
     Args:
         config: A checked configuration.
-        run_id: The run's.
-        attempt_number: Counts from 1.
-        warn: Gets what the user should know, a line each.
+        run_id: Id of the run.
+        restart_number: 0 for the first launch of the run.
+        warn: Receives warnings for the user, one line each.
 
     Raises:
         CheckpointError: Another run is writing there, or the run cannot go on from what is there.
@@ -164,34 +95,20 @@ def find_resume_point(
         return None
     if config.checkpointing.checkpoint_dir is not None:
         refuse_model_among_checkpoints(config, Path(config.checkpointing.checkpoint_dir))
-    point = _resume_point(config, run_id, attempt_number, _told_once(warn))
-    if point is not None:
-        refuse_model_among_checkpoints(config, point.folder.parent)
-    return point
-
-
-def _resume_point(
-    config: MasterConfig, run_id: str, attempt_number: int, warn: Callable[[str], None]
-) -> ResumePoint | None:
-    if attempt_number > 1:
-        own = _of_earlier_attempt(config, run_id, warn)
-        if own is not None:
-            return _resume_from(own, config, warn)
-        if find_run_folder(config.logger.log_dir, run_id) is not None:
-            _refuse_what_came_between(config, warn)
-            return None
-    newest = _newest(config, warn)
-    if newest is None:
+    warn = functools.cache(warn)  # several reads of one folder meet the same damage
+    checkpoint = _own_checkpoint(config, run_id, warn) if restart_number > 0 else None
+    if checkpoint is None and not (restart_number > 0 and _has_begun_anew(config, run_id)):
+        checkpoint = _checkpoint_of_earlier_run(config, warn)
+    if checkpoint is None:
         return None
-    point = _resume_from(newest, config, warn)
-    note_history(newest.folder.parent, run_id, newest.state.first_run_id)
-    return point
+    refuse_model_among_checkpoints(config, checkpoint.folder.parent)
+    return _checked_resume_point(checkpoint, config, warn)
 
 
 def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Of checkpoints in one folder, those of the history of training that was written to last, ascending by step.
+    """Checkpoints of the training history that was written to last, ascending by step.
 
-    There are others only where a run that started anew was stopped before it had removed the older ones.
+    One folder holds several histories where a run that started anew was killed before it had removed the older ones.
     """
     if not checkpoints:
         return []
@@ -199,8 +116,13 @@ def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     return of_history(checkpoints, last)
 
 
+def _has_begun_anew(config: MasterConfig, run_id: str) -> bool:
+    """True for a run with a folder of its own among others': what they have saved meanwhile is not to be continued."""
+    return config.checkpointing.checkpoint_dir is None and find_run_folder(config.logger.log_dir, run_id) is not None
+
+
 def _stores(config: MasterConfig, warn: Callable[[str], None]) -> Iterator[CheckpointStore]:
-    """Where checkpoints may be: the configured folder, or else those of the run folders, newest first."""
+    """Checkpoint folders of a configuration: the configured one, or else those of the run folders, newest first."""
     if config.checkpointing.checkpoint_dir is not None:
         yield CheckpointStore(Path(config.checkpointing.checkpoint_dir), warn)
     else:
@@ -208,43 +130,28 @@ def _stores(config: MasterConfig, warn: Callable[[str], None]) -> Iterator[Check
             yield CheckpointStore(run_folder / CHECKPOINTS_FOLDER_NAME, warn)
 
 
-def _tidied(store: CheckpointStore) -> list[Checkpoint]:
+def _swept_checkpoints(store: CheckpointStore) -> list[Checkpoint]:
     with store.locked():
         store.sweep()
         return store.checkpoints()
 
 
-def _of_earlier_attempt(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint of the run itself, or of the history that it has gone on from."""
-
-    def newest(checkpoints: Sequence[Checkpoint], history: str | None) -> Checkpoint | None:
-        own = [checkpoint for checkpoint in checkpoints if checkpoint.state.run_id == run_id]
-        return next(reversed(own or of_history(checkpoints, history)), None)
-
+def _own_checkpoint(config: MasterConfig, run_id: str, warn: Callable[[str], None]) -> Checkpoint | None:
+    """Newest checkpoint that the run itself has saved. Folders of other runs, which may be running, are not locked."""
     for store in _stores(config, warn):
-        history = noted_history(store.folder, run_id)
-        if newest(store.checkpoints(), history) is not None:  # other runs' folders are not locked
-            return newest(_tidied(store), history)
+        if any(checkpoint.state.run_id == run_id for checkpoint in store.checkpoints()):
+            own = [checkpoint for checkpoint in _swept_checkpoints(store) if checkpoint.state.run_id == run_id]
+            return next(reversed(own), None)
     return None
 
 
-def _refuse_what_came_between(config: MasterConfig, warn: Callable[[str], None]) -> None:
-    """Raises where another run has saved to the configured folder since this run has found none to go on from."""
-    settings = config.checkpointing
-    if settings.checkpoint_dir is None or settings.resume == "never":
-        return
-    store = CheckpointStore(Path(settings.checkpoint_dir), warn)
-    if store.is_used() and (others := _tidied(store)):
-        raise CheckpointError(f"{others[-1].folder}: another run has saved it since this run has begun; {WAY_OUT}")
-
-
-def _newest(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """Where a first attempt goes on."""
+def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
+    """Checkpoint that `checkpointing.resume` selects."""
     settings = config.checkpointing
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
     store = CheckpointStore(Path(settings.checkpoint_dir), warn)
-    checkpoints = _tidied(store) if store.is_used() else []
+    checkpoints = _swept_checkpoints(store) if store.is_used() else []
     if settings.resume == "auto":
         _refuse_damage_alone(store, checkpoints)
         return next(reversed(newest_history(checkpoints)), None)
@@ -258,26 +165,26 @@ def _newest(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | N
 
 
 def _refuse_damage_alone(store: CheckpointStore, usable: Sequence[Checkpoint]) -> None:
-    """Raises where all that a run has saved is damaged: to start anew is not for this program to decide."""
+    """Raises where every checkpoint of a run is damaged: only the user may decide to start anew."""
     if not usable and store.has_any():
         raise CheckpointError(f"{store.folder}: none of the checkpoints there can be used; {WAY_OUT}")
 
 
 def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint of the newest run that has any; None, and a line, where that is another experiment."""
+    """Newest checkpoint of the newest run that has any; None, with a warning, where that is another experiment."""
     resolved = dump_resolved(config)
-    algorithm = next(iter(resolved))
+    algorithm = algorithm_of(config)
     for store in _stores(config, warn):
         history = newest_history(store.checkpoints())
         _refuse_damage_alone(store, history)
         if not history:
             continue
         before = history[-1].state
-        other = ("algorithm", before.algorithm, algorithm)
-        if before.algorithm == algorithm:
+        other = ("algorithm", before.algorithm, algorithm.name)
+        if before.algorithm == algorithm.name:
             different = other_experiment(algorithm, changed_keys(before.config, resolved))
             if different is None:
-                return next(reversed(newest_history(_tidied(store))), None)
+                return next(reversed(newest_history(_swept_checkpoints(store))), None)
             other = different
         key, old, new = other
         warn(
@@ -288,12 +195,17 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
     return None
 
 
-def _resume_from(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
+def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
+    """Resume point at a checkpoint, once the configuration is found to continue its training.
+
+    Raises:
+        CheckpointError: The algorithm differs, or a key that must not change.
+    """
     state, resolved = checkpoint.state, dump_resolved(config)
-    algorithm = next(iter(resolved))
-    if state.algorithm != algorithm:
+    algorithm = algorithm_of(config)
+    if state.algorithm != algorithm.name:
         raise CheckpointError(
-            f"{checkpoint.folder}: a checkpoint of {state.algorithm}, and this run is {algorithm}; {WAY_OUT}"
+            f"{checkpoint.folder}: a checkpoint of {state.algorithm}, and this run is {algorithm.name}; {WAY_OUT}"
         )
     changes = changed_keys(state.config, resolved)
     wrong = wrong_changes(algorithm, changes, with_optimizer=state.with_optimizer)
@@ -313,16 +225,27 @@ def _resume_from(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[s
             f"{checkpoint.folder} was saved without the optimizer (checkpointing.save_optimizer: false): the optimizer"
             " starts anew, and the run will differ from one that never stopped"
         )
-    return ResumePoint(checkpoint.folder, state, run_folder_of(checkpoint, config, warn))
+    return ResumePoint(checkpoint.folder, state, _run_folder_of(checkpoint, config, warn))
 
 
-def _told_once(warn: Callable[[str], None]) -> Callable[[str], None]:
-    """Leaves out a line that was told before: several readers of one folder meet the same damage."""
-    told: set[str] = set()
+def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
+    """Folder of the checkpoint's run, whose metrics the resumed run cuts back and continues.
 
-    def warn_once(line: str) -> None:
-        if line not in told:
-            told.add(line)
-            warn(line)
+    None, with a warning, where the checkpoint is a copy or the folder is gone: two runs must not write to one folder.
+    """
+    state, recorded = checkpoint.state, Path(checkpoint.state.run_folder)
+    around = checkpoint.folder.parent.parent
+    is_copy = checkpoint.folder.parent.resolve() != Path(state.checkpoint_dir)
+    if is_copy and (config.checkpointing.checkpoint_dir is not None or _belongs_to(recorded, state)):
+        warn(f"{checkpoint.folder} is a copy: {recorded} is left as it is, and metrics go on in a new folder")
+        return None
+    # A moved run folder, or the same one under the shorter name that the user knows; else the recorded one.
+    folder = around if is_copy or around.resolve() == recorded.resolve() else recorded
+    if _belongs_to(folder, state):
+        return folder
+    warn(f"{folder}, which {checkpoint.folder} belongs to, is not there: metrics go on in a new folder")
+    return None
 
-    return warn_once
+
+def _belongs_to(run_folder: Path, state: CheckpointState) -> bool:
+    return state.run_folder_id is not None and read_run_id(run_folder) == state.run_folder_id

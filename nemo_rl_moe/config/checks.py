@@ -9,10 +9,10 @@ others still run, so that the user sees every problem at once.
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, LOOP_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema import MasterConfig
 
 MEGATRON = "policy.megatron_cfg"
 Rule = Callable[[Any], Iterator[str]]
@@ -26,9 +26,7 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
         is_whole: False when values are missing from it; rules that need them are skipped.
         megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
     """
-    rules: list[Rule] = [*COMMON_RULES, *LOOP_RULES, *CHECKPOINTING_RULES]
-    rules += DPO_RULES if isinstance(config, DPOMasterConfig) else ()
-    rules += GRPO_RULES if isinstance(config, GRPOMasterConfig) else ()
+    rules: list[Rule] = [*COMMON_RULES, *LOOP_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
     problems = apply_rules(rules, config, is_whole=is_whole)
     if megatron_version is not None:
         problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)
@@ -143,8 +141,9 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
     """A token budget is at least one whole sample, which may be two sequences."""
-    longest = config.policy.max_total_sequence_length * config.sequences_per_sample
-    is_pair = config.sequences_per_sample == 2
+    num_sequences = algorithm_of(config).sequences_per_sample
+    longest = config.policy.max_total_sequence_length * num_sequences
+    is_pair = num_sequences == 2
     for name in ("sequence_packing", "dynamic_batching"):
         budget = getattr(config.policy, name)
         if budget.enabled and budget.train_mb_tokens < longest:

@@ -5,6 +5,7 @@
 import re
 from collections.abc import Iterator
 
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_grpo import GRPOConfig
@@ -16,9 +17,8 @@ LoopMasterConfig = SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig
 
 def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | GRPOConfig]:
     """The name of the section that holds the loop, and the section."""
-    if isinstance(config, GRPOMasterConfig):
-        return "grpo", config.grpo
-    return ("dpo", config.dpo) if isinstance(config, DPOMasterConfig) else ("sft", config.sft)
+    algorithm = algorithm_of(config)
+    return algorithm.loop_name, algorithm.loop_of(config)
 
 
 def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:
@@ -27,7 +27,7 @@ def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:
     scheduler, steps = config.policy.megatron_cfg.scheduler, loop.max_num_steps
     if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
         return
-    updates = steps * config.updates_per_step
+    updates = steps * algorithm_of(config).updates_per_step(config)
     if 0 < updates <= scheduler.lr_warmup_iters:  # 0: told by step_is_whole_updates
         yield (
             f"policy.megatron_cfg.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than the"

@@ -15,6 +15,8 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
 
 DEFAULTS_KEY = "defaults"
+BASE_NAME = "base.yaml"
+"""The shipped file of the keys that all algorithms share; no run starts from it, as it has no algorithm's section."""
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
 _PACKAGED_EXEMPLARS = Path(__file__).resolve().parents[1] / "exemplar_configs"
 _REPOSITORY_EXEMPLARS = Path(__file__).resolve().parents[2] / "examples" / "configs"
@@ -26,8 +28,8 @@ def exemplars_folder() -> Path:
 
 
 def exemplar_names() -> list[str]:
-    """File names of the shipped configurations."""
-    return sorted(path.name for path in exemplars_folder().glob("*.yaml"))
+    """File names of the shipped configurations that a run can start from."""
+    return sorted(path.name for path in exemplars_folder().glob("*.yaml") if path.name != BASE_NAME)
 
 
 def find_config(path: str | Path) -> Path:
@@ -116,7 +118,7 @@ def _find_parent(name: str, including: Path) -> Path:
     if (including.parent / name).resolve() == including.resolve():
         raise ConfigurationError(f"{including}: {DEFAULTS_KEY} go in a circle: {including.name} -> {including.name}")
     beside = [path.name for path in including.parent.glob("*.yaml")]
-    suggestion = nearest(Path(name).name, [*beside, *exemplar_names()])
+    suggestion = nearest(Path(name).name, [*beside, BASE_NAME, *exemplar_names()])
     raise ConfigurationError(
         f"{including}: {DEFAULTS_KEY}: {name}: no such file, neither in {including.parent} nor among the shipped"
         f" configurations{did_you_mean(suggestion)}"

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Algorithm, algorithm_of, find_algorithm
 from nemo_rl_moe.config.checks import combination_problems
 from nemo_rl_moe.config.checks_paths import path_problems
 from nemo_rl_moe.config.files import find_config, read_with_defaults
@@ -16,8 +17,6 @@ from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
 
 ConfigT = TypeVar("ConfigT", bound=MasterConfig)
-ALGORITHMS: dict[str, type[MasterConfig]] = {"sft": SFTMasterConfig, "dpo": DPOMasterConfig, "grpo": GRPOMasterConfig}
-"""The section that makes a configuration an algorithm's, and its schema."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> SFTMasterConfig:
@@ -36,16 +35,16 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
-    """Loads the configuration of whichever algorithm it has the section of; see `load_config_as`.
+    """Loads the configuration of whichever algorithm it is for; see `load_config_as`.
 
     Raises:
         ConfigurationError: It is no algorithm's, or something is wrong.
     """
-    schema = ALGORITHMS.get(_algorithm_of(read_with_defaults(find_config(path))) or "")
-    if schema is None:
-        sections = " or ".join(ALGORITHMS)
+    algorithm = _algorithm_in(read_with_defaults(find_config(path)))
+    if algorithm is None:
+        sections = " or ".join(BUILT_IN)
         raise ConfigurationError(f"{path}: no section says which algorithm it is for; expected {sections}")
-    return load_config_as(schema, path, overrides, check_paths=check_paths)
+    return load_config_as(algorithm.config_class, path, overrides, check_paths=check_paths)
 
 
 def load_config_as(
@@ -65,11 +64,14 @@ def load_config_as(
         ConfigurationError: Something is wrong; it carries one line for each problem, all of them at once.
     """
     merged = read_with_defaults(find_config(path))
-    algorithm = _algorithm_of(merged)
-    if algorithm is not None and schema is not ALGORITHMS[algorithm]:
+    algorithm = _algorithm_in(merged)
+    if algorithm is not None and schema is not algorithm.config_class:
+        what = "is for the algorithm" if algorithm.reference else "has a section"
+        command = "run" if algorithm.reference else algorithm.name
         raise ConfigurationError(
-            f"{path}: has a section `{algorithm}`: start it with nemo-rl-moe {algorithm} --config {path}"
+            f"{path}: {what} `{algorithm.name}`: start it with nemo-rl-moe {command} --config {path}"
         )
+    merged.pop(ALGORITHM_KEY, None)
     overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
     values, interpolation_problems = resolve(overridden)
     problems += interpolation_problems.values()
@@ -83,9 +85,16 @@ def load_config_as(
     return config
 
 
-def _algorithm_of(values: Mapping[str, Any]) -> str | None:
-    """The algorithm whose section a file has."""
-    return next((name for name in ALGORITHMS if name in values), None)
+def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
+    """The algorithm that a file names, or else the built-in one whose section it has.
+
+    Raises:
+        ConfigurationError: The name is no algorithm's.
+    """
+    named = values.get(ALGORITHM_KEY)
+    if named is not None:
+        return find_algorithm(str(named))
+    return next((ALGORITHMS[name] for name in BUILT_IN if name in values), None)
 
 
 def installed_megatron_version() -> str | None:
@@ -99,8 +108,12 @@ def installed_megatron_version() -> str | None:
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
     """The whole configuration as nested plain values; written as YAML, it loads to an equal configuration.
 
-    The algorithm's own section comes first. `moe_*` fields that the user did not set are left out.
+    What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
+    further ones. `moe_*` fields that the user did not set are left out.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
+    algorithm = algorithm_of(config)
     own = [name for name in type(config).model_fields if name not in MasterConfig.model_fields]
-    return {name: values[name] for name in [*own, *MasterConfig.model_fields]}
+    named = {} if algorithm.reference is None else {ALGORITHM_KEY: algorithm.reference}
+    order = dict.fromkeys([algorithm.name, *own, *MasterConfig.model_fields])
+    return named | {name: values[name] for name in order}

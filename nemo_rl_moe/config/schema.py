@@ -6,12 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveFloat, StrictModel, SupervisedLoopConfig
+from nemo_rl_moe.config.schema_base import (
+    NonNegativeFloat,
+    PositiveFloat,
+    RenamedValue,
+    StrictModel,
+    SupervisedLoopConfig,
+)
 from nemo_rl_moe.config.schema_grpo import (
     EnvironmentConfig,
+    GeneratingPolicyConfig,
+    GenerationLoggerConfig,
     GRPOConfig,
-    GRPOLoggerConfig,
-    GRPOPolicyConfig,
     PolicyGradientLossConfig,
     PromptDataConfig,
 )
@@ -49,9 +55,10 @@ class PreferenceLossConfig(StrictModel):
 class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
-    reference_logprobs: Literal["in_step", "beforehand"]
-    """When the reference model, the policy at the start of the run, measures the responses. in_step: in each step, its
-    weights kept beside the policy's; beforehand: all pairs before the first step, without a second set of weights."""
+    reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
+    """When the log-probabilities of the reference model, which is the policy at the start of the run, are computed.
+    in_step: in each step, its weights kept beside the policy's; precompute: of all pairs before the first step, without
+    a second set of weights."""
 
 
 class SFTConfig(SupervisedLoopConfig):
@@ -75,11 +82,6 @@ class MasterConfig(StrictModel):
         """Copies of the model, each of which works on its own part of a global batch."""
         return self.cluster.world_size // self.policy.megatron_cfg.model_parallel_size
 
-    @property
-    def sequences_per_sample(self) -> int:
-        """Sequences of what the batch sizes count."""
-        return 1
-
 
 class SFTMasterConfig(MasterConfig):
     """Everything that a run of supervised fine-tuning needs."""
@@ -88,11 +90,6 @@ class SFTMasterConfig(MasterConfig):
     """The loop."""
     data: DataConfig
     """The samples."""
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
-        return 1
 
 
 class DPOMasterConfig(MasterConfig):
@@ -103,16 +100,6 @@ class DPOMasterConfig(MasterConfig):
     data: DataConfig
     """The pairs."""
 
-    @property
-    def sequences_per_sample(self) -> int:
-        """A pair's."""
-        return 2
-
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one step."""
-        return 1
-
 
 class GRPOMasterConfig(MasterConfig):
     """Everything that a run of group relative policy optimization needs."""
@@ -121,13 +108,13 @@ class GRPOMasterConfig(MasterConfig):
     """The loop."""
     loss_fn: PolicyGradientLossConfig
     """The loss."""
-    policy: GRPOPolicyConfig
+    policy: GeneratingPolicyConfig
     """The model, and how it generates."""
     env: EnvironmentConfig
     """What scores the responses."""
     data: PromptDataConfig
     """The prompts."""
-    logger: GRPOLoggerConfig
+    logger: GenerationLoggerConfig
     """Where metrics and samples go."""
 
     @property

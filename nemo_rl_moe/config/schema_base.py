@@ -19,6 +19,19 @@ class ExpectedWords:
     words: str
 
 
+@dataclass(frozen=True)
+class RenamedValue:
+    """A value of a field that is now called something else; the error for the old name says so.
+
+    Attributes:
+        old: The name that is refused.
+        new: The name that replaces it.
+    """
+
+    old: str
+    new: str
+
+
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]

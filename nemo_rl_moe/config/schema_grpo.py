@@ -136,13 +136,18 @@ class GenerationConfig(StrictModel):
     """Most sequences that one rank generates at a time; null: all of its share."""
 
 
-class GRPOPolicyConfig(PolicyConfig):
+class GeneratingPolicyConfig(PolicyConfig):
     """The model that is trained, and how it generates."""
 
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""
     generation: GenerationConfig
     """How responses are generated."""
+
+
+def generating(policy: PolicyConfig) -> GeneratingPolicyConfig | None:
+    """The policy's section where it says how to generate; None where the policy is trained or measured alone."""
+    return policy if isinstance(policy, GeneratingPolicyConfig) else None
 
 
 class ReasoningGymConfig(StrictModel):
@@ -221,7 +226,7 @@ class PromptDataConfig(StrictModel):
     """Seconds that reading or drawing one set of prompts may take before the run gives up."""
 
 
-class GRPOLoggerConfig(LoggerConfig):
+class GenerationLoggerConfig(LoggerConfig):
     """Where metrics and samples go."""
 
     num_samples_to_print: NonNegativeInt

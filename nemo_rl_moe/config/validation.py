@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords
+from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
@@ -199,6 +199,9 @@ def _problem(
     if kind == "missing":
         return place, f"{name}: missing; expected {expected_instead_of(field, None)}"
     value = _value_at(values, place)
+    renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
+    if renamed is not None:
+        return place, f"{name}: got {value!r}, which is now called {renamed.new}"
     suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
     return place, f"{name}: got {got(value)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
 

@@ -76,16 +76,3 @@ def fault_metrics(scores: Sequence[Score]) -> dict[str, float]:
     """`env/num_errors`, `env/num_timeouts` and `env/num_died`: responses that got reward 0 for want of a score."""
     counts = Counter(score.fault for score in scores)
     return {name: float(counts[fault]) for fault, name in METRIC_NAMES.items()}
-
-
-LONGEST = 300
-
-
-def one_line(error: BaseException) -> str:
-    """The type of an error and the first line of its text; for errors of others, whose text may itself be broken."""
-    name = type(error).__name__
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:
-        return name
-    return f"{name}: {lines[0]}"[:LONGEST] if lines else name

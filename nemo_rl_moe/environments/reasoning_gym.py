@@ -8,8 +8,8 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_grpo import ReasoningGymConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.environments.interface import Score, ScoringItem, one_line
-from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.errors import ConfigurationError, one_line
 
 FULL_SCORE = 1.0
 

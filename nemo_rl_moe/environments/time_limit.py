@@ -5,7 +5,8 @@
 import math
 
 from nemo_rl_moe.alarms import TimeIsUp, call_within
-from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem, one_line
+from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem
+from nemo_rl_moe.errors import one_line
 
 
 def score_within(limit_s: float, environment: Environment, item: ScoringItem) -> Score:

@@ -3,18 +3,15 @@
 """A Python function of the user's own as environment."""
 
 import inspect
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import CallableConfig
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.environments.interface import Score, ScoringItem, one_line
+from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 
 KEY = "env.callable.function"
@@ -51,7 +48,7 @@ class CallableEnvironment:
             reward, is_correct = result
             if _is_number(reward) and isinstance(is_correct, bool | np.bool_):
                 return Score(float(reward), bool(is_correct))
-        raise TypeError(f"{KEY} returned {_description(result)}, expected a number, or a pair of a number and a bool")
+        raise TypeError(f"{KEY} returned {described(result)}, expected a number, or a pair of a number and a bool")
 
 
 def find_function(name: str) -> Callable[[ScoringItem], Any]:
@@ -60,44 +57,15 @@ def find_function(name: str) -> Callable[[ScoringItem], Any]:
     Raises:
         ConfigurationError: There is no such module or function, or it does not take one argument.
     """
-    module_name, separator, attribute = name.partition(":")
-    if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
-        raise ConfigurationError(f"{KEY}: got {name!r}, expected package.module:function")
-    found: Any = _import(module_name, name)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            known = [other for other in dir(found) if not other.startswith("_")]
-            hint = did_you_mean(nearest(part, known))
-            raise ConfigurationError(f"{KEY}: {name}: {_name_of(found)} has no {part}{hint}")
-        found = getattr(found, part)
+    found = import_attribute(KEY, name)
     _require_usable(found, name)
     function: Callable[[ScoringItem], Any] = found
     return function
 
 
-def _import(module_name: str, name: str) -> Any:
-    # A program that pip has installed does not search the folder that it is started in; the file is likely there.
-    working_folder = str(Path.cwd())
-    if working_folder not in sys.path and "" not in sys.path:
-        sys.path.append(working_folder)
-    try:
-        return import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(f"{KEY}: {name}: {module_name} cannot be imported: {one_line(error)}") from error
-        raise ConfigurationError(
-            f"{KEY}: {name}: there is no module {error.name}, neither installed nor in the working folder"
-            f" {working_folder}"
-        ) from error
-    except BaseException as error:  # a module may raise anything, or exit
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise ConfigurationError(f"{KEY}: {name}: {module_name} cannot be imported: {one_line(error)}") from error
-
-
 def _require_usable(found: Any, name: str) -> None:
     if not callable(found):
-        raise ConfigurationError(f"{KEY}: {name} is {_description(found)}, expected a function")
+        raise ConfigurationError(f"{KEY}: {name} is {described(found)}, expected a function")
     if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
         raise ConfigurationError(f"{KEY}: {name} is a coroutine or a generator, expected a function that returns")
     try:
@@ -112,12 +80,3 @@ def _require_usable(found: Any, name: str) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real | np.bool_)
-
-
-def _name_of(found: Any) -> str:
-    return str(getattr(found, "__name__", None) or type(found).__name__)
-
-
-def _description(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from nemo_rl_moe.algorithms.dpo import batches_to_measure, measured_beforehand, train_dpo
-from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import DPOMasterConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
@@ -17,7 +17,7 @@ from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -79,7 +79,7 @@ class Pairs:
         return Pairs(self.config, self.pad_token_id, training, validation)
 
 
-def run_dpo(config: DPOMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
+def run_dpo(config: DPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
     """Runs direct preference optimization from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
@@ -119,8 +119,8 @@ def run_dpo(config: DPOMasterConfig, attempt: RunAttempt, stop_signals: StopSign
                 steps = range(run.resume.step if run.resume is not None else 0, num_steps)
                 pairs = pairs.measured(policy, steps, console)
             restore(run, policy)
-            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
-                summary = train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), keeper)
+            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as recorder:
+                summary = train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), recorder)
                 ending = end_run(run, policy, summary, run_folder)
     console.message(ending)
 

@@ -15,17 +15,17 @@ from nemo_rl_moe.config.schema_run import parse_duration
 
 
 @dataclass(frozen=True)
-class RunAttempt:
-    """One driver process of a run.
+class RunLaunch:
+    """One launch of a run's driver process: the first one, or a restart after a failure.
 
     Attributes:
-        run_id: Names the command that the user started; the same in all attempts of it.
-        number: Counts from 1; more than 1 after a restart.
-        started: When the command was started, on the machine's monotonic clock; None: with this process.
+        run_id: Identifies the command that the user started; restarts keep it.
+        restart_number: 0 for the first launch, then 1, 2, ...
+        started: Start of the command on the machine's monotonic clock, in seconds; None: the start of this process.
     """
 
     run_id: str
-    number: int
+    restart_number: int = 0
     started: float | None = None
 
 

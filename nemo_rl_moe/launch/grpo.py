@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
@@ -19,7 +19,7 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
 from nemo_rl_moe.generation.megatron import MegatronGeneration
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -31,7 +31,7 @@ _ENGINES = {"megatron": MegatronGeneration}
 """By the name of `policy.generation.backend`."""
 
 
-def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
+def run_grpo(config: GRPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
     """Runs GRPO from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
@@ -86,7 +86,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                 SampleLog(
                     run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
                 ) as samples,
-                keeping(run, policy, run_folder, loggers, samples.write) as keeper,
+                keeping(run, policy, run_folder, loggers, samples.write) as recorder,
             ):
                 summary = train_grpo(
                     config,
@@ -96,7 +96,7 @@ def run_grpo(config: GRPOMasterConfig, attempt: RunAttempt, stop_signals: StopSi
                     held_out,
                     sampling,
                     padding,
-                    keeper,
+                    recorder,
                 )
                 ending = end_run(run, policy, summary, run_folder)
         if summary.stopped_for is None and summary.num_steps < num_steps:

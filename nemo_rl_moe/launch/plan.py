@@ -5,8 +5,9 @@
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_paths import model_folder_exists
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -16,7 +17,6 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import (
     active_parameters,
     expert_data_parallel_size,
     generation_batch_size,
-    keeps_reference,
     microbatch_tokens,
     rank_parameters,
     whole_model_parameters,
@@ -86,8 +86,9 @@ def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[s
     for stage in range(transformer.pipeline_model_parallel_size):
         rows.append((f"layers of stage {stage}", _layers_of_stage(transformer, stage)))
     rows.append(("samples of an update", str(config.policy.train_global_batch_size)))
-    if isinstance(config, GRPOMasterConfig):
-        rows.append(("updates of a step", str(config.updates_per_step)))
+    algorithm = algorithm_of(config)
+    if algorithm.generates:
+        rows.append(("updates of a step", str(algorithm.updates_per_step(config))))
     rows.append(("microbatches of an update", _microbatches(config)))
     return ["Layout:", *_aligned(rows)]
 
@@ -146,12 +147,13 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[
     if gradients != "float32":
         steps = "+ in the optimizer: gradients (float32)"
         rows.append((steps, [worker.float32_gradients for worker in workers]))
-    if isinstance(config, GRPOMasterConfig):
+    algorithm = algorithm_of(config)
+    if algorithm.generates:
         sequences = f"{generation_batch_size(config)} x {config.policy.max_total_sequence_length} tokens"
         cache = f"+ while generating, {sequences}: key-value cache"
         rows.append((cache, [worker.key_value_cache for worker in workers]))
     rows.append(("at the fullest moment, at least", [worker.peak_at_least for worker in workers]))
-    if keeps_reference(config):
+    if algorithm.needs_reference(config):
         rows.append(("in the host's memory: reference weights", [worker.reference_weights for worker in workers]))
     return rows
 

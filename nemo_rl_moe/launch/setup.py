@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.data.tokenizer import load_tokenizer

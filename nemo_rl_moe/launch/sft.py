@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from nemo_rl_moe.algorithms.sft import train_sft
-from nemo_rl_moe.algorithms.training_run import num_training_steps
+from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
@@ -15,13 +15,13 @@ from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
 from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
 from nemo_rl_moe.loggers.console import ConsoleLogger
 
 
-def run_sft(config: SFTMasterConfig, attempt: RunAttempt, stop_signals: StopSignals) -> None:
+def run_sft(config: SFTMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
     """Runs supervised fine-tuning from start to end.
 
     Everything that can be wrong with the input is found before a worker starts or a file is written.
@@ -60,8 +60,8 @@ def run_sft(config: SFTMasterConfig, attempt: RunAttempt, stop_signals: StopSign
             running_policy(config, cluster, console, model, seed=config.sft.seed, num_steps=num_steps) as policy,
         ):
             restore(run, policy)
-            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as keeper:
-                summary = train_sft(config.sft, policy, loader, validation_batches if validation else None, keeper)
+            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as recorder:
+                summary = train_sft(config.sft, policy, loader, validation_batches if validation else None, recorder)
                 ending = end_run(run, policy, summary, run_folder)
     console.message(ending)
 

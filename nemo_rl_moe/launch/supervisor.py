@@ -101,7 +101,7 @@ class Supervision:
     """What to run, and how.
 
     Attributes:
-        driver_command: Gives the command of an attempt, which counts from 1.
+        driver_command: Returns the driver's command, given the number of restarts so far.
         environment: Variables that it has besides this process's own.
         max_restarts: How often a driver that fails is started again.
         resume_hint: Gives a line on how to go on after the run has failed; None where there is nothing to go on from.
@@ -218,11 +218,11 @@ class _Guardian:
         self._requests = _Requests()
 
     def run(self) -> int:
-        """Runs attempts until one need not or must not be repeated, and returns the exit code."""
+        """Runs the driver, again after each failure while restarts are left; returns the exit code of the run."""
         most = self._supervision.max_restarts
-        attempt = 1
+        restarts = 0
         while True:
-            exit_code = self._wait_for_driver(self._start(attempt))
+            exit_code = self._wait_for_driver(self._start(restarts))
             end_descendants(has_grace=_is_logger_service, grace_s=LOGGER_SERVICE_GRACE_S)
             request = self._requests.last
             if request is not None and exit_code < 0:
@@ -234,18 +234,18 @@ class _Guardian:
             else:
                 how = _how_it_ended(exit_code)
                 _tell(f"error: the run's main process {how}; all others have been stopped")
-            if request is not None or attempt > most:
+            if request is not None or restarts >= most:
                 _tell_resume(self._supervision)
                 return EXIT_RUN_FAILED
-            wait_s = min(LONGEST_WAIT_S, self._supervision.restart_wait_s * 2 ** (attempt - 1))
-            _tell(f"restart {attempt} of {most}: the run's main process {how}; it starts again in {wait_s:g} s")
+            wait_s = min(LONGEST_WAIT_S, self._supervision.restart_wait_s * 2**restarts)
+            restarts += 1
+            _tell(f"restart {restarts} of {most}: the run's main process {how}; it starts again in {wait_s:g} s")
             received = signal.sigtimedwait({*self._stop_signals, FRONT_ENDED}, wait_s)
             self._look_for_front()
             if received is not None and received.si_signo in self._stop_signals:
                 return exit_code_of_signal(received.si_signo)
-            attempt += 1
 
-    def _start(self, attempt: int) -> int:
+    def _start(self, restart_number: int) -> int:
         guardian = os.getpid()
 
         def prepare() -> None:
@@ -259,7 +259,7 @@ class _Guardian:
             signal.pthread_sigmask(signal.SIG_SETMASK, STOP_SIGNALS)
 
         driver = subprocess.Popen(
-            list(self._supervision.driver_command(attempt)),
+            list(self._supervision.driver_command(restart_number)),
             env={**os.environ, **self._supervision.environment},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -10,16 +10,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.training_run import Observers, RunKeeper, RunSummary
+from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.changes import changed_inputs
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
 from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
 from nemo_rl_moe.checkpoints.state import LoopState, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import TrainingDivergedError
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals, TimeLimit
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.setup import EFFECTIVE_MOE_FILE, MOE_SOURCES_FILE, announce, summarise
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
@@ -56,7 +57,7 @@ class Run:
 
     config: MasterConfig
     algorithm: str
-    attempt: RunAttempt
+    attempt: RunLaunch
     stop_signals: StopSignals
     console: ConsoleLogger
     num_steps: int
@@ -96,7 +97,7 @@ class Run:
 @contextmanager
 def prepared_run(
     config: MasterConfig,
-    attempt: RunAttempt,
+    attempt: RunLaunch,
     stop_signals: StopSignals,
     console: ConsoleLogger,
     num_steps: int,
@@ -109,8 +110,8 @@ def prepared_run(
     Raises:
         CheckpointError: The run cannot go on from the checkpoints that are there.
     """
-    resume = find_resume_point(config, attempt.run_id, attempt.number, console.warn)
-    algorithm = next(iter(dump_resolved(config)))
+    resume = find_resume_point(config, attempt.run_id, attempt.restart_number, console.warn)
+    algorithm = algorithm_of(config).name
     with ExitStack() as stack:
         store = _existing_store(config, resume, console)
         if store is not None:
@@ -200,7 +201,7 @@ def keeping(
     run_folder: Path,
     loggers: FanOutLogger,
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None,
-) -> Iterator[RunKeeper]:
+) -> Iterator[StepRecorder]:
     """Ends the steps of the run; inside, a first request to stop only ends the loop after its step."""
     settings = run.config.checkpointing
     time_limit = TimeLimit(settings.checkpoint_must_save_by, run.attempt.started)
@@ -222,7 +223,7 @@ def keeping(
             is_up = time_limit.is_up_after_step()
             return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
 
-        keeper = RunKeeper(
+        recorder = StepRecorder(
             Observers(loggers, log_expert_load, log_samples),
             checkpointer,
             stop_reason,
@@ -230,7 +231,7 @@ def keeping(
             run.resume.state.loop_state if run.resume is not None else LoopState(),
         )
         try:
-            yield keeper
+            yield recorder
         except TrainingDivergedError as error:
             raise TrainingDivergedError(f"{error}{_all_samples(error, run_folder)}", error.sample_ids) from None
 

@@ -54,7 +54,7 @@ def test_sft_throughput_says_which_sizes_fit(repository_root: Path) -> None:
     assert done.stdout == ""
 
 
-@pytest.mark.parametrize("reference", ["in_step", "beforehand"])
+@pytest.mark.parametrize("reference", ["in_step", "precompute"])
 def test_dpo_throughput_prints_one_line_of_measured_speeds(repository_root: Path, reference: str) -> None:
     sizes = ("--steps", "3", "--warmup", "1", "--reference-logprobs", reference)
     result = result_of(run_benchmark(repository_root, "dpo_throughput", *sizes))

@@ -28,7 +28,7 @@ LOSS_KEYS = {
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {"policy__sequence_packing__enabled": True},
     "dynamic": {"policy__dynamic_batching__enabled": True, "policy__dynamic_batching__train_mb_tokens": 256},
-    "measured beforehand": {"dpo__reference_logprobs": "beforehand"},
+    "precomputed": {"dpo__reference_logprobs": "precompute"},
 }
 
 
@@ -72,7 +72,7 @@ def test_every_metric_is_logged_and_means_what_it_says(plain: MetricHistory) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["packed", "dynamic", "measured beforehand"])
+@pytest.mark.parametrize("way", ["packed", "dynamic", "precomputed"])
 def test_every_way_to_batch_and_to_measure_trains_alike(
     plain: MetricHistory, data: Path, tmp_path: Path, way: str
 ) -> None:
@@ -81,7 +81,7 @@ def test_every_way_to_batch_and_to_measure_trains_alike(
         for split in ("train", "val"):
             wanted = [value for _, value in plain[f"{split}/{name}"]]
             assert [value for _, value in found[f"{split}/{name}"]] == pytest.approx(wanted, rel=1e-4, abs=1e-4), name
-    assert ("timing/reference_logprobs/seconds" in found) == (way != "measured beforehand")
+    assert ("timing/reference_logprobs/seconds" in found) == (way != "precomputed")
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_a_resumed_run_measures_its_reference_again_and_goes_on_to_the_last_bit(
     overrides = dpo_runs.settings(
         tmp_path,
         data,
-        dpo__reference_logprobs="beforehand",
+        dpo__reference_logprobs="precompute",
         dpo__max_num_epochs=2,
         dpo__max_num_steps=6,  # the last of them is the second epoch's first
         checkpointing__checkpoint_dir=tmp_path / "checkpoints",

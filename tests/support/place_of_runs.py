@@ -42,14 +42,14 @@ class Place:
         self,
         *overrides: str,
         run_id: str = "new",
-        attempt: int = 1,
+        restart: int = 0,
         shared: bool = False,
         name: str = "sft_tiny_moe.yaml",
     ) -> ResumePoint | None:
         """Where a run would start."""
         self.warnings.clear()
         config = load_any_config(name, self.overrides(*overrides, shared=shared), check_paths=False)
-        return find_resume_point(config, run_id, attempt, self.warnings.append)
+        return find_resume_point(config, run_id, restart, self.warnings.append)
 
     def found(self, *overrides: str, **arguments: Any) -> ResumePoint:
         """Where a run goes on."""

@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from nemo_rl_moe.config.loading import load_config, load_grpo_config
-from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
+from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
 
@@ -65,9 +65,9 @@ def tiny_policy(world_size: int = 1, **changes: Any) -> PolicyConfig:
     return load_config("examples/configs/sft_tiny_moe.yaml", overrides, check_paths=False).policy
 
 
-def tiny_grpo_policy(world_size: int = 1, **changes: Any) -> GRPOPolicyConfig:
+def tiny_grpo_policy(world_size: int = 1, **changes: Any) -> GeneratingPolicyConfig:
     """The tiny GRPO exemplar's policy with the same settings for tests, with keys of GRPO besides."""
-    overrides = _overrides(GRPOPolicyConfig, world_size, changes)
+    overrides = _overrides(GeneratingPolicyConfig, world_size, changes)
     overrides += ["grpo.num_prompts_per_step=4", "grpo.num_generations_per_prompt=2"]
     return load_grpo_config("examples/configs/grpo_tiny_moe.yaml", overrides, check_paths=False).policy
 

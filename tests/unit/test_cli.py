@@ -15,11 +15,11 @@ from nemo_rl_moe.config import loading
 from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, DataError, TrainingDivergedError, WorkerDiedError
 from nemo_rl_moe.launch import supervisor
-from nemo_rl_moe.launch.driver_process import RunAttempt
+from nemo_rl_moe.launch.driver_process import RunLaunch
 from nemo_rl_moe.launch.supervisor import Supervision
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DRIVER = ["sft", "--config", "sft_tiny_moe.yaml", "--run-id", "7b", "--attempt", "1"]
+DRIVER = ["sft", "--config", "sft_tiny_moe.yaml", "--run-id", "7b", "--restart-number", "0"]
 """The command as the supervisor gives it to the process that runs it."""
 
 
@@ -148,15 +148,15 @@ def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command[start : start + 3] == ["sft", "--config", "sft_tiny_moe.yaml"]
     overrides = ["sft.seed=7", "cluster.max_restarts=3", "~sft.val_batches", "+sft.val_batches=null"]
     assert command[start + 3 : -6] == overrides
-    assert (command[-6], command[-4:-1]) == ("--run-id", ["--attempt", "2", "--started"])
-    first = supervision.driver_command(1)
-    assert (first[-5], first[-1]) == (command[-5], command[-1]), "all attempts are of one run, and its start is theirs"
+    assert (command[-6], command[-4:-1]) == ("--run-id", ["--restart-number", "2", "--started"])
+    first = supervision.driver_command(0)
+    assert (first[-5], first[-1]) == (command[-5], command[-1]), "restarts keep the id and the start of the run"
     assert 0 <= time.monotonic() - float(command[-1]) < 60
     # What the driver makes of it.
     drives: list[tuple[object, ...]] = []
     monkeypatch.setattr(cli, "_drive", lambda *given: drives.append(given))
     assert cli.main(command[start:]) == 0
-    assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunAttempt(command[-5], 2, float(command[-1])))
+    assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunLaunch(command[-5], 2, float(command[-1])))
 
 
 @pytest.mark.parametrize(

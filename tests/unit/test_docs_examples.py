@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_moe.config.loading import ALGORITHMS, load_any_config, load_config, load_dpo_config, load_grpo_config
+from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.isolated import IsolatedLogger

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from nemo_rl_moe.config.files import find_config
-from nemo_rl_moe.config.loading import ALGORITHMS
+from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.files import BASE_NAME, find_config
 from nemo_rl_moe.config.schema_base import StrictModel
 from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
@@ -55,11 +56,11 @@ def test_every_key_is_in_the_reference_with_its_shipped_value(algorithm: str) ->
         for key in section.keys.values()
         if algorithm in key.values
     }
-    keys = known_keys(ALGORITHMS[algorithm])
+    keys = known_keys(ALGORITHMS[algorithm].config_class)
     sections = {key.rpartition(".")[0] for key in keys}
     assert shown.keys() == set(keys) - sections
-    file = yaml.safe_load(find_config(make_reference.BASES[algorithm]).read_text(encoding="utf-8"))
-    shipped = {key: value for key, value in leaves(file) if key in shown}
+    files = [find_config(name).read_text(encoding="utf-8") for name in (BASE_NAME, make_reference.BASES[algorithm])]
+    shipped = {key: value for file in files for key, value in leaves(yaml.safe_load(file)) if key in shown}
     assert len(shipped) > 80
     assert {key: yaml.safe_load(shown[key].strip("`")) for key in shipped} == shipped
     assert {shown[key] for key in shown.keys() - shipped.keys()} == {"not set"}
@@ -88,7 +89,7 @@ def test_key_without_words_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     class Silent(StrictModel):
         sft: int
 
-    monkeypatch.setitem(ALGORITHMS, "sft", Silent)
+    monkeypatch.setitem(ALGORITHMS, "sft", replace(ALGORITHMS["sft"], config_class=Silent))
     with pytest.raises(ValueError, match=r"\.sft: has no docstring in the schema"):
         make_reference.sections()
 

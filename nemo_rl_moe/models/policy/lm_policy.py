@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig
-from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
+from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shard
 from nemo_rl_moe.distributed.cluster import RayCluster
@@ -81,11 +81,9 @@ class MegatronPolicy:
     ):
         self._policy = policy = config.policy
         self._batching = choose_batching(policy, policy.train_micro_batch_size)
-        generating = policy if isinstance(policy, GRPOPolicyConfig) else None
-        self._logprob_batching = (
-            choose_batching(policy, generating.logprob_batch_size) if generating else self._batching
-        )
-        self._max_generation_batch_size = generating.generation.max_batch_size if generating else None
+        generates = generating(policy)
+        self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
+        self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
         self._workers = WorkerGroup(
             cluster,
             MegatronPolicyWorker,
@@ -95,7 +93,7 @@ class MegatronPolicy:
                 "seed": seed,
                 "num_steps": num_steps,
                 "keep_reference": keep_reference,
-                "decodes_text": generating is not None and bool(generating.generation.stop_strings),
+                "decodes_text": generates is not None and bool(generates.generation.stop_strings),
             },
             start_timeout_s=config.cluster.worker_start_timeout_s,
         )

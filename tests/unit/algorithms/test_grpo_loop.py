@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.grpo import ratio_is_one, train_grpo
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
@@ -29,7 +29,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
-from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
+from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
 TWO_UPDATES = ("policy.train_global_batch_size=3", "cluster.cpu_workers_per_node=1")
@@ -68,7 +68,7 @@ class Loop:
             prompts(2, "val") if self.has_validation else None,
             SAMPLING,
             PAD_TOKEN,
-            make_keeper(self.logger, self.loads, self._log_samples, self.checkpoints, self._stop_reason, self.start),
+            make_recorder(self.logger, self.loads, self._log_samples, self.checkpoints, self._stop_reason, self.start),
         )
 
     def _stop_reason(self) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.training_run import RunSummary, num_training_steps, validation_is_due
+from nemo_rl_moe.algorithms.step_recorder import RunSummary, num_training_steps, validation_is_due
 from nemo_rl_moe.checkpoints.state import LoopState
 
 

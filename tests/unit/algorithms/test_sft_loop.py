@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.algorithms.sft import SupervisedTraining, run_validation, train_sft
-from nemo_rl_moe.algorithms.training_run import RunSummary, num_training_steps
+from nemo_rl_moe.algorithms.step_recorder import RunSummary, num_training_steps
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTConfig
 from nemo_rl_moe.data.chat import TokenizedExample
@@ -24,7 +24,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
+from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 BATCH_SIZE = 2
 NUM_EXAMPLES = 7  # three batches an epoch, one example left over
@@ -145,7 +145,7 @@ def run_loop(config: SFTConfig, *, tracks_experts: bool = False, with_validation
         policy,
         loader,
         validation_batches if with_validation else None,
-        make_keeper(logger, loads, **keeping),
+        make_recorder(logger, loads, **keeping),
     )
     return Loop(policy, logger, loads, summary)
 

@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a run starts: the newest checkpoint, its own one after a failure, or the beginning; and what is told."""
 
+import shutil
+
 import pytest
 
+from nemo_rl_moe.checkpoints.changes import changed_keys
 from nemo_rl_moe.errors import CheckpointError
 from tests.support.place_of_runs import NEVER, Place, saved
 
@@ -49,26 +52,26 @@ def test_the_newest_of_a_shared_folder(place: Place) -> None:
     )
 
 
-def test_a_run_folder_that_is_gone_or_is_none_gets_a_new_one(place: Place) -> None:
+def test_a_run_folder_that_is_gone_is_replaced_by_a_new_one(place: Place) -> None:
     saved(place.run(3, shared=True), 10)
-    (place.folder / "logs/exp_003/config.yaml").unlink()
+    shutil.rmtree(place.folder / "logs/exp_003")
     assert place.found(shared=True).run_folder is None
     assert "metrics go on in a new folder" in place.warnings[0]
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_later_attempt_goes_on_from_its_own_checkpoint(place: Place, shared: bool) -> None:
+def test_a_restart_goes_on_from_its_own_checkpoint(place: Place, shared: bool) -> None:
     saved(place.run(1, shared=shared), 30)
     for overrides in ([NEVER], []):
-        # Before it has saved anything, as the first attempt did.
-        point = place.find(*overrides, run_id="b", attempt=2, shared=shared)
+        # Before it has saved anything, like the first launch.
+        point = place.find(*overrides, run_id="b", restart=1, shared=shared)
         assert (point.step if point else None) == (None if overrides else 30)
     # It saves, and is stopped before it has removed the older ones.
     elsewhere = saved(place.run(2, run_id="b", first_run_id="b"), 10)
     if shared:
         elsewhere.newest().folder.rename(place.folder / "shared" / "step_10")
     for overrides in ([], [NEVER]):
-        assert place.found(*overrides, run_id="b", attempt=2, shared=shared).step == 10
+        assert place.found(*overrides, run_id="b", restart=1, shared=shared).step == 10
     # And a new run goes on from what was written last, not from the higher step of a history that was given up.
     assert place.found(run_id="c", shared=shared).step == 10
 
@@ -103,6 +106,13 @@ def test_changes_are_told_in_one_line_and_the_layout_in_another(place: Place) ->
         "continues in another layout, equal within rounding and not to the last bit: data_parallel_size 2 -> 4;"
         " expert_model_parallel_size 1 -> 2; workers 2 -> 4",
     ]
+
+
+def test_a_value_under_its_former_name_is_no_change() -> None:
+    recorded = {"dpo": {"reference_logprobs": "beforehand", "seed": 1}}
+    assert changed_keys(recorded, {"dpo": {"reference_logprobs": "precompute", "seed": 1}}) == {}
+    changes = changed_keys(recorded, {"dpo": {"reference_logprobs": "in_step", "seed": 1}})
+    assert changes == {"dpo.reference_logprobs": ("precompute", "in_step")}
 
 
 def test_what_makes_going_on_wrong_is_refused_with_the_way_out(place: Place) -> None:

@@ -20,7 +20,11 @@ Problems = Callable[..., list[str]]
         ),
         (
             "dpo.reference_logprobs=before",
-            "dpo.reference_logprobs: got 'before' (str), expected in_step or beforehand; did you mean beforehand?",
+            "dpo.reference_logprobs: got 'before' (str), expected in_step or precompute",
+        ),
+        (
+            "dpo.reference_logprobs=beforehand",
+            "dpo.reference_logprobs: got 'beforehand', which is now called precompute",
         ),
         (
             "dpo.reference_policy_kl_penalty=0.0",

@@ -4,14 +4,15 @@
 
 import ast
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from nemo_rl_moe.config.files import exemplar_names, exemplars_folder, read_with_defaults
+from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.files import BASE_NAME, exemplar_names, exemplars_folder, read_with_defaults
 from nemo_rl_moe.config.loading import (
-    ALGORITHMS,
     dump_resolved,
     load_any_config,
     load_config,
@@ -22,6 +23,7 @@ from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES
 from nemo_rl_moe.config.overrides import present_keys
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.validation import field_at, known_keys
+from nemo_rl_moe.errors import ConfigurationError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "nemo_rl_moe"
 BASE_EXEMPLARS = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
@@ -40,10 +42,18 @@ def own_keys(schema: type[MasterConfig]) -> list[str]:
     return [key for key in known_keys(schema) if key.rpartition(".")[2] not in MOE_FIELD_NAMES]
 
 
+def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Full key to value, of everything that is no section."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
 @pytest.mark.parametrize("name", exemplar_names())
 def test_exemplar_loads_and_its_dump_loads_to_the_same(name: str, tmp_path: Path) -> None:
     config = load_any_config(name, check_paths=False)
-    assert type(config) is ALGORITHMS[name.partition("_")[0].removesuffix(".yaml")]
+    assert type(config) is ALGORITHMS[name.partition("_")[0].removesuffix(".yaml")].config_class
     written = tmp_path / "config.yaml"
     written.write_text(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))))
     again = load_any_config(written, check_paths=False)
@@ -54,14 +64,39 @@ def test_exemplar_loads_and_its_dump_loads_to_the_same(name: str, tmp_path: Path
 @both_algorithms
 def test_base_exemplar_has_every_key_of_the_schema(algorithm: str) -> None:
     present = present_keys(read_with_defaults(exemplars_folder() / BASE_EXEMPLARS[algorithm]))
-    absent = set(own_keys(ALGORITHMS[algorithm])) - set(present)
+    absent = set(own_keys(ALGORITHMS[algorithm].config_class)) - set(present)
     # Sections of which at most one is read: they are null in the base, with a comment that says what is in them.
     assert all(key.startswith(("env.reasoning_gym.", "env.callable.")) for key in absent), absent
 
 
+def test_base_file_has_the_keys_that_all_algorithms_share_and_no_other() -> None:
+    shared = set.intersection(*(set(own_keys(record.config_class)) for record in ALGORITHMS.values()))
+    present = set(present_keys(read_with_defaults(exemplars_folder() / BASE_NAME)))
+    assert {key for key in present if key.rpartition(".")[2] not in MOE_FIELD_NAMES} == shared
+
+
+def test_base_file_starts_no_run_and_is_not_offered() -> None:
+    assert BASE_NAME not in exemplar_names()
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(BASE_NAME, check_paths=False)
+    assert caught.value.problems == [
+        "base.yaml: no section says which algorithm it is for; expected sft or dpo or grpo"
+    ]
+
+
+@both_algorithms
+def test_what_the_base_file_says_is_not_said_again(algorithm: str) -> None:
+    base = leaves(read_with_defaults(exemplars_folder() / BASE_NAME))
+    own = leaves(yaml.safe_load((exemplars_folder() / BASE_EXEMPLARS[algorithm]).read_text()))
+    assert own.pop("defaults") == BASE_NAME
+    assert [key for key, value in own.items() if key in base and value == base[key]] == []
+    # Each of them says what the base file leaves open.
+    assert {key for key, value in base.items() if value == "???"} <= own.keys()
+
+
 @both_algorithms
 def test_every_key_is_documented_and_none_has_a_default(algorithm: str) -> None:
-    schema = ALGORITHMS[algorithm]
+    schema = ALGORITHMS[algorithm].config_class
     for key in known_keys(schema):
         _, field = field_at(schema, key.split("."))
         assert field is not None
@@ -104,7 +139,7 @@ def test_large_dpo_exemplar_trains_the_model_of_the_large_sft_one() -> None:
     assert dpo.policy.megatron_cfg.moe_transformer_fields == sft.policy.megatron_cfg.moe_transformer_fields
     assert dpo.policy.megatron_cfg.track_moe_metrics
     # What the file says of memory: nothing is kept beside the policy, and a microbatch has as many tokens.
-    assert dpo.dpo.reference_logprobs == "beforehand"
+    assert dpo.dpo.reference_logprobs == "precompute"
     assert dpo.policy.sequence_packing == sft.policy.sequence_packing
 
 
@@ -154,6 +189,6 @@ def test_no_dead_flags(algorithm: str) -> None:
         if "config" not in path.relative_to(PACKAGE).parts
         for name in attributes_read(path.read_text())
     }
-    dead = [key for key in own_keys(ALGORITHMS[algorithm]) if key.rpartition(".")[2] not in read]
+    dead = [key for key in own_keys(ALGORITHMS[algorithm].config_class) if key.rpartition(".")[2] not in read]
     assert not dead, f"keys that nothing reads: {', '.join(dead)}"
     assert "moe_transformer_fields" in read

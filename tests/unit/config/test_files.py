@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.config.files import exemplars_folder, read_with_defaults
+from nemo_rl_moe.config.files import exemplar_names, read_with_defaults
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.overrides import resolve
 from nemo_rl_moe.errors import ConfigurationError
@@ -76,8 +76,7 @@ def test_missing_parent_names_the_nearest(tmp_path: Path) -> None:
 
 def test_missing_file_names_the_nearest(problems_of: Problems) -> None:
     assert problems_of(config="nowhere/sft.yml") == [
-        "nowhere/sft.yml: no such file; did you mean sft.yaml?"
-        f" (shipped configurations: {', '.join(sorted(p.name for p in exemplars_folder().glob('*.yaml')))})"
+        f"nowhere/sft.yml: no such file; did you mean sft.yaml? (shipped configurations: {', '.join(exemplar_names())})"
     ]
 
 

@@ -8,8 +8,9 @@ import time
 import pytest
 
 from nemo_rl_moe.alarms import TimeIsUp, call_within
-from nemo_rl_moe.environments.interface import Fault, Score, one_line
+from nemo_rl_moe.environments.interface import Fault, Score
 from nemo_rl_moe.environments.time_limit import score_within
+from nemo_rl_moe.errors import one_line
 
 
 class Returns:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
-from nemo_rl_moe.launch.driver_process import RunAttempt, StopSignals
+from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 from nemo_rl_moe.launch.training_run import FINAL_RUN_FILE, end_run, prepared_run
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from tests.support.saving_run import Run as SavedRun
@@ -20,9 +20,11 @@ from tests.support.saving_run import Run as SavedRun
 NUM_STEPS = 12
 
 
-def prepared(config: SFTMasterConfig, run_id: str = "second", number: int = 1, num_steps: int = NUM_STEPS) -> Any:
+def prepared(
+    config: SFTMasterConfig, run_id: str = "second", restart_number: int = 0, num_steps: int = NUM_STEPS
+) -> Any:
     console = ConsoleLogger(total_steps=0, live="never")
-    return prepared_run(config, RunAttempt(run_id, number), StopSignals(), console, num_steps, {"model": "a"})
+    return prepared_run(config, RunLaunch(run_id, restart_number), StopSignals(), console, num_steps, {"model": "a"})
 
 
 @pytest.fixture

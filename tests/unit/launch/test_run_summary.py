@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.algorithms.training_run import RunSummary
+from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.launch.setup import summarise

@@ -23,7 +23,7 @@ import json, sys
 from nemo_rl_moe.launch.supervisor import Supervision, supervise
 driver, max_restarts = sys.argv[1], int(sys.argv[2])
 sys.exit(supervise(Supervision(
-    lambda attempt: [sys.executable, "-c", driver, str(attempt)],
+    lambda restart: [sys.executable, "-c", driver, str(restart)],
     max_restarts=max_restarts,
     resume_hint=lambda: "go on like this",
     restart_wait_s=0.05,
@@ -32,7 +32,7 @@ sys.exit(supervise(Supervision(
 """
 PRELUDE = """
 import os, signal, subprocess, sys, time
-attempt = int(sys.argv[1])
+restart = int(sys.argv[1])
 
 def unblock():
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -125,20 +125,20 @@ def test_a_driver_that_ends_without_a_word_is_told_of(start: Start, tmp_path: Pa
 
 
 def test_only_failures_are_repeated_and_so_often(start: Start, tmp_path: Path) -> None:
-    fails = "open('attempts', 'a').write(f'{attempt} '); start_family(); sys.exit(70 if attempt < 3 else 2)"
+    fails = "open('restarts', 'a').write(f'{restart} '); start_family(); sys.exit(70 if restart < 2 else 2)"
     code, errors = end_of(start(fails, max_restarts=5), tmp_path)
-    assert (code, (tmp_path / "attempts").read_text()) == (2, "1 2 3 ")
+    assert (code, (tmp_path / "restarts").read_text()) == (2, "0 1 2 ")
     assert [line.partition(":")[0] for line in errors.splitlines()] == ["restart 1 of 5", "restart 2 of 5"]
 
-    (tmp_path / "attempts").unlink()
-    code, errors = end_of(start("open('attempts', 'a').write(f'{attempt} '); sys.exit(70)", max_restarts=2), tmp_path)
-    assert (code, (tmp_path / "attempts").read_text()) == (1, "1 2 3 ")
+    (tmp_path / "restarts").unlink()
+    code, errors = end_of(start("open('restarts', 'a').write(f'{restart} '); sys.exit(70)", max_restarts=2), tmp_path)
+    assert (code, (tmp_path / "restarts").read_text()) == (1, "0 1 2 ")
     assert errors.splitlines()[-1] == "go on like this"
     assert errors.count("go on like this") == 1
 
-    (tmp_path / "attempts").unlink()
-    code, errors = end_of(start("open('attempts', 'a').write(f'{attempt} '); sys.exit(3)", max_restarts=2), tmp_path)
-    assert (code, (tmp_path / "attempts").read_text()) == (3, "1 ")
+    (tmp_path / "restarts").unlink()
+    code, errors = end_of(start("open('restarts', 'a').write(f'{restart} '); sys.exit(3)", max_restarts=2), tmp_path)
+    assert (code, (tmp_path / "restarts").read_text()) == (3, "0 ")
 
 
 def test_the_driver_is_killed(start: Start, tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ import json, os, subprocess, sys
 from nemo_rl_moe.launch.supervisor import Supervision, supervise
 mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 driver = "import os, sys; sys.exit(int(os.environ['CODE']) + (sys.stdin.read() != ''))"
-code = supervise(Supervision(lambda attempt: [sys.executable, "-c", driver], environment={"CODE": "7"}))
+code = supervise(Supervision(lambda restart: [sys.executable, "-c", driver], environment={"CODE": "7"}))
 print(json.dumps([code, mine.poll()]))
 mine.kill()
 """

@@ -5,7 +5,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
 
@@ -228,7 +230,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
         float32_gradients=0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32,
         key_value_cache=_key_value_cache(config, transformer, stage),
-        reference_weights=weights if keeps_reference(config) else 0,
+        reference_weights=weights if algorithm_of(config).needs_reference(config) else 0,
     )
 
 
@@ -239,33 +241,25 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
     return config.cluster.world_size // (of_one_copy * megatron.pipeline_model_parallel_size)
 
 
-def keeps_reference(config: MasterConfig) -> bool:
-    """Whether the workers keep the first weights too."""
-    if isinstance(config, DPOMasterConfig):
-        return config.dpo.reference_logprobs == "in_step"
-    return isinstance(config, GRPOMasterConfig) and config.loss_fn.reference_policy_kl_penalty > 0
-
-
 def microbatch_tokens(config: MasterConfig) -> int:
     """Most tokens of a microbatch, padding included."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:
             return budget.train_mb_tokens
-    return policy.train_micro_batch_size * config.sequences_per_sample * policy.max_total_sequence_length
+    return policy.train_micro_batch_size * algorithm_of(config).sequences_per_sample * policy.max_total_sequence_length
 
 
-def generation_batch_size(config: GRPOMasterConfig) -> int:
-    """Most sequences that one rank generates at a time.
+def generation_batch_size(config: MasterConfig) -> int:
+    """Most sequences that one rank generates at a time; 0 where the algorithm generates none.
 
-    Without a limit it is the rank's share of a step's responses or, where their number is known, of a validation's.
+    Without a limit it is the rank's share of the responses that the algorithm asks for at a time.
     """
-    loop = config.grpo
-    requested = [config.responses_per_step]
-    if config.data.validation is not None and loop.max_val_samples is not None:
-        requested.append(loop.max_val_samples * loop.val_num_generations)
-    share = -(-max(requested) // config.data_parallel_size)
-    return min(share, config.policy.generation.max_batch_size or share)
+    algorithm, generates = algorithm_of(config), generating(config.policy)
+    if algorithm.responses_at_a_time is None or generates is None:
+        return 0
+    share = -(-algorithm.responses_at_a_time(config) // config.data_parallel_size)
+    return min(share, generates.generation.max_batch_size or share)
 
 
 def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
@@ -280,8 +274,6 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
 
 def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:
     """Keys and values of every layer, for as many tokens as a sequence can have."""
-    if not isinstance(config, GRPOMasterConfig):
-        return 0
     num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
     groups = transformer.num_query_groups // transformer.tensor_model_parallel_size
     # Latents are not what is kept, but the keys and values made of them.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.config.schema_grpo import GRPOPolicyConfig
+from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
@@ -99,7 +99,8 @@ class MegatronTrainer:
         self.config = build_transformer_config(policy, hf_config)
         self.chunks = build_model_chunks(policy, self.config, hf_config)
         self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
-        temperature = policy.generation.temperature if isinstance(policy, GRPOPolicyConfig) else 1.0
+        generates = generating(policy)
+        temperature = generates.generation.temperature if generates else 1.0
         for chunk in self.chunks:
             chunk.temperature = temperature
         self.ddp_chunks = wrap_data_parallel(policy, self.config, self.chunks)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.algorithms.training_run import RunKeeper, StepOutcome
+from nemo_rl_moe.algorithms.step_recorder import StepOutcome, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from tests.support.grpo_fakes import ListLogger
-from tests.support.keeper_fakes import DiaryOfCheckpoints, make_keeper
+from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 
 def outcome(
@@ -40,51 +40,51 @@ def outcome(
     return StepOutcome(7, result, {"train/loss": 0.5}, measured, samples)
 
 
-def keeper_of(diary: list[str], **arguments: Any) -> RunKeeper:
-    return make_keeper(ListLogger(diary=diary), checkpoints=DiaryOfCheckpoints(diary, period=2), **arguments)
+def recorder_of(diary: list[str], **arguments: Any) -> StepRecorder:
+    return make_recorder(ListLogger(diary=diary), checkpoints=DiaryOfCheckpoints(diary, period=2), **arguments)
 
 
 def test_a_step_is_recorded_before_its_checkpoint_can_be_published() -> None:
     diary: list[str] = []
-    keeper = keeper_of(diary)
-    assert all(keeper.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(3))
-    assert not keeper.end_step(outcome(), PhaseClock(), is_last=True)
+    recorder = recorder_of(diary)
+    assert all(recorder.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(3))
+    assert not recorder.end_step(outcome(), PhaseClock(), is_last=True)
     assert diary == ["log 1", "save 2", "log 2", "log 3", "save 4", "log 4"]
 
 
 def test_saving_is_timed_as_a_phase_of_its_step() -> None:
     logger = ListLogger()
-    keeper = make_keeper(logger, checkpoints=DiaryOfCheckpoints(period=2))
+    recorder = make_recorder(logger, checkpoints=DiaryOfCheckpoints(period=2))
     for _ in range(2):
-        keeper.end_step(outcome(), PhaseClock(), is_last=False)
+        recorder.end_step(outcome(), PhaseClock(), is_last=False)
     assert logger.steps_with("timing/checkpoint/seconds") == [2]
 
 
 def test_a_stop_is_saved_and_told() -> None:
     diary: list[str] = []
-    keeper = keeper_of(diary, stop_reason=lambda: "SIGTERM")
-    assert not keeper.end_step(outcome(), PhaseClock(), is_last=False)
-    assert keeper.stopped_for == "SIGTERM"
+    recorder = recorder_of(diary, stop_reason=lambda: "SIGTERM")
+    assert not recorder.end_step(outcome(), PhaseClock(), is_last=False)
+    assert recorder.stopped_for == "SIGTERM"
     assert diary == ["save 1", "log 1"]
-    keeper = keeper_of([], stop_reason=lambda: "SIGTERM")
-    assert not keeper.end_step(outcome(), PhaseClock(), is_last=True)
-    assert keeper.stopped_for is None, "it came with the last step: the run is complete"
+    recorder = recorder_of([], stop_reason=lambda: "SIGTERM")
+    assert not recorder.end_step(outcome(), PhaseClock(), is_last=True)
+    assert recorder.stopped_for is None, "it came with the last step: the run is complete"
 
 
 def test_a_stop_saves_even_while_updates_are_skipped() -> None:
     diary: list[str] = []
-    keeper = keeper_of(diary, stop_reason=lambda: "SIGTERM")
-    assert not keeper.end_step(outcome(1, 1), PhaseClock(), is_last=False)
+    recorder = recorder_of(diary, stop_reason=lambda: "SIGTERM")
+    assert not recorder.end_step(outcome(1, 1), PhaseClock(), is_last=False)
     assert diary == ["save 1", "log 1"]
 
 
 def test_what_the_state_remembers() -> None:
-    keeper = make_keeper(ListLogger())
-    keeper.record_start({"val/loss": 3.0, "timing/validation/seconds": 1.0})
-    assert (keeper.state.step, dict(keeper.state.first_validation)) == (0, {"val/loss": 3.0})
-    keeper.end_step(outcome(), PhaseClock(), is_last=False)
-    keeper.end_step(outcome(loss=2.0), PhaseClock(), is_last=False)
-    assert keeper.state == LoopState(2, 7, {"val/loss": 3.0}, {"val/loss": 2.0}, {"train/loss": 0.5}, 0)
+    recorder = make_recorder(ListLogger())
+    recorder.record_start({"val/loss": 3.0, "timing/validation/seconds": 1.0})
+    assert (recorder.state.step, dict(recorder.state.first_validation)) == (0, {"val/loss": 3.0})
+    recorder.end_step(outcome(), PhaseClock(), is_last=False)
+    recorder.end_step(outcome(loss=2.0), PhaseClock(), is_last=False)
+    assert recorder.state == LoopState(2, 7, {"val/loss": 3.0}, {"val/loss": 2.0}, {"train/loss": 0.5}, 0)
 
 
 @pytest.mark.parametrize(
@@ -99,20 +99,20 @@ def test_what_the_state_remembers() -> None:
     ],
 )
 def test_skipped_updates_are_counted_over_steps(calls: list[tuple[int, int, int]], expected: int) -> None:
-    keeper = make_keeper(ListLogger(), max_skipped_in_a_row=99)
+    recorder = make_recorder(ListLogger(), max_skipped_in_a_row=99)
     for skipped, in_a_row, updates in calls:
-        keeper.end_step(outcome(skipped, in_a_row, updates), PhaseClock(), is_last=False)
-    assert keeper.state.skipped_in_a_row == expected
+        recorder.end_step(outcome(skipped, in_a_row, updates), PhaseClock(), is_last=False)
+    assert recorder.state.skipped_in_a_row == expected
 
 
 def test_too_many_of_them_end_the_run() -> None:
     diary: list[str] = []
-    keeper = keeper_of(diary)
+    recorder = recorder_of(diary)
     skipped = outcome(1, 1, samples=[f"data.jsonl:{line}" for line in range(10, 20)] * 2)
-    assert all(keeper.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(2))
-    assert all(keeper.end_step(skipped, PhaseClock(), is_last=False) for _ in range(2))
+    assert all(recorder.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(2))
+    assert all(recorder.end_step(skipped, PhaseClock(), is_last=False) for _ in range(2))
     with pytest.raises(TrainingDivergedError) as raised:
-        keeper.end_step(skipped, PhaseClock(), is_last=False)
+        recorder.end_step(skipped, PhaseClock(), is_last=False)
     assert diary == ["log 1", "save 2", "log 2", "log 3", "log 4", "log 5", "finish"], "no checkpoint among them"
     assert len(raised.value.sample_ids) == 10
     lines = str(raised.value).splitlines()
@@ -124,7 +124,7 @@ def test_too_many_of_them_end_the_run() -> None:
 
 
 def test_without_checkpoints() -> None:
-    keeper = make_keeper(ListLogger(), max_skipped_in_a_row=1)
+    recorder = make_recorder(ListLogger(), max_skipped_in_a_row=1)
     with pytest.raises(TrainingDivergedError, match="The last good checkpoint: none was saved"):
-        keeper.end_step(outcome(1, 1), PhaseClock(), is_last=True)
-    keeper.finish()
+        recorder.end_step(outcome(1, 1), PhaseClock(), is_last=True)
+    recorder.finish()

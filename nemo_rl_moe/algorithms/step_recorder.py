@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the training loops share."""
+"""The end of a training step: metrics recorded, checkpoints begun, reasons to stop; shared by all loops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -130,8 +130,8 @@ class StepOutcome:
     samples: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
 
-class RunKeeper:
-    """Ends the steps of a run.
+class StepRecorder:
+    """Recorder of a run's steps: metrics, checkpoints, and the decision to go on.
 
     A step is recorded before its checkpoint is published: whoever resumes from it finds the records of all its steps.
 

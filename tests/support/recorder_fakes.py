@@ -1,13 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run keeper over lists, and checkpoints that only keep a diary."""
+"""A step recorder over lists, and checkpoints that only keep a diary."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.training_run import Checkpoints, Observers, RunKeeper
+from nemo_rl_moe.algorithms.step_recorder import Checkpoints, Observers, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.loggers.interface import MetricLogger
 
@@ -45,7 +45,7 @@ class DiaryOfCheckpoints:
         self.diary.append("finish")
 
 
-def make_keeper(
+def make_recorder(
     logger: MetricLogger,
     loads: list[tuple[int, Any]] | None = None,
     samples: Callable[[int, str, Any], None] = lambda step, split, responses: None,
@@ -53,12 +53,12 @@ def make_keeper(
     stop_reason: Callable[[], str | None] = lambda: None,
     start: LoopState | None = None,
     max_skipped_in_a_row: int = 3,
-) -> RunKeeper:
-    """A keeper that writes to lists."""
+) -> StepRecorder:
+    """A recorder that writes to lists."""
 
     def log_load(step: int, load: Any) -> None:
         if loads is not None:
             loads.append((step, load))
 
     observers = Observers(logger, log_load, samples)
-    return RunKeeper(observers, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())
+    return StepRecorder(observers, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())

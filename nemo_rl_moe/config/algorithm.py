@@ -1,0 +1,177 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The record of an algorithm, the registry of all algorithms, and the three that ship with this package.
+
+Commands, configuration, checkpoints, reports and memory plans read what they need to know of an algorithm from its
+record. One that lives outside of this package is a record too: a configuration names it by `algorithm:
+my_module:ALGORITHM`, and `nemo-rl-moe run` starts it. Imports no torch.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.errors import ConfigurationError
+
+ALGORITHM_KEY = "algorithm"
+"""Top-level key that names the algorithm of a configuration; without it, the section of a built-in one says it."""
+POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
+ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that it gives"
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """What the package knows of an algorithm.
+
+    The functions take a checked configuration, an instance of `config_class`.
+
+    Attributes:
+        name: Its own section of the configuration; also its name in commands, checkpoints and reports.
+        summary: One line for `nemo-rl-moe --help`.
+        config_class: The schema of its configurations, with the section `name`, and with `data`, which has `train` and
+            `validation`.
+        run: Entry point: a function of the configuration and the `launch.training_run.TrainingRun`, or
+            `package.module:function`, which is imported when a run starts.
+        rules: Checks between settings; each yields one line for each problem. Common rules are checked anyway.
+        resume_keys: Keys that must be the same when a run goes on from a checkpoint, each with the reason.
+        loop: The section of the run's length and validations: `max_num_epochs`, `max_num_steps`, `val_period`,
+            `val_at_start`, `val_at_end` and `seed`. Empty: the section `name`.
+        sequences_per_sample: Sequences of what the batch sizes count.
+        updates_per_step: Optimizer steps of one step.
+        needs_reference: Whether the workers keep the weights that the run began with.
+        responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
+        reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
+    """
+
+    name: str
+    summary: str
+    config_class: type[MasterConfig]
+    run: str | Callable[..., None]
+    rules: tuple[Callable[[Any], Iterator[str]], ...] = ()
+    resume_keys: Mapping[str, str] = field(default_factory=dict)
+    loop: str = ""
+    sequences_per_sample: int = 1
+    updates_per_step: Callable[[Any], int] = lambda config: 1
+    needs_reference: Callable[[Any], bool] = lambda config: False
+    responses_at_a_time: Callable[[Any], int] | None = None
+    reference: str | None = None
+
+    @property
+    def generates(self) -> bool:
+        """Whether the algorithm trains on responses of its own."""
+        return self.responses_at_a_time is not None
+
+    @property
+    def loop_name(self) -> str:
+        """Name of the section of the run's length and validations."""
+        return self.loop or self.name
+
+    def loop_of(self, config: MasterConfig) -> Any:
+        """The section of the run's length and validations."""
+        return getattr(config, self.loop_name)
+
+    def entry_point(self) -> Callable[..., None]:
+        """The function that runs the algorithm, imported where the record names it.
+
+        Raises:
+            ConfigurationError: There is no such function.
+        """
+        if not isinstance(self.run, str):
+            return self.run
+        function: Callable[..., None] = import_attribute(f"{self.name}: run", self.run)
+        return function
+
+
+def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
+    """Responses of a step or, where their number is known and larger, of a validation."""
+    validation = 0
+    if config.data.validation is not None and config.grpo.max_val_samples is not None:
+        validation = config.grpo.max_val_samples * config.grpo.val_num_generations
+    return max(config.responses_per_step, validation)
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm(
+            name="sft",
+            summary="supervised fine-tuning",
+            config_class=SFTMasterConfig,
+            run="nemo_rl_moe.launch.sft:run_sft",
+            resume_keys={"policy.train_global_batch_size": POSITION_IN_THE_DATA, "sft.seed": ORDER_OF_THE_DATA},
+        ),
+        Algorithm(
+            name="dpo",
+            summary="learning from pairs of a chosen and a rejected response (DPO, IPO)",
+            config_class=DPOMasterConfig,
+            run="nemo_rl_moe.launch.dpo:run_dpo",
+            rules=DPO_RULES,
+            resume_keys={"policy.train_global_batch_size": POSITION_IN_THE_DATA, "dpo.seed": ORDER_OF_THE_DATA},
+            sequences_per_sample=2,
+            needs_reference=lambda config: config.dpo.reference_logprobs == "in_step",
+        ),
+        Algorithm(
+            name="grpo",
+            summary="reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)",
+            config_class=GRPOMasterConfig,
+            run="nemo_rl_moe.launch.grpo:run_grpo",
+            rules=GRPO_RULES,
+            resume_keys={"grpo.num_prompts_per_step": POSITION_IN_THE_DATA, "grpo.seed": ORDER_OF_THE_DATA},
+            updates_per_step=lambda config: config.updates_per_step,
+            needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
+            responses_at_a_time=grpo_responses_at_a_time,
+        ),
+    )
+}
+"""By name: the built-in algorithms, and those that a configuration of this process has named."""
+BUILT_IN = tuple(ALGORITHMS)
+
+
+def algorithm_of(config: MasterConfig) -> Algorithm:
+    """The algorithm that a configuration is for."""
+    for kind in type(config).__mro__:
+        for algorithm in ALGORITHMS.values():
+            if algorithm.config_class is kind:
+                return algorithm
+    raise LookupError(f"{type(config).__name__} is the configuration of no algorithm that is registered")
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """A built-in algorithm by its name, or another by `package.module:ATTRIBUTE`, which is imported and registered.
+
+    The working folder is searched for modules too.
+
+    Raises:
+        ConfigurationError: There is no such algorithm, or its record cannot be used.
+    """
+    if name in BUILT_IN:
+        return ALGORITHMS[name]
+    if ":" not in name:
+        raise ConfigurationError(
+            f"{ALGORITHM_KEY}: got {name!r}, expected {', '.join(BUILT_IN)}, or package.module:ALGORITHM"
+            f"{did_you_mean(nearest(name, BUILT_IN))}"
+        )
+    found = import_attribute(ALGORITHM_KEY, name, form="package.module:ALGORITHM")
+    if not isinstance(found, Algorithm):
+        raise ConfigurationError(f"{ALGORITHM_KEY}: {name} is {described(found)}, expected an Algorithm")
+    for problem in _problems(found):
+        raise ConfigurationError(f"{ALGORITHM_KEY}: {name}: {problem}")
+    algorithm = replace(found, reference=name)
+    ALGORITHMS[algorithm.name] = algorithm
+    return algorithm
+
+
+def _problems(algorithm: Algorithm) -> Iterator[str]:
+    """What keeps an imported record from being used."""
+    fields = algorithm.config_class.model_fields
+    if algorithm.name in BUILT_IN:
+        yield f"its name {algorithm.name} is that of a built-in algorithm"
+    if algorithm.config_class in [other.config_class for other in ALGORITHMS.values() if other.name in BUILT_IN]:
+        yield f"its config_class {algorithm.config_class.__name__} is that of a built-in algorithm; derive from it"
+    for name in dict.fromkeys((algorithm.name, algorithm.loop_name, "data")):
+        if name not in fields:
+            yield f"its config_class {algorithm.config_class.__name__} has no section {name}"

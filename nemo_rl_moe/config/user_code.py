@@ -1,0 +1,64 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Objects of the user's own modules, named in a configuration as `package.module:attribute`."""
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.errors import ConfigurationError, one_line
+
+
+def import_attribute(key: str, reference: str, form: str = "package.module:function") -> Any:
+    """Imports what a value of the configuration refers to. The working folder is searched too, after all else.
+
+    Args:
+        key: The configuration's key, for error messages.
+        reference: Its value; dots reach into classes: `package.module:Class.member`.
+        form: The expected form, for error messages.
+
+    Raises:
+        ConfigurationError: The reference has another form, or there is no such module or attribute.
+    """
+    module_name, separator, attribute = reference.partition(":")
+    if not (separator and all(part.isidentifier() for part in (*module_name.split("."), *attribute.split(".")))):
+        raise ConfigurationError(f"{key}: got {reference!r}, expected {form}")
+    found: Any = _import(key, module_name, reference)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [other for other in dir(found) if not other.startswith("_")]
+            name = str(getattr(found, "__name__", None) or type(found).__name__)
+            raise ConfigurationError(f"{key}: {reference}: {name} has no {part}{did_you_mean(nearest(part, known))}")
+        found = getattr(found, part)
+    return found
+
+
+def described(value: Any) -> str:
+    """A value and its type, as an error message shows them."""
+    text = repr(value)
+    return f"{text if len(text) <= 80 else text[:80] + '...'} ({type(value).__name__})"
+
+
+def _import(key: str, module_name: str, reference: str) -> Any:
+    # A program that pip has installed does not search the folder that it is started in; the file is likely there.
+    working_folder = str(Path.cwd())
+    if working_folder not in sys.path and "" not in sys.path:
+        sys.path.append(working_folder)
+    try:
+        return import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise ConfigurationError(
+                f"{key}: {reference}: {module_name} cannot be imported: {one_line(error)}"
+            ) from error
+        beside = [path.stem for path in Path(working_folder).glob("*.py")]
+        raise ConfigurationError(
+            f"{key}: {reference}: there is no module {error.name}, neither installed nor in the working folder"
+            f" {working_folder}{did_you_mean(nearest(error.name, beside))}"
+        ) from error
+    except BaseException as error:  # a module may raise anything, or exit
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigurationError(f"{key}: {reference}: {module_name} cannot be imported: {one_line(error)}") from error

@@ -1,0 +1,192 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Records of algorithms: the built-in ones agree with their schemas, and one of the user's own is found or refused."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_rl_moe import cli
+from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of, find_algorithm
+from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.loading import dump_resolved, load_any_config
+from nemo_rl_moe.config.validation import known_keys
+from nemo_rl_moe.errors import ConfigurationError
+
+MODULE = """
+from nemo_rl_moe.config.algorithm import ALGORITHMS, Algorithm
+from nemo_rl_moe.config.schema import GRPOMasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_base import StrictModel
+
+class Own(StrictModel):
+    weight: float
+
+class OwnMasterConfig(GRPOMasterConfig):
+    own: Own
+
+def weight_is_positive(config):
+    if config.own.weight <= 0:
+        yield f"own.weight: got {config.own.weight}, expected a number above 0"
+
+def run(config, run):
+    raise SystemExit(f"ran with {config.own.weight}")
+
+OWN = Algorithm(
+    "own", "a test", OwnMasterConfig, "my_algorithm:run", rules=(*ALGORITHMS["grpo"].rules, weight_is_positive),
+    resume_keys={"grpo.seed": "a reason"}, loop="grpo", responses_at_a_time=ALGORITHMS["grpo"].responses_at_a_time,
+)
+NO_SECTION = Algorithm("other", "a test", OwnMasterConfig, run)
+TAKEN = Algorithm("grpo", "a test", OwnMasterConfig, run)
+UNDERIVED = Algorithm("sft", "a test", SFTMasterConfig, run)
+NUMBER = 3
+"""
+
+
+@pytest.fixture
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a module of the user's own, which is not on the path of an installed program."""
+    (tmp_path / "my_algorithm.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    yield tmp_path
+    sys.modules.pop("my_algorithm", None)
+    for name in set(ALGORITHMS) - set(BUILT_IN):
+        del ALGORITHMS[name]
+
+
+def write_config(folder: Path, **own: object) -> str:
+    content = {"defaults": "grpo_tiny_moe.yaml", "algorithm": "my_algorithm:OWN", "own": {"weight": 0.5} | own}
+    (folder / "own.yaml").write_text(yaml.safe_dump(content))
+    return "own.yaml"
+
+
+@pytest.mark.parametrize("name", exemplar_names())
+def test_shipped_configurations_are_for_built_in_algorithms(name: str) -> None:
+    config = load_any_config(name, check_paths=False)
+    algorithm = algorithm_of(config)
+    assert ALGORITHMS[algorithm.name] is algorithm
+    assert algorithm.loop_of(config) is getattr(config, algorithm.name)
+    assert algorithm.updates_per_step(config) >= 1
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_keys_of_records_are_keys_of_their_schemas(name: str) -> None:
+    algorithm = ALGORITHMS[name]
+    assert set(algorithm.resume_keys) <= set(known_keys(algorithm.config_class))
+    assert callable(algorithm.entry_point())
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "needs"),
+    [
+        ("sft_tiny_moe.yaml", "sft.seed=1", False),
+        ("dpo_tiny_moe.yaml", "dpo.reference_logprobs=in_step", True),
+        ("grpo_tiny_moe.yaml", "loss_fn.reference_policy_kl_penalty=0", False),
+        ("grpo_tiny_moe.yaml", "loss_fn.reference_policy_kl_penalty=0.1", True),
+    ],
+)
+def test_needs_reference(name: str, override: str, needs: bool) -> None:
+    config = load_any_config(name, [override], check_paths=False)
+    assert algorithm_of(config).needs_reference(config) is needs
+
+
+def test_own_algorithm_is_found_by_the_key(working_folder: Path) -> None:
+    config = load_any_config(write_config(working_folder), ["grpo.seed=5"], check_paths=False)
+    algorithm = algorithm_of(config)
+    assert (algorithm.name, algorithm.reference) == ("own", "my_algorithm:OWN")
+    assert algorithm.loop_of(config).seed == 5
+    dumped = dump_resolved(config)
+    assert list(dumped)[:2] == ["algorithm", "own"]
+    (working_folder / "dumped.yaml").write_text(yaml.safe_dump(dumped, sort_keys=False))
+    assert load_any_config("dumped.yaml", check_paths=False) == config
+
+
+def test_rules_of_an_own_algorithm_are_checked_beside_the_common_ones(working_folder: Path) -> None:
+    path = write_config(working_folder, weight=-1.0)
+    with pytest.raises(ConfigurationError) as caught:
+        load_any_config(path, ["policy.megatron_cfg.context_parallel_size=2", "own.wieght=3"], check_paths=False)
+    problems = caught.value.problems
+    assert "own.wieght: unknown key; did you mean own.weight?" in problems
+    assert "own.weight: got -1.0, expected a number above 0" in problems
+    assert any(line.startswith("policy.megatron_cfg.context_parallel_size: got 2") for line in problems)
+
+
+@pytest.mark.parametrize(
+    ("reference", "problem"),
+    [
+        ("gpro", "algorithm: got 'gpro', expected sft, dpo, grpo, or package.module:ALGORITHM; did you mean grpo?"),
+        ("my-algorithm:OWN", "algorithm: got 'my-algorithm:OWN', expected package.module:ALGORITHM"),
+        ("my_algorithm:OWNN", "algorithm: my_algorithm:OWNN: my_algorithm has no OWNN; did you mean OWN?"),
+        ("my_algoritm:OWN", "algorithm: my_algoritm:OWN: there is no module my_algoritm, neither installed nor in"),
+        ("my_algorithm:NUMBER", "algorithm: my_algorithm:NUMBER is 3 (int), expected an Algorithm"),
+        ("my_algorithm:TAKEN", "algorithm: my_algorithm:TAKEN: its name grpo is that of a built-in algorithm"),
+        ("my_algorithm:UNDERIVED", "algorithm: my_algorithm:UNDERIVED: its name sft is that of a built-in algorithm"),
+        (
+            "my_algorithm:NO_SECTION",
+            "algorithm: my_algorithm:NO_SECTION: its config_class OwnMasterConfig has no section other",
+        ),
+    ],
+)
+def test_what_is_refused(working_folder: Path, reference: str, problem: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        find_algorithm(reference)
+    (line,) = caught.value.problems
+    assert line.startswith(problem)
+    if "my_algoritm:" in problem:
+        assert line.endswith("; did you mean my_algorithm?")
+    assert tuple(ALGORITHMS) == BUILT_IN
+
+
+def test_an_entry_point_that_is_not_there_is_told() -> None:
+    with pytest.raises(ConfigurationError, match=r"sft: run: nemo_rl_moe.launch.sft:rn_sft: .* did you mean run_sft\?"):
+        replace(ALGORITHMS["sft"], run="nemo_rl_moe.launch.sft:rn_sft").entry_point()
+
+
+def test_commands_of_other_algorithms_name_the_right_one(
+    working_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(working_folder)
+    assert cli.main(["grpo", "--config", path]) == 2
+    assert capsys.readouterr().err == (
+        "error: own.yaml: is for the algorithm `own`: start it with nemo-rl-moe run --config own.yaml\n"
+    )
+    assert cli.main(["sft", "--config", "grpo_tiny_moe.yaml"]) == 2
+    assert "start it with nemo-rl-moe grpo --config grpo_tiny_moe.yaml" in capsys.readouterr().err
+
+
+def test_run_ends_with_code_2_before_anything_starts(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (working_folder / "wrong.yaml").write_text("defaults: grpo_tiny_moe.yaml\nalgorithm: my_algorithm:OWM\n")
+    assert cli.main(["run", "--config", "wrong.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: algorithm: my_algorithm:OWM: my_algorithm has no OWM; did you mean OWN?\n"
+    )
+    assert cli.main(["run"]) == 2
+    assert capsys.readouterr().err.startswith("error: run: --config FILE is missing; shipped configurations: ")
+    assert {path.name for path in working_folder.iterdir()} <= {"my_algorithm.py", "wrong.yaml", "__pycache__"}
+
+
+def test_config_and_plan_know_an_own_algorithm(working_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(working_folder)
+    assert cli.main(["config", "--config", path, "own.weight=0.25"]) == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["algorithm"], printed["own"]) == ("my_algorithm:OWN", {"weight": 0.25})
+    model = Path(cli.__file__).resolve().parents[1] / "examples/assets/tiny_qwen3_moe"
+    assert cli.main(["plan", "--config", path, f"policy.model_name={model}"]) == 0
+    assert "+ while generating" in capsys.readouterr().out
+
+
+def test_help_names_the_algorithms_and_imports_no_torch() -> None:
+    code = (
+        "import sys; from nemo_rl_moe import cli\n"
+        "try: cli.main(['run', '--help'])\n"
+        "finally: assert not {'torch', 'ray', 'megatron', 'transformers'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    for name in BUILT_IN:
+        assert ALGORITHMS[name].summary in result.stdout
+    assert "algorithm: my_module:ALGORITHM" in result.stdout
