@@ -41,8 +41,9 @@ from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_dpo_config
 from nemo_rl_moe.config.schema import DPOMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
+from nemo_rl_moe.data.dataset import DataReport
 from nemo_rl_moe.data.loader import TokenStore
-from nemo_rl_moe.data.preferences import PreferenceDataset, PreferenceReport
+from nemo_rl_moe.data.preferences import WORDS, PreferenceDataset
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
@@ -205,7 +206,7 @@ def random_pairs(num_steps: int) -> PreferenceDataset:
         for index, pair in enumerate(tokens)
         for sequence in pair
     ]
-    report = PreferenceReport("random", count, 0, 0, 0, tokens.size, int(is_response.sum()) * 2 * count, ())
+    report = DataReport("random", WORDS, count, tokens.size, int(is_response.sum()) * 2 * count)
     return PreferenceDataset(TokenStore(examples), report)
 
 

@@ -29,10 +29,11 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.run_folder.folder import collect_versions
 
 EXAMPLES = """\
@@ -135,7 +136,7 @@ def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace) -> d
     """The engine and the others, sampling at temperature 1 and greedy, all with the same weights."""
     prompts = np.random.default_rng(0).integers(VOCABULARY, size=(options.prompts, options.prompt_tokens))
     rows, count = torch.from_numpy(prompts), options.new_tokens
-    weights = trainer.export_weights()
+    weights = dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config))
     plain = PlainModel(weights, trainer.hf_config, options.prompt_tokens + count)
     engine = MegatronGenerator(trainer.chunks, trainer.config, None, trainer.device)
     contestants = {}
@@ -152,7 +153,7 @@ def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace) -> d
 
 def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingParameters) -> Run:
     """Generates as a training run does."""
-    request = GenerationRequest(
+    request = GenerationBatch(
         prompts=tuple(tuple(prompt) for prompt in prompts.tolist()),
         seeds=tuple(range(len(prompts))),
         sampling=how,

@@ -32,6 +32,7 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import Observers
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -45,7 +46,9 @@ from nemo_rl_moe.generation.megatron import MegatronGeneration
 from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rollouts.rollouts import Roller
+from nemo_rl_moe.rollouts.environment import SingleTurn
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
@@ -206,13 +209,17 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
     loggers, console = open_loggers(folder, clock, stack)
     samples = stack.enter_context(SampleLog(folder, console, num_to_print=0, num_to_save=None))
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
+    vocabulary_size = load_hf_config(config.policy.model_name).vocab_size
+    sampling = sampling_parameters(config.policy.generation, tokenizer, vocabulary_size)
+    engine = MegatronGeneration(policy)
+    longest = config.policy.max_total_sequence_length
+    worker = RolloutWorker(engine, scorer, SingleTurn(), tokenizer.decode, tokenizer.encode, longest)
     train_grpo(
         config,
         policy,
-        Roller(MegatronGeneration(policy), scorer, tokenizer.decode),
-        prompts,
-        None,
-        sampling_parameters(config.policy.generation, tokenizer, load_hf_config(config.policy.model_name).vocab_size),
+        engine,
+        SynchronousSource(config.grpo, worker, prompts, sampling),
+        Validator(config.grpo, worker, (), sampling),
         pad_token_id(tokenizer),
         recorder_without_checkpoints(
             config.policy, Observers(loggers, ExpertLoadWriter(folder, console.warn).write, samples.write)

@@ -15,9 +15,9 @@ from torch import Tensor
 from nemo_rl_moe.moe.load_balance_metrics import (
     compute_brief_metrics,
     compute_detailed_metrics,
-    load_balance_metrics_from_matrix,
+    load_balance_metrics,
 )
-from nemo_rl_moe.moe.load_statistics import LayerLoad
+from nemo_rl_moe.moe.load_statistics import ExpertLoad, LayerLoad
 
 Input = TypeVar("Input")
 
@@ -70,9 +70,8 @@ def main() -> None:
 
     def detailed(counts_LE: Tensor) -> object:
         losses = [1.0] * NUM_LAYERS
-        return load_balance_metrics_from_matrix(
-            counts_LE, range(NUM_LAYERS), router_topk=ROUTER_TOPK, aux_losses=losses, detailed=True
-        )
+        load = ExpertLoad(tuple(range(NUM_LAYERS)), counts_LE)
+        return load_balance_metrics(load, router_topk=ROUTER_TOPK, aux_losses=losses, detailed=True)
 
     by_experts = {}
     for num_experts in NUM_EXPERTS:

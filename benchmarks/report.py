@@ -23,7 +23,7 @@ import torch
 from small_model import positive
 
 from nemo_rl_moe.config.loading import dump_resolved, load_config
-from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics_from_matrix
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import write_run_files
@@ -79,13 +79,12 @@ def write_run(folder: Path, num_steps: int, num_layers: int, num_experts: int, s
         popularity[-1, 0] *= step < num_steps // 2
         shares = popularity / popularity.sum(1, keepdims=True)
         counts = torch.from_numpy(generator.multinomial(TOKENS * TOPK, shares).astype(np.int64))
-        balance = load_balance_metrics_from_matrix(
-            counts, range(num_layers), router_topk=TOPK, aux_losses=[1.0] * num_layers, detailed=True
-        )
+        load = ExpertLoad(tuple(range(num_layers)), counts)
+        balance = load_balance_metrics(load, router_topk=TOPK, aux_losses=[1.0] * num_layers, detailed=True)
         loss = 4 * float(np.exp(-step / 300)) + 0.05 * float(generator.standard_normal())
         own = {"train/loss": loss, "train/grad_norm": float(generator.gamma(2.0)), "timing/train/seconds": 1.0}
         metrics.log_step(step, own | {f"train/{_prefixed(key)}": value for key, value in balance.items()})
-        loads.write(step, ExpertLoad(tuple(range(num_layers)), counts))
+        loads.write(step, load)
     metrics.close()
     loads.close()
 

@@ -109,7 +109,7 @@ def _add(section: Section, algorithm: str, name: str, info: FieldInfo, values: M
 
 
 def _versions(name: str, info: FieldInfo) -> str:
-    """Which releases of Megatron-Core have a field, and its values."""
+    """Releases of Megatron-Core that have a field, and its values."""
     extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
     notes = [
         text.format(extra[key])

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe import __version__
-from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN, algorithm_of
+from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
     ConfigurationError,
     TrainingDivergedError,
     UserError,
+    WeightSyncError,
     WorkerDiedError,
 )
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
@@ -140,7 +141,7 @@ def _told(run: Callable[[], int]) -> int:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
         return error.exit_code
-    except (WorkerDiedError, TrainingDivergedError) as error:
+    except (WorkerDiedError, WeightSyncError, TrainingDivergedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -293,7 +294,9 @@ def _drive(
     command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
 ) -> None:
     config = _load(command, config_path, overrides)
-    algorithm_of(config).entry_point()(config, launch, stop_signals)
+    from nemo_rl_moe.launch.training_run import launch_run
+
+    launch_run(config, launch, stop_signals)
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:

@@ -49,6 +49,12 @@ class WorkerDiedError(RuntimeError):
     exit_code = EXIT_RUN_FAILED
 
 
+class WeightSyncError(RuntimeError):
+    """Weights did not arrive whole at a generation engine. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
 class TrainingDivergedError(RuntimeError):
     """Too many updates in a row had a loss or a gradient that was NaN or infinite. Exit code 3.
 

@@ -3,7 +3,6 @@
 """What the reference model gives the responses of preference pairs: one number a sequence."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,7 +15,7 @@ from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepRecorder
 from nemo_rl_moe.config.schema import DPOConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS, PreferenceDataset, collate_pairs
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 
@@ -33,7 +32,7 @@ def measured_in_step(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClo
     """
     with clock.phase("reference_logprobs"):
         sums = _sums(policy.reference_logprobs, batch)
-    return replace(batch, extras=batch.extras | {REFERENCE_SUMS: sums})
+    return batch.with_columns(**{REFERENCE_SUMS: per_sequence(sums)})
 
 
 def measured_beforehand(

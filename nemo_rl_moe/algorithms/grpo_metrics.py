@@ -1,38 +1,142 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a GRPO step says of its responses; the loss and the routing report for themselves."""
+"""Metrics of GRPO's trajectories: of a training step, and of a validation on held-out prompts with pass@k."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
 
 from nemo_rl_moe.algorithms.advantages import frac_zero_std_groups
+from nemo_rl_moe.config.schema_grpo import GRPOConfig
+from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import fault_metrics
-from nemo_rl_moe.rollouts.rollouts import rewards_of, rollout_metrics
-from nemo_rl_moe.rollouts.source import RolloutGroups
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.metrics import PhaseClock, with_prefix
+from nemo_rl_moe.rollouts.source import VALIDATION_SEEDS, RolloutGroups
+from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group_rewards, rollout_metrics
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 def group_metrics(groups: RolloutGroups) -> dict[str, float]:
-    """Metrics of one step's responses.
+    """Metrics of the trajectories of one step.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
-    `frac_zero_std_groups` and `env/num_*` tell of all responses that were generated, so that dynamic sampling does not
-    hide how the policy does; rewards are the environment's, before any shaping. With more than one round of it:
+    `frac_zero_std_groups` and `env/num_*` are of all trajectories that were generated, so that dynamic sampling does
+    not hide how the policy does; rewards are the environment's, before any shaping. With more than one round of it:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
-    responses that are trained on.
+    trajectories that are trained on.
     """
     metrics = rollout_metrics(groups.generated)
-    metrics |= fault_metrics([rollout.score for rollout in groups.generated])
-    metrics["frac_zero_std_groups"] = frac_zero_std_groups(rewards_of(groups.generated, groups.num_generations))
+    metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
+    metrics["frac_zero_std_groups"] = frac_zero_std_groups(group_rewards(groups.generated, groups.num_generations))
     if groups.num_rounds > 1 or groups.num_filled:
         metrics["dynamic_sampling/num_gen_batches"] = float(groups.num_rounds)
         metrics["dynamic_sampling/num_filled_groups"] = float(groups.num_filled)
-        metrics["filtered_reward"] = float(rewards_of(groups.trained, groups.num_generations).mean())
+        metrics["filtered_reward"] = float(group_rewards(groups.trained, groups.num_generations).mean())
     return metrics
 
 
 def advantage_metrics(batch: TokenBatch) -> dict[str, float]:
-    """`advantages/{mean,min,max}` over the responses that are trained on, each counted once."""
-    advantages = batch.extras["advantages"].double()
+    """`advantages/{mean,min,max}` over the trajectories that are trained on, or over their trained tokens."""
+    advantages = batch.columns["advantages"].values.double()
+    if advantages.ndim > 1:
+        advantages = advantages[batch.token_mask]
     return {
         "advantages/mean": float(advantages.mean()),
         "advantages/min": float(advantages.min()),
         "advantages/max": float(advantages.max()),
     }
+
+
+class Validator:
+    """Validation of a policy, each time with the same prompts and the same random numbers.
+
+    Args:
+        config: The `grpo` section.
+        worker: Makes trajectories.
+        prompts: The held-out prompts.
+        sampling: How training responses are drawn; validation has a temperature of its own.
+
+    Attributes:
+        trajectories: Those of the last one.
+    """
+
+    def __init__(
+        self,
+        config: GRPOConfig,
+        worker: RolloutWorker,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParameters,
+    ):
+        self._num_generations = config.val_num_generations
+        self._seed_key = (config.seed, VALIDATION_SEEDS)
+        self._worker = worker
+        self._prompts = [prompts[index] for index in range(min(len(prompts), config.max_val_samples or len(prompts)))]
+        self._sampling = replace(sampling, temperature=config.val_temperature)
+        self.trajectories: list[Trajectory] = []
+
+    def __call__(self) -> dict[str, float]:
+        """Validates.
+
+        Returns:
+            `val/accuracy` (with several responses to a prompt their mean, so pass@1), `val/pass_at_{k}`, the other
+            metrics of responses under `val/`, and `timing/validation/...`.
+        """
+        clock, inner_clock = PhaseClock(), PhaseClock()
+        with clock.phase("validation"):
+            self.trajectories = trajectories = self._worker.run(
+                self._prompts, self._num_generations, self._sampling, self._seed_key, inner_clock
+            )
+        clock.count_tokens("validation", sum(trajectory.num_sampled_tokens for trajectory in trajectories))
+        metrics = rollout_metrics(trajectories) | fault_metrics([trajectory.fault for trajectory in trajectories])
+        metrics |= pass_at_k_metrics(group_correctness(trajectories, self._num_generations))
+        return with_prefix("val", metrics) | clock.metrics()
+
+
+def pass_at_k(correct: Int[Tensor, " prompts"], num_generations: int, k: int) -> Float[Tensor, " prompts"]:
+    """Unbiased estimate of the chance that one of `k` responses is right (Chen et al., arXiv:2107.03374, eq. 1).
+
+    Of all ways to take `k` of a prompt's `n` responses, the share that holds a right one: `1 - C(n-c, k) / C(n, k)`.
+
+    Args:
+        correct: Right responses of each prompt, `c`.
+        num_generations: Responses to each prompt, `n`.
+        k: Responses to take, from 1 to `n`.
+
+    Returns:
+        One float64 for each prompt.
+
+    Raises:
+        ValueError: `k` is not in 1 to `n`.
+    """
+    if not 1 <= k <= num_generations:
+        raise ValueError(f"pass@k needs k from 1 to the number of generations ({num_generations}), got {k}")
+    # Whole numbers of any size, divided once: no product of rounded factors.
+    ways = math.comb(num_generations, k)
+    by_count = [1.0 - math.comb(num_generations - c, k) / ways for c in range(num_generations + 1)]
+    return correct.new_tensor(by_count, dtype=torch.float64)[correct]
+
+
+def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[str, float]:
+    """Mean of `pass_at_k` over the prompts, as `pass_at_{k}` (MLflow takes no `@` in a name).
+
+    Args:
+        is_correct: Which responses are right.
+
+    Returns:
+        A value for each power of two from 2 up to the number of generations `n`, and for `n`; nothing for one
+        generation, as pass@1 is the accuracy.
+    """
+    num_generations = is_correct.shape[1]
+    correct = is_correct.sum(dim=1)
+    return {f"pass_at_{k}": float(pass_at_k(correct, num_generations, k).mean()) for k in _values_of_k(num_generations)}
+
+
+def _values_of_k(num_generations: int) -> list[int]:
+    powers_of_two = {2**exponent for exponent in range(1, num_generations.bit_length())}
+    return sorted(powers_of_two | {num_generations} - {1})

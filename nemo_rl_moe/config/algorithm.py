@@ -50,7 +50,7 @@ class Algorithm:
     name: str
     summary: str
     config_class: type[MasterConfig]
-    run: str | Callable[..., None]
+    run: str | Callable[[Any, Any], None]
     rules: tuple[Callable[[Any], Iterator[str]], ...] = ()
     resume_keys: Mapping[str, str] = field(default_factory=dict)
     loop: str = ""
@@ -74,7 +74,7 @@ class Algorithm:
         """The section of the run's length and validations."""
         return getattr(config, self.loop_name)
 
-    def entry_point(self) -> Callable[..., None]:
+    def entry_point(self) -> Callable[[Any, Any], None]:
         """The function that runs the algorithm, imported where the record names it.
 
         Raises:
@@ -82,7 +82,7 @@ class Algorithm:
         """
         if not isinstance(self.run, str):
             return self.run
-        function: Callable[..., None] = import_attribute(f"{self.name}: run", self.run)
+        function: Callable[[Any, Any], None] = import_attribute(f"{self.name}: run", self.run)
         return function
 
 

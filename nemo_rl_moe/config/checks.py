@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings, each a pure function that yields one line for each problem.
 
-A rule reads only what it needs. Where the schema found some values wrong, the rules that need them are skipped and all
-others still run, so that the user sees every problem at once.
+A rule's docstring names what it is about. Where the schema found some values wrong, the rules that need them are
+skipped and all others still run, so that the user sees every problem at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +46,7 @@ def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) 
 
 
 def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
-    """Every copy of the dense part, and every copy of the experts, takes a whole number of the workers."""
+    """Divisibility of the workers by the sizes of the dense part's and of the experts' model parallelism."""
     megatron, world = config.policy.megatron_cfg, config.cluster.world_size
     tensor, pipeline = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
     context, expert = megatron.context_parallel_size, megatron.expert_model_parallel_size
@@ -70,7 +70,7 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
 
 
 def context_parallel_is_supported(config: MasterConfig) -> Iterator[str]:
-    """Sequences are not shared between ranks."""
+    """Context parallelism, which is not supported."""
     size = config.policy.megatron_cfg.context_parallel_size
     if size > 1:
         yield (
@@ -80,7 +80,7 @@ def context_parallel_is_supported(config: MasterConfig) -> Iterator[str]:
 
 
 def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterator[str]:
-    """Megatron-Core's MoE layers need the one with the other."""
+    """Sequence parallelism, which MoE layers need exactly with tensor parallelism."""
     megatron = config.policy.megatron_cfg
     if megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1:
         yield f"{MEGATRON}.sequence_parallel: true needs {MEGATRON}.tensor_model_parallel_size above 1"
@@ -92,7 +92,7 @@ def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterato
 
 
 def expert_tensor_parallel_size_is_possible(config: MasterConfig) -> Iterator[str]:
-    """Experts are either whole or cut as the dense matrices are."""
+    """Expert tensor parallel size: 1, or the tensor parallel size."""
     megatron = config.policy.megatron_cfg
     size, tensor = megatron.expert_tensor_parallel_size, megatron.tensor_model_parallel_size
     if size not in (1, tensor):
@@ -101,7 +101,7 @@ def expert_tensor_parallel_size_is_possible(config: MasterConfig) -> Iterator[st
 
 
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
-    """The interleaved schedule needs several stages, several pieces and microbatches in groups of the stages."""
+    """Interleaved schedule: several stages, several pieces, and microbatches in multiples of the stages."""
     megatron = config.policy.megatron_cfg
     pieces, stages = megatron.virtual_pipeline_model_parallel_size, megatron.pipeline_model_parallel_size
     name = f"{MEGATRON}.virtual_pipeline_model_parallel_size"
@@ -125,13 +125,13 @@ def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
 
 
 def only_one_way_to_batch(config: MasterConfig) -> Iterator[str]:
-    """Packing and dynamic batching exclude each other."""
+    """Sequence packing and dynamic batching, which exclude each other."""
     if config.policy.sequence_packing.enabled and config.policy.dynamic_batching.enabled:
         yield "policy.sequence_packing.enabled and policy.dynamic_batching.enabled: only one of them can be true"
 
 
 def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
-    """Megatron-Core's own unfused attention refuses packed rows."""
+    """Packed rows, which Megatron-Core's unfused attention refuses."""
     if config.policy.sequence_packing.enabled and config.policy.megatron_cfg.layer_spec == "local":
         yield (
             f"policy.sequence_packing.enabled: true cannot be used with {MEGATRON}.layer_spec local, whose attention"
@@ -140,7 +140,7 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 
 
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
-    """A token budget is at least one whole sample, which may be two sequences."""
+    """Token budget of a microbatch: at least one whole sample, which may be two sequences."""
     num_sequences = algorithm_of(config).sequences_per_sample
     longest = config.policy.max_total_sequence_length * num_sequences
     is_pair = num_sequences == 2
@@ -155,7 +155,7 @@ def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]
 
 
 def global_batch_divides(config: MasterConfig) -> Iterator[str]:
-    """Every data-parallel rank gets the same number of samples, and of microbatches in plain batching."""
+    """Divisibility of the global batch by the data-parallel ranks, and by their microbatches in plain batching."""
     policy = config.policy
     size, copies = policy.train_global_batch_size, config.data_parallel_size
     if copies == 0 or config.cluster.world_size % policy.megatron_cfg.model_parallel_size:
@@ -174,14 +174,14 @@ def global_batch_divides(config: MasterConfig) -> Iterator[str]:
 
 
 def per_layer_logging_needs_tracking(config: MasterConfig) -> Iterator[str]:
-    """What is not tracked cannot be logged."""
+    """Per-layer MoE metrics, which need tracking."""
     megatron = config.policy.megatron_cfg
     if megatron.moe_per_layer_logging and not megatron.track_moe_metrics:
         yield f"{MEGATRON}.moe_per_layer_logging: true needs {MEGATRON}.track_moe_metrics true"
 
 
 def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
-    """Detailed on every step leaves nothing for every Nth step."""
+    """Detailed MoE metrics: of every step or of every Nth, not both."""
     metrics = config.policy.megatron_cfg.moe_metrics
     if metrics.mode == "detailed" and metrics.detailed_every_steps is not None:
         yield (
@@ -191,7 +191,7 @@ def details_are_asked_for_once(config: MasterConfig) -> Iterator[str]:
 
 
 def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
-    """The ways of forced routing exclude each other, and the hot rank must exist."""
+    """Forced routing: one way at a time, and a hot rank that exists."""
     megatron = config.policy.megatron_cfg
     forced = {
         "moe_router_force_load_balancing": bool(megatron.moe_router_force_load_balancing),
@@ -210,7 +210,7 @@ def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
 
 
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
-    """Megatron-Core's older switch must not contradict ours."""
+    """Megatron-Core's older switch for recomputing MoE layers, which must not contradict `activation_checkpointing`."""
     megatron = config.policy.megatron_cfg
     older, ours = megatron.moe_transformer_fields.get("moe_layer_recompute"), megatron.activation_checkpointing
     if older is not None and older != (ours == "moe"):
@@ -221,7 +221,7 @@ def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
 
 
 def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
-    """A list of balancing losses goes with a list of as many coefficients."""
+    """Balancing losses and their coefficients: lists of the same length."""
     fields = config.policy.megatron_cfg.moe_transformer_fields
     types, coefficients = fields.get("moe_router_load_balancing_type"), fields.get("moe_aux_loss_coeff")
     if types is None or coefficients is None:
@@ -236,7 +236,7 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
 
 
 def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
-    """The decay goes down, and there is one after the warm-up."""
+    """Learning rate schedule: a decay that goes down and begins after the warm-up."""
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
     if optimizer.min_lr > optimizer.lr:
         yield f"{MEGATRON}.optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr = {optimizer.lr}"

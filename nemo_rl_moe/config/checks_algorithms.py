@@ -9,7 +9,7 @@ from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
-    """The responses of a step are a whole number of global batches."""
+    """Responses of a step: a whole number of global batches."""
     samples, size = config.responses_per_step, config.policy.train_global_batch_size
     if samples % size:
         yield (
@@ -25,7 +25,7 @@ def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
-    """There is room for a prompt."""
+    """Room for the prompt beside the response."""
     longest, response = config.policy.max_total_sequence_length, config.policy.generation.max_new_tokens
     if response >= longest:
         yield (
@@ -35,7 +35,7 @@ def response_fits_the_sequence(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]:
-    """The punished part is a part of the response."""
+    """Overlong buffer: a part of the response."""
     shaping, longest = config.grpo.reward_shaping, config.policy.generation.max_new_tokens
     if shaping.enabled and shaping.overlong_buffer_length > longest:
         yield (
@@ -45,7 +45,7 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
-    """Something lies between the bounds of IcePop."""
+    """Order of the two bounds of IcePop."""
     loss = config.loss_fn
     lower, upper = loss.importance_sampling_ratio_min, loss.importance_sampling_ratio_max
     if loss.importance_sampling_correction == "icepop" and lower >= upper:
@@ -56,20 +56,20 @@ def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
-    """CISPO's weight is a constant: there is no loss for dual clip to bound."""
+    """Dual clip, which has no surrogate loss to bound with CISPO."""
     loss = config.loss_fn
     if loss.objective == "cispo" and loss.ratio_clip_c is not None:
         yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective cispo"
 
 
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
-    """The environment that is named is described."""
+    """Section of the named environment."""
     if config.env.name != "math" and getattr(config.env, config.env.name) is None:
         yield f"env.{config.env.name}: null, but env.name is {config.env.name}, which reads that section"
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
-    """Prompts are read from a path, or drawn from a task."""
+    """Source of prompts: a path, or a task that draws them."""
     for name, source in (("train", config.data.train), ("validation", config.data.validation)):
         if source is None or source.path is not None:
             continue
@@ -83,7 +83,7 @@ def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def drawn_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
-    """One seed draws one set of prompts."""
+    """Seeds of drawn prompts: validation has its own."""
     train, validation = config.data.train, config.data.validation
     if validation is None or train.path is not None or validation.path is not None:
         return
@@ -95,7 +95,7 @@ def drawn_prompts_are_held_out(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
-    """Greedy responses to one prompt are all the same."""
+    """Greedy validation, whose responses to one prompt are all the same."""
     loop = config.grpo
     if loop.val_temperature == 0 and loop.val_num_generations > 1:
         yield (
@@ -105,7 +105,7 @@ def greedy_validation_asks_once(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[str]:
-    """What the first round lacks comes from the rounds after it."""
+    """Rounds of dynamic sampling: a second one to replace groups from."""
     loop = config.grpo
     if loop.use_dynamic_sampling and loop.dynamic_sampling_max_gen_batches == 1:
         yield (
@@ -115,7 +115,7 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
 
 
 def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
-    """Only the estimator `grpo` can leave a response out of what it is compared with."""
+    """Leave-one-out baseline, which only the estimator `grpo` has."""
     estimator = config.grpo.adv_estimator
     if estimator.use_leave_one_out_baseline and estimator.name != "grpo":
         yield (
@@ -125,7 +125,7 @@ def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
 
 
 def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
-    """Responses end when they end; collectives whose sizes each rank takes from its own tokens would not fit."""
+    """Dispatchers that need as many tokens on every rank, which generation does not give them."""
     megatron = config.policy.megatron_cfg
     if megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size == 1:
         return
@@ -143,7 +143,7 @@ def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iter
 
 
 def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[str]:
-    """Otherwise every prompt would be the same."""
+    """Placeholder of the prompt in the template, without which every prompt would be the same."""
     template = config.data.prompt_template
     if template is not None and "{prompt}" not in template:
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
@@ -171,13 +171,13 @@ GRPO_RULES = (
 
 
 def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
-    """Without any, nothing is trained."""
+    """Weights of the losses, of which one is above 0."""
     if config.dpo.preference_loss_weight == 0 and config.dpo.sft_loss_weight == 0:
         yield "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained"
 
 
 def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
-    """IPO's loss is not that of a label."""
+    """Label smoothing, which IPO does not have."""
     if config.dpo.preference_loss_type == "ipo" and config.dpo.label_smoothing > 0:
         yield (
             f"dpo.label_smoothing: got {config.dpo.label_smoothing}, expected 0 with dpo.preference_loss_type ipo,"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Do the local files and folders exist that the configuration names? Looks, never writes."""
+"""Rules of the local files and folders that a configuration names; they look and never write."""
 
 import os
 from collections.abc import Iterator
@@ -24,45 +24,45 @@ def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a model's name means a folder: a hub's name has no leading dot or slash and at most one slash.
+    """Tells a folder from a name on the hub, which has no leading dot or slash and at most one slash.
 
-    What would lie in a folder that is here means one too: to ask the hub for a mistyped one takes half a minute.
+    A name below a folder that exists means a folder too: asking the hub for a mistyped one takes half a minute.
     """
     is_inside = "/" in name and Path(name).parent.is_dir()
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir() or is_inside
 
 
 def model_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """A local model is a folder with a `config.json`."""
+    """Local model: a folder with a `config.json`."""
     yield from _folder_problem("policy.model_name", config.policy.model_name, needs="config.json")
 
 
 def tokenizer_folder_exists(config: MasterConfig) -> Iterator[str]:
-    """A local tokenizer is a folder."""
+    """Local tokenizer: a folder."""
     if config.policy.tokenizer.name != getattr(config.policy, "model_name", None):
         yield from _folder_problem("policy.tokenizer.name", config.policy.tokenizer.name)
 
 
 def chat_template_exists(config: MasterConfig) -> Iterator[str]:
-    """A chat template of the user's own is a file."""
+    """Chat template of the user's own: a file."""
     template = config.policy.tokenizer.chat_template
     if template is not None and not Path(template).is_file():
         yield f"policy.tokenizer.chat_template: {_not_found(Path(template))}"
 
 
 def training_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
-    """A `.jsonl` file is there."""
+    """Training data: a `.jsonl` file that exists."""
     yield from _data_problem("data.train.path", config.data.train)
 
 
 def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMasterConfig) -> Iterator[str]:
-    """A `.jsonl` file is there."""
+    """Validation data: a `.jsonl` file that exists."""
     if config.data.validation is not None:
         yield from _data_problem("data.validation.path", config.data.validation)
 
 
 def checkpoint_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
-    """The folder, or the nearest one above it that is there, may be written to."""
+    """Checkpoint folder, or the nearest existing one above it, that may be written to."""
     name = config.checkpointing.checkpoint_dir
     if name is None or not config.checkpointing.enabled:
         return
@@ -88,7 +88,7 @@ def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> It
 
 
 def _not_found(path: Path) -> str:
-    """Says that a path is not there, and which neighbour may be meant; or that it is there and no file."""
+    """Error text for a path that does not exist, with the nearest neighbour, or that is no file."""
     if path.exists():
         return f"{path} is no plain file"
     neighbours = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []

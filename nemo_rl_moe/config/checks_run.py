@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of what surrounds the training: the loop's length, checkpointing, and the files and folders that are named."""
+"""Rules of the loop's length and of checkpointing."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | 
 
 
 def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:
-    """Without a decay length of its own, the schedule ends with the run."""
+    """Warm-up shorter than the run, with which a schedule without a length of its own ends."""
     name, loop = loop_section(config)
     scheduler, steps = config.policy.megatron_cfg.scheduler, loop.max_num_steps
     if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
@@ -36,7 +36,7 @@ def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:
 
 
 def validation_has_data(config: LoopMasterConfig) -> Iterator[str]:
-    """Validation at any time needs held-out data."""
+    """Held-out data for validation."""
     if config.data.validation is not None:
         return
     name, loop = loop_section(config)
@@ -53,7 +53,7 @@ _SECTION = "checkpointing"
 
 
 def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
-    """The metric is one of training or of validation."""
+    """Form of the best metric's name: `val:NAME` or `train:NAME`."""
     name = config.checkpointing.metric_name
     if name is None or re.fullmatch(r"(val|train):[^\s:]+", name):
         return
@@ -64,7 +64,7 @@ def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
 
 
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
-    """What chooses the best checkpoints is measured by the run."""
+    """Best metric: one that the run measures."""
     settings = config.checkpointing
     if not settings.enabled or settings.keep_top_k is None or settings.metric_name is None:
         return  # nothing is chosen
@@ -83,7 +83,7 @@ def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
 
 
 def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
-    """The time after which a run saves can be read, and leaves it some time."""
+    """Time limit of a run: a duration above 0."""
     text = config.checkpointing.checkpoint_must_save_by
     if text is None:
         return
@@ -99,7 +99,7 @@ def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
 
 
 def checkpoints_are_on_where_they_are_needed(config: MasterConfig) -> Iterator[str]:
-    """What goes on from a checkpoint needs one."""
+    """Settings that need checkpoints: a time limit and restarts."""
     if config.checkpointing.enabled:
         return
     if config.checkpointing.checkpoint_must_save_by is not None:

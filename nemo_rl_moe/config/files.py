@@ -104,7 +104,7 @@ def with_text_keys(value: Any) -> Any:
 
 
 def yaml_problem(error: Exception) -> str:
-    """What is wrong with a YAML text, on one line."""
+    """Problem of a YAML text, on one line."""
     if isinstance(error, MarkedYAMLError):
         return str(error.problem or error.context or "not valid YAML")
     return str(error).splitlines()[0]

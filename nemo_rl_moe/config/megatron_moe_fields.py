@@ -55,7 +55,7 @@ class MoeTransformerFields(StrictModel):
     moe_router_topk: PositiveInt = _unset()
     """Experts that each token goes to."""
     moe_router_load_balancing_type: LoadBalancingType | list[LoadBalancingType] = _unset()
-    """How the router is kept balanced; of several, a list with a coefficient each."""
+    """Load balancing method of the router; of several, a list with a coefficient each."""
     moe_aux_loss_coeff: NonNegativeFloat | list[NonNegativeFloat] = _unset()
     """Weight of the load balancing loss; a list goes with a list of balancing types."""
     moe_z_loss_coeff: NonNegativeFloat | None = _unset()
@@ -65,7 +65,7 @@ class MoeTransformerFields(StrictModel):
     moe_router_pre_softmax: bool = _unset()
     """Take the softmax over all experts before the top ones are chosen."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = _unset()
-    """What turns logits into scores."""
+    """Function from logits to scores."""
     moe_router_topk_scaling_factor: float | None = _unset()
     """Factor on the scores of the chosen experts; null: 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = _unset()
@@ -97,7 +97,7 @@ class MoeTransformerFields(StrictModel):
     """Let chosen experts be recorded and replayed."""
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] = _unset()
-    """How tokens travel to the experts' ranks."""
+    """Dispatcher of tokens to the experts' ranks."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = _unset()
     """Library behind the flex dispatcher."""
     moe_flex_dispatcher_num_sms: int | None = _unset(since="0.19")
@@ -134,7 +134,7 @@ class MoeTransformerFields(StrictModel):
     moe_pad_experts_for_cuda_graph_inference: bool = _unset(since="0.19")
     """Pad while decoding, so that shapes stay fixed."""
     moe_token_drop_policy: Literal["probs", "position"] = _unset()
-    """Which tokens an expert over capacity drops: the least probable or the last."""
+    """Tokens that an expert over capacity drops: the least probable or the last."""
 
     moe_grouped_gemm: bool = _unset()
     """One kernel for the matrices of all experts of a rank."""
@@ -161,7 +161,7 @@ class MoeTransformerFields(StrictModel):
 
     @property
     def moe_transformer_fields(self) -> dict[str, Any]:
-        """What the user has set, to be passed to `TransformerConfig` by name."""
+        """The fields that the user has set, to be passed to `TransformerConfig` by name."""
         return {name: getattr(self, name) for name in MOE_FIELD_NAMES if name in self.model_fields_set}
 
 
@@ -174,7 +174,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def version_problem(name: str, value: Any, installed: str) -> str | None:
-    """What is wrong with a `moe_*` field under the installed Megatron-Core, or None.
+    """Problem with a `moe_*` field under the installed Megatron-Core, in words; None without one.
 
     Args:
         name: A field of `MoeTransformerFields`.

@@ -123,7 +123,7 @@ Place = tuple[str | int, ...]
 
 
 def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]]:
-    """Puts values in the place of interpolations.
+    """Resolves interpolations.
 
     Args:
         config: Plain nested mapping; it is not changed.

@@ -56,7 +56,7 @@ class DPOConfig(PreferenceLossConfig, SupervisedLoopConfig):
     """Direct preference optimization: the loop and its loss. A sample is a pair of responses."""
 
     reference_logprobs: Annotated[Literal["in_step", "precompute"], RenamedValue("beforehand", "precompute")]
-    """When the log-probabilities of the reference model, which is the policy at the start of the run, are computed.
+    """Time at which the log-probabilities of the reference model, the policy at the start of the run, are computed.
     in_step: in each step, its weights kept beside the policy's; precompute: of all pairs before the first step, without
     a second set of weights."""
 
@@ -69,11 +69,11 @@ class MasterConfig(StrictModel):
     """The sections that every algorithm has."""
 
     checkpointing: CheckpointingConfig
-    """What is kept."""
+    """Checkpoints."""
     policy: PolicyConfig
     """The model."""
     logger: LoggerConfig
-    """Where metrics go."""
+    """Destinations of metrics."""
     cluster: ClusterConfig
     """The machines."""
 
@@ -111,11 +111,11 @@ class GRPOMasterConfig(MasterConfig):
     policy: GeneratingPolicyConfig
     """The model, and how it generates."""
     env: EnvironmentConfig
-    """What scores the responses."""
+    """Scoring of responses."""
     data: PromptDataConfig
     """The prompts."""
     logger: GenerationLoggerConfig
-    """Where metrics and samples go."""
+    """Destinations of metrics and samples."""
 
     @property
     def responses_per_step(self) -> int:

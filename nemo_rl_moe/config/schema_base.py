@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 @dataclass(frozen=True)
 class ExpectedWords:
-    """Says in an error message what a text has to look like, where the type does not say it.
+    """Form of a text for the error message, where its type does not say it.
 
     Attributes:
         words: What follows `expected`.
@@ -57,7 +57,7 @@ class StrictModel(BaseModel):
 
 
 class SupervisedLoopConfig(StrictModel):
-    """How long a loop over samples runs, and when it validates."""
+    """Length of a loop over samples, and times of validation."""
 
     max_num_epochs: PositiveInt
     """Passes over the training samples after which the run ends."""

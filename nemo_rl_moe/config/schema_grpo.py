@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_rl_moe.config.schema_base import (
+    ExpectedWords,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -24,7 +25,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class AdvantageConfig(StrictModel):
-    """How rewards become advantages."""
+    """Estimator of advantages from rewards."""
 
     name: Literal["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
     """grpo: against the other responses to the same prompt; reinforce_plus_plus: against all responses of the step;
@@ -43,7 +44,7 @@ class RewardShapingConfig(StrictModel):
     overlong_buffer_length: PositiveInt
     """The last so many tokens before `max_new_tokens` cost more and more."""
     overlong_buffer_penalty: NonNegativeFloat
-    """What a response of full length loses."""
+    """Reward that a response of full length loses."""
 
 
 class GRPOConfig(StrictModel):
@@ -58,7 +59,7 @@ class GRPOConfig(StrictModel):
     max_num_steps: PositiveInt | None
     """Steps after which the run ends, if that comes first; null: epochs alone decide."""
     adv_estimator: AdvantageConfig
-    """How rewards become advantages."""
+    """Estimator of advantages from rewards."""
     use_dynamic_sampling: bool
     """Replace groups whose responses all got the same reward, which teach nothing (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt
@@ -116,10 +117,11 @@ class PolicyGradientLossConfig(StrictModel):
 
 
 class GenerationConfig(StrictModel):
-    """How responses are generated."""
+    """Sampling of responses."""
 
-    backend: Literal["megatron"]
-    """megatron: the training workers themselves, with the weights that they train."""
+    backend: Literal["megatron"] | Annotated[str, Field(pattern=":"), ExpectedWords("package.module:function")]
+    """megatron: the training workers themselves, with the weights that they train; otherwise a function that makes an
+    engine of your own."""
     max_new_tokens: PositiveInt
     """Most tokens of a response, its end token included."""
     temperature: PositiveFloat
@@ -142,7 +144,7 @@ class GeneratingPolicyConfig(PolicyConfig):
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""
     generation: GenerationConfig
-    """How responses are generated."""
+    """Sampling of responses."""
 
 
 def generating(policy: PolicyConfig) -> GeneratingPolicyConfig | None:
@@ -169,7 +171,7 @@ class CallableConfig(StrictModel):
 
 
 class EnvironmentConfig(StrictModel):
-    """What scores the responses."""
+    """Scoring of responses."""
 
     name: Literal["math", "reasoning_gym", "callable"]
     """math: math-verify against the record's answer; reasoning_gym: the task's verifier; callable: a function."""
@@ -185,10 +187,13 @@ class EnvironmentConfig(StrictModel):
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
     """Read when `name` is callable."""
+    rollout: Text | None
+    """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
+    prompt, scored by the scorer that `name` names."""
 
 
 class PromptSourceConfig(StrictModel):
-    """Where one set of prompts comes from."""
+    """Source of one set of prompts."""
 
     path: Text | None
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`.
@@ -197,7 +202,7 @@ class PromptSourceConfig(StrictModel):
     split: Text
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
     num_items: PositiveInt | None
-    """How many prompts to draw when `path` is null; otherwise the most to read, repeats not counted,
+    """Number of prompts to draw when `path` is null; otherwise the most to read, repeats not counted,
     null: all."""
     seed: NonNegativeInt
     """Seed of drawn prompts; prompts that are read have none and ignore it."""
@@ -214,12 +219,12 @@ class PromptDataConfig(StrictModel):
     """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects. Drawn prompts, which
     have no other names for these things, ignore it and `answer_key`."""
     prompt_template: Text | None
-    """What the user's last turn becomes, with the prompt in place of `{prompt}`; null: the prompt as it is.
-    Drawn prompts too."""
+    """Text of the user's last turn, with the prompt in place of `{prompt}`; null: the prompt as it is. Applies to drawn
+    prompts too."""
     answer_key: Text
     """Key of a record that holds the right answer. Dots reach into objects."""
     on_bad_line: Literal["stop", "skip"]
-    """What a line that cannot be used does: end the run, or be left out and counted."""
+    """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
     shuffle: bool
     """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
     load_timeout_s: PositiveFloat
@@ -227,7 +232,7 @@ class PromptDataConfig(StrictModel):
 
 
 class GenerationLoggerConfig(LoggerConfig):
-    """Where metrics and samples go."""
+    """Destinations of metrics and of generated samples."""
 
     num_samples_to_print: NonNegativeInt
     """Responses shown on the console after each validation."""

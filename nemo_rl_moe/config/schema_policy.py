@@ -83,12 +83,12 @@ class SchedulerConfig(StrictModel):
 
 
 class MoeMetricsConfig(StrictModel):
-    """Which load balance metrics are logged while `track_moe_metrics` is on."""
+    """Load balance metrics, logged while `track_moe_metrics` is on."""
 
     mode: Literal["brief", "detailed"]
     """brief: at most 60 keys whatever the model's size; detailed: a few more for each layer."""
     top_k_experts: NonNegativeInt
-    """How many of the most and of the least loaded experts to log; 0: none."""
+    """Number of the most and of the least loaded experts to log; 0: none."""
     detailed_every_steps: PositiveInt | None
     """In brief mode, log in detail on every so many steps; null: never."""
     what_if_expert_parallel_sizes: list[PositiveInt]
@@ -96,7 +96,7 @@ class MoeMetricsConfig(StrictModel):
 
 
 class MegatronConfig(MoeTransformerFields):
-    """How Megatron-Core lays the model out and runs it; any `moe_*` field of its `TransformerConfig` besides."""
+    """Layout and training of the model in Megatron-Core; any `moe_*` field of its `TransformerConfig` besides."""
 
     tensor_model_parallel_size: PositiveInt
     """Ranks that share each matrix."""
@@ -113,8 +113,8 @@ class MegatronConfig(MoeTransformerFields):
     sequence_parallel: bool
     """Share activations between the tensor-parallel ranks along the sequence; goes with tensor parallelism."""
     activation_checkpointing: ActivationCheckpointing
-    """What the backward pass computes again to save memory: nothing (none, false), all layers (full, true) or the MoE
-    layers (moe)."""
+    """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full,
+    true) or of the MoE layers (moe)."""
     layer_spec: Literal["auto", "local"]
     """auto: Transformer Engine where it is installed, otherwise this project's fast modules; local: Megatron-Core's own
     unfused modules."""

@@ -9,7 +9,7 @@ from nemo_rl_moe.config.schema_base import DurationText, NonNegativeInt, Positiv
 
 
 class CheckpointingConfig(StrictModel):
-    """What is kept of a run: checkpoints to go on from, and the final weights."""
+    """Checkpoints to resume from, and the final weights."""
 
     enabled: bool
     """Save checkpoints, and the final weights as a Hugging Face folder."""
@@ -19,12 +19,12 @@ class CheckpointingConfig(StrictModel):
     """auto: go on from the newest checkpoint of `checkpoint_dir`, or if that is null of the newest run in
     `logger.log_dir` that has one; never: start anew, and remove the older checkpoints once there is a new one."""
     metric_name: Text | None
-    """What the best checkpoints are chosen by: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
+    """Metric that chooses the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
     the checkpoint's step; null: keep the newest."""
     higher_is_better: bool
-    """Whether more of `metric_name` is better."""
+    """true: more of `metric_name` is better; false: less."""
     keep_top_k: PositiveInt | None
-    """How many of the best checkpoints to keep, besides the newest; null: all checkpoints."""
+    """Number of the best checkpoints to keep, besides the newest; null: all checkpoints."""
     save_period: NonNegativeInt
     """Save each time this many steps are done; 0: only at the end and when the run is stopped."""
     checkpoint_must_save_by: DurationText | None
@@ -34,7 +34,7 @@ class CheckpointingConfig(StrictModel):
 
 
 class DataSourceConfig(StrictModel):
-    """Where one set of samples comes from."""
+    """Source of one set of samples."""
 
     path: Text
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes."""
@@ -50,7 +50,7 @@ class DataConfig(StrictModel):
     validation: DataSourceConfig | None
     """The samples that are held out; null: no validation."""
     on_bad_line: Literal["stop", "skip"]
-    """What a line that cannot be used does: end the run, or be left out and counted."""
+    """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
     shuffle: bool
     """Draw a new order of the training samples for each epoch, from the loop's seed."""
     load_timeout_s: PositiveFloat
@@ -58,7 +58,7 @@ class DataConfig(StrictModel):
 
 
 class ConsoleConfig(StrictModel):
-    """What the terminal shows during a run."""
+    """Display of a run in the terminal."""
 
     live: Literal["auto", "always", "never"]
     """One line that renews itself; auto: only where the output is a terminal, otherwise a plain line for each step."""
@@ -108,7 +108,7 @@ class AlertsConfig(StrictModel):
 
 
 class LoggerConfig(StrictModel):
-    """Where metrics go. The JSONL file in the run's folder is always written."""
+    """Destinations of metrics. The JSONL file in the run's folder is always written."""
 
     log_dir: Text
     """Folder that gets one numbered folder for each run."""
@@ -142,7 +142,7 @@ class ClusterConfig(StrictModel):
     worker_start_timeout_s: PositiveFloat
     """Seconds that the workers may take to start before the run gives up."""
     max_restarts: NonNegativeInt
-    """How often a run that fails restarts itself from its last checkpoint."""
+    """Number of times that a run which fails restarts itself from its last checkpoint."""
 
     @property
     def workers_per_node(self) -> int:

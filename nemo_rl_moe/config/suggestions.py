@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The nearest right key for a wrong one."""
+"""Suggestions for misspelt keys and values."""
 
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
@@ -17,9 +17,7 @@ def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUT
 
 
 def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
-    """The known key that was probably meant.
-
-    Looks in the same section first, then for a key of nearly that name in the whole configuration.
+    """The nearest known key: in the same section, otherwise one of nearly that name in the whole configuration.
 
     Args:
         wrong: Full key, parts joined by dots.
@@ -44,5 +42,5 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
 
 
 def did_you_mean(suggestion: str | None) -> str:
-    """The end of an error line that offers `suggestion`; empty without one."""
+    """Ending of an error line with `suggestion`; empty without one."""
     return f"; did you mean {suggestion}?" if suggestion else ""

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Words for what the schema allows and for what the user wrote."""
+"""Validation of values against the schema, with error messages that name key, value and allowed values."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -59,17 +59,17 @@ def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ..
 
 
 def expected(field: FieldInfo) -> str:
-    """What a field takes, in words: `a whole number above 0 or null`."""
+    """Allowed values of a field, in words: `a whole number above 0 or null`."""
     return _expected(field.annotation, field.metadata)
 
 
 def choices(field: FieldInfo) -> list[str]:
-    """The words that a field with fixed values takes."""
+    """The allowed words of a field with fixed values."""
     return [str(value) for value in _literals(field.annotation)]
 
 
 def got(value: Any) -> str:
-    """What the user wrote, in words: `'ten' (str)`."""
+    """A given value, in words: `'ten' (str)`."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""From conversations to token ids with the mask that says which of them the assistant wrote."""
+"""Tokenization of conversations: token ids, and the mask of the tokens that the assistant wrote."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """One conversation as the model sees it.
+    """One conversation, tokenized.
 
     Attributes:
         input_ids: Token ids, shape [tokens].
@@ -37,7 +37,7 @@ class TokenizedExample:
         return len(self.input_ids)
 
     def num_trained_tokens(self) -> int:
-        """How many tokens count in the loss; the first token of a sequence has no prediction and never counts."""
+        """Number of tokens that count in the loss; the first token of a sequence has no prediction and never counts."""
         return int(self.token_mask[1:].sum())
 
 
@@ -62,7 +62,7 @@ def tokenize_example(example: Example, tokenizer: "PreTrainedTokenizerBase", max
 
 
 def batch_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> BatchTokenizer:
-    """Makes a function that tokenizes a list of conversations, each to its tokens or to what is wrong with it.
+    """Makes a function that tokenizes a list of conversations; for one that cannot be tokenized it gives a `BadLine`.
 
     Raises:
         DataError: The tokenizer cannot be used at all.
@@ -107,7 +107,7 @@ def _finish(example: Example, encoded: _Encoded | str, max_length: int) -> Token
 def encode_each(
     encode: Callable[[Sequence[_Item]], list[_Result | str]], items: Sequence[_Item]
 ) -> list[_Result | str]:
-    """Encodes items in one go, so that an item that cannot be encoded does not spoil the others.
+    """Encodes items in one call; where that fails, one by one, so that one bad text does not cost the others.
 
     Args:
         encode: From items to their encodings, or a text that says what is wrong with one; may raise.
@@ -140,7 +140,7 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
 
 
 def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:
-    """Which tokens share a character with a span.
+    """Mask of the tokens that share a character with a span, shape [tokens].
 
     Args:
         offsets: First character of each token and the one after its last, shape [tokens, 2]. Of a token that is
@@ -156,7 +156,7 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
 
 
 def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
-    """For tokenizers written in Python, which do not tell the characters of a token."""
+    """Mask from encoded prefixes, for tokenizers written in Python, which give no character offsets of tokens."""
 
     def ids_of(text: str) -> list[int]:
         encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)

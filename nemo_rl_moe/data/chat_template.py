@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Renders conversations to text and finds which characters the assistant wrote."""
+"""Rendering of conversations by a chat template, with the spans of characters that the assistant wrote."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _STAND_IN = "\u27e6assistant turn\u27e7"
 
 @dataclass(frozen=True)
 class Rendered:
-    """The text that the model sees of one conversation.
+    """A conversation as text.
 
     Attributes:
         text: The whole conversation, special tokens spelled out.
@@ -41,7 +41,7 @@ Renderer = Callable[[Example], Rendered]
 
 
 def renderer_for(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
-    """Chooses how conversations become text with this tokenizer.
+    """Makes the function that renders conversations for this tokenizer.
 
     - A chat template with `{% generation %}` tags says itself what the assistant wrote.
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
@@ -70,7 +70,7 @@ PromptRenderer = Callable[[Sequence[Message], bool], str]
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase") -> PromptRenderer:
-    """Chooses how prompts become text, so that a model is asked in the way that `renderer_for` taught it.
+    """Makes the function that renders prompts as `renderer_for` renders the same turns in training.
 
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
@@ -134,7 +134,7 @@ def _plain_renderer(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
 
 
 def _require_valid_jinja(template: str) -> None:
-    """A template that does not parse is one problem of the template, not a problem of each line."""
+    """Rejects a template that does not parse once, rather than with every line of the data."""
     from jinja2.exceptions import TemplateError, TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -200,7 +200,7 @@ def _render_by_prefixes(example: Example, render: RenderMessages, end_token: str
 
 
 def _end_of_turn(messages: Sequence[Message], index: int, text: str, render: RenderMessages) -> int:
-    """Where the turn at `index` ends in `text`, its end-of-turn token included."""
+    """End in `text` of the turn at `index`, its end-of-turn token included."""
     up_to_turn = render(messages[: index + 1], False)
     if text.startswith(up_to_turn):
         return len(up_to_turn)

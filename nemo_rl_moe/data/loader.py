@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Puts examples side by side."""
+"""Padded batches of tokenized examples, and their order over epochs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
@@ -19,7 +19,7 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
 
     Args:
         examples: At least one.
-        pad_token_id: What stands after an example's end.
+        pad_token_id: Token after an example's end.
     """
     lengths = torch.tensor([len(example) for example in examples], dtype=torch.long)
     shape = (len(examples), int(lengths.max()))
@@ -32,7 +32,7 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
 
 
 class TokenStore(Sequence[TokenizedExample]):
-    """A list of tokenized examples that is kept in three flat arrays: 5 bytes a token.
+    """Sequence of tokenized examples in three flat arrays: 5 bytes a token.
 
     Args:
         examples: The examples, in order.
@@ -64,11 +64,11 @@ class TokenStore(Sequence[TokenizedExample]):
 
 
 MakeBatch = Callable[[Sequence[Any], int], TokenBatch]
-"""From examples and the token that pads them to a batch."""
+"""Function of examples and the padding token that makes a batch."""
 
 
 class GlobalBatchLoader:
-    """Gives the global batches of each epoch.
+    """Global batches of each epoch.
 
     The order depends on the seed and the epoch alone. The examples that do not fill a last batch are left out of that
     epoch, so that every optimizer step sees the same number of sequences; with shuffling they are others each time.
@@ -76,7 +76,7 @@ class GlobalBatchLoader:
     Args:
         dataset: The examples.
         global_batch_size: Examples of one optimizer step, over all ranks.
-        pad_token_id: What stands after an example's end.
+        pad_token_id: Token after an example's end.
         seed: Not negative.
         shuffle: False keeps the order of the data.
         make_batch: Puts examples side by side, whatever kind they are.
@@ -153,7 +153,7 @@ def sequential_batches(
     Args:
         dataset: The examples.
         batch_size: Examples of a batch.
-        pad_token_id: What stands after an example's end.
+        pad_token_id: Token after an example's end.
         max_batches: Stop after so many; None: all.
         make_batch: Puts examples side by side, whatever kind they are.
     """

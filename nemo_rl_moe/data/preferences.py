@@ -1,22 +1,21 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One line of preference data: a prompt with a better and a worse response, and what is wrong when it is not."""
+"""Preference data: prompts with a better and a worse response, as records, tokenized, and as batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
 from nemo_rl_moe.data.chat import BatchTokenizer, TokenizedExample, batch_tokenizer
+from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, ReportWords, read_items
 from nemo_rl_moe.data.loader import TokenStore, collate
 from nemo_rl_moe.data.records import BadLine, Example, Message, RecordError, kind_of, parse_turns
-from nemo_rl_moe.data.sft import LINES_AT_ONCE
-from nemo_rl_moe.data.sources import BadLineLog, counted, open_lines
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.data.sources import open_lines
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class PreferenceRecord:
 
 
 def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
-    """Checks one decoded record and gives it the shape that the rest of the package works with.
+    """Parses one decoded record.
 
     `prompt`, `chosen` and `rejected` are each a text or a list of messages. Where both responses repeat the prompt, as
     in data sets that hold whole conversations, it counts once; where there is no `prompt`, it is the messages that both
@@ -75,7 +74,7 @@ def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
 
 
 def preference_columns(path: str, names: Sequence[str]) -> list[str]:
-    """Which columns of a table to read.
+    """The columns of a table that are read.
 
     Raises:
         DataError: It has no pairs.
@@ -108,12 +107,12 @@ def _example(
 
 
 REFERENCE_SUMS = "reference_sums"
-"""The batch's extra that holds, for each sequence, the reference's log-probability of its response."""
+"""Name of a batch's extra: for each sequence the reference model's log-probability of its response, in nats."""
 
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two responses to one prompt as the model sees them.
+    """Two responses to one prompt, tokenized.
 
     Attributes:
         chosen: The prompt with the better response.
@@ -126,47 +125,13 @@ class PreferencePair:
     reference_sums: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class PreferenceReport:
-    """What became of a data set's lines.
+_TokenizedPair = tuple[TokenizedExample, TokenizedExample]
 
-    Attributes:
-        name: The data set.
-        num_pairs: Pairs to train on or to validate with.
-        num_truncated: Those of them with a sequence that was cut at the maximum length.
-        num_dropped: Pairs left out because before the cut a response has no token, or both are the same.
-        num_bad_lines: Lines left out because they could not be used.
-        num_tokens: Tokens of all sequences.
-        num_trained_tokens: Those of them that belong to a response.
-        bad_lines: The first of the bad lines, one text each.
-    """
-
-    name: str
-    num_pairs: int
-    num_truncated: int
-    num_dropped: int
-    num_bad_lines: int
-    num_tokens: int
-    num_trained_tokens: int
-    bad_lines: tuple[str, ...]
-
-    def summary(self) -> str:
-        """One line; what did not happen is not mentioned."""
-        parts = [
-            counted(self.num_pairs, "pair"),
-            f"{counted(self.num_tokens, 'token')} ({self.num_trained_tokens:,} of responses)",
-        ]
-        if self.num_truncated:
-            parts.append(f"{self.num_truncated:,} cut at the maximum length")
-        if self.num_dropped:
-            parts.append(f"{self.num_dropped:,} left out: no two different responses before the cut")
-        if self.num_bad_lines:
-            parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
-        return f"{self.name}: {', '.join(parts)}"
+WORDS = ReportWords("pair", "of responses", "no two different responses before the cut")
 
 
 class PreferenceDataset(Sequence[PreferencePair]):
-    """A list of pairs that is kept in few flat arrays.
+    """Sequence of pairs, kept in few flat arrays.
 
     Args:
         examples: The sequences in the order of the pairs, the chosen before the rejected one.
@@ -178,7 +143,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
     def __init__(
         self,
         examples: TokenStore,
-        report: PreferenceReport,
+        report: DataReport,
         reference_sums: Float[np.ndarray, "pairs 2"] | None = None,
     ):
         self.report = report
@@ -203,7 +168,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         return replace(pair, reference_sums=(chosen, rejected))
 
     def with_reference_sums(self, sums: Float[np.ndarray, "pairs 2"]) -> "PreferenceDataset":
-        """The same pairs, each with what the reference model gives its responses."""
+        """The same pairs with the log-probabilities of their responses under the reference model."""
         return PreferenceDataset(self._examples, self.report, sums)
 
 
@@ -212,7 +177,7 @@ def load_preferences(
     split: str,
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
-    on_bad_line: Literal["stop", "skip"] = "stop",
+    on_bad_line: OnBadLine = "stop",
 ) -> PreferenceDataset:
     """Reads and tokenizes pairs of responses.
 
@@ -221,39 +186,22 @@ def load_preferences(
         split: The split to take; a `.jsonl` file has none and ignores it.
         tokenizer: A Hugging Face tokenizer.
         max_length: Tokens to keep of each sequence, prompt and response together.
-        on_bad_line: `stop` raises when all lines have been looked at; `skip` leaves bad lines out and counts them.
+        on_bad_line: see `read_items`.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
-    source = open_lines(path, split, parse_preference, preference_columns)
     tokenize = batch_tokenizer(tokenizer, max_length)
-    kept: list[TokenizedExample] = []
-    bad = BadLineLog()
-    num_dropped = 0
-    while lines := list(islice(source.lines, LINES_AT_ONCE)):
-        for result in _tokenize_lines(lines, tokenize):
-            if isinstance(result, BadLine):
-                bad.add(result)
-            elif _teaches(*result):
-                kept += result
-            else:
-                num_dropped += 1
-    if on_bad_line == "stop":
-        bad.raise_if_any(source.name)
-    report = PreferenceReport(
-        name=source.name,
-        num_pairs=len(kept) // 2,
-        num_truncated=sum(a.truncated or b.truncated for a, b in zip(kept[::2], kept[1::2], strict=True)),
-        num_dropped=num_dropped,
-        num_bad_lines=bad.count,
-        num_tokens=sum(len(example) for example in kept),
-        num_trained_tokens=sum(example.num_trained_tokens() for example in kept),
-        bad_lines=tuple(bad.shown),
+    kind: ItemKind[PreferenceRecord, _TokenizedPair] = ItemKind(
+        WORDS,
+        lambda records: _tokenized_pairs(records, tokenize),
+        _size_of,
+        lambda dropped: (
+            f"of {dropped} no two different responses stand within policy.max_total_sequence_length={max_length} tokens"
+        ),
     )
-    if not kept:
-        raise DataError([f"{source.name}: no pair is left to use", *_why_none_is_left(report, max_length)])
-    return PreferenceDataset(TokenStore(kept), report)
+    pairs, report = read_items(open_lines(path, split, parse_preference, preference_columns), kind, on_bad_line)
+    return PreferenceDataset(TokenStore([example for pair in pairs for example in pair]), report)
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
@@ -265,40 +213,27 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
     """
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
-    extras = {REFERENCE_SUMS: torch.tensor(sums, dtype=torch.float64).flatten()} if sums else {}
-    return replace(batch, extras=extras, group_size=2)
+    values = torch.tensor(sums, dtype=torch.float64).flatten()
+    columns = {REFERENCE_SUMS: per_sequence(values)} if sums else {}
+    return replace(batch, columns=columns, group_size=2)
 
 
-def _tokenize_lines(
-    lines: Sequence[PreferenceRecord | BadLine], tokenize: BatchTokenizer
-) -> Iterator[tuple[TokenizedExample, TokenizedExample] | BadLine]:
-    """The lines in their order, all sequences tokenized in one go."""
-    records = [line for line in lines if isinstance(line, PreferenceRecord)]
-    tokenized = iter(tokenize([example for record in records for example in (record.chosen, record.rejected)]))
-    for line in lines:
-        if isinstance(line, BadLine):
-            yield line
-            continue
-        chosen, rejected = next(tokenized), next(tokenized)
+def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
+    """The chosen and the rejected sequence of each record, all tokenized in one go."""
+    sequences = tokenize([example for record in records for example in (record.chosen, record.rejected)])
+    pairs: list[_TokenizedPair | BadLine] = []
+    for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True):
         if isinstance(chosen, BadLine):
-            yield chosen
-        elif isinstance(rejected, BadLine):
-            yield rejected
+            pairs.append(chosen)
         else:
-            yield chosen, rejected
+            pairs.append(rejected if isinstance(rejected, BadLine) else (chosen, rejected))
+    return pairs
 
 
-def _teaches(chosen: TokenizedExample, rejected: TokenizedExample) -> bool:
-    """Whether two different responses are left of a pair."""
-    both_answer = bool(chosen.num_trained_tokens() and rejected.num_trained_tokens())
-    return both_answer and not np.array_equal(chosen.input_ids, rejected.input_ids)
-
-
-def _why_none_is_left(report: PreferenceReport, max_length: int) -> list[str]:
-    reasons = list(report.bad_lines)
-    if report.num_dropped:
-        reasons.append(
-            f"{report.name}: of {counted(report.num_dropped, 'pair')} no two different responses stand within "
-            f"policy.max_total_sequence_length={max_length} tokens"
-        )
-    return reasons or [f"{report.name}: it has no lines"]
+def _size_of(pair: _TokenizedPair) -> ItemSize | None:
+    """Tokens of both sequences; None where the cut leaves no two different responses."""
+    chosen, rejected = pair
+    trained = [sequence.num_trained_tokens() for sequence in pair]
+    if not all(trained) or np.array_equal(chosen.input_ids, rejected.input_ids):
+        return None
+    return ItemSize(len(chosen) + len(rejected), sum(trained), chosen.truncated or rejected.truncated)

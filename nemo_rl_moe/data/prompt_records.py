@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One record of prompt data: the question, the answer, and exactly what is wrong when it cannot be used."""
+"""Records of prompt data: question, answer, and the errors in them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from nemo_rl_moe.errors import DataError
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt before it is tokenized.
+    """One prompt, not yet tokenized.
 
     Attributes:
         sample_id: Where it came from.
@@ -31,12 +31,12 @@ class PromptRecord:
 
     @property
     def text(self) -> str:
-        """What the messages say, without what a chat template adds."""
+        """Text of the messages, without what a chat template adds."""
         return text_of(self.messages)
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """What messages say, a blank line between them."""
+    """Contents of messages, joined by blank lines."""
     return "\n\n".join(message["content"] for message in messages)
 
 
@@ -105,15 +105,15 @@ def prompt_columns(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[
 
 
 def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """What a record holds under a key; dots reach into objects, unless the record has the whole key itself.
+    """Value of a record under a key; dots reach into objects, unless the record has the whole key itself.
 
     Args:
         record: The record.
         key: Such as `reward_model.ground_truth`.
-        setting: Where the user has named the key.
+        setting: Setting that names the key.
 
     Raises:
-        RecordError: There is nothing.
+        RecordError: The record has no such key.
     """
     if key in record:
         return record[key]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves out prompts that have been there before; published sets may hold each problem a hundred times."""
+"""Prompts of GRPO: read or drawn, tokenized, without repeats, and given out step by step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, overload
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat import encode_each
 from nemo_rl_moe.data.chat_template import PromptRenderer, RenderError, prompt_renderer_for
+from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, read_items
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.data.sft import LINES_AT_ONCE
-from nemo_rl_moe.data.sources import BadLineLog, LineSource, counted, open_lines
+from nemo_rl_moe.data.sources import LineSource, open_lines
 from nemo_rl_moe.environments.reasoning_gym import draw_items
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
@@ -27,7 +27,7 @@ _DIGEST_BYTES = 16
 
 
 class RepeatFilter:
-    """Lets each prompt through once, and counts the others.
+    """Filter that lets each prompt through once: published data sets hold some problems a hundred times.
 
     Two prompts are the same when the model is asked the same and the response is compared with the same.
 
@@ -69,13 +69,13 @@ class RepeatFilter:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a model is asked.
+    """One prompt, tokenized.
 
     Attributes:
         sample_id: Where it came from: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
         text: The prompt as text, without what a chat template adds.
-        token_ids: What the model sees of it.
-        record: What the data say of it; always has `question` and `answer`.
+        token_ids: The rendered prompt.
+        record: The record of the data; always has `question` and `answer`.
     """
 
     sample_id: str
@@ -84,53 +84,18 @@ class Prompt:
     record: Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class PromptReport:
-    """What became of the lines of a set of prompts.
-
-    Attributes:
-        name: The set.
-        num_prompts: Prompts that can be used.
-        num_tokens: Their tokens.
-        num_too_long: Prompts left out because they leave no room for a response.
-        num_repeated: Prompts left out because they had been read or drawn before.
-        num_training_prompts: Held-out prompts left out because they are training prompts.
-        num_bad_lines: Lines left out because they could not be used.
-        bad_lines: The first of the bad lines, one text each.
-    """
-
-    name: str
-    num_prompts: int
-    num_tokens: int
-    num_too_long: int
-    num_repeated: int
-    num_training_prompts: int
-    num_bad_lines: int
-    bad_lines: tuple[str, ...]
-
-    def summary(self) -> str:
-        """One line; what did not happen is not mentioned."""
-        parts = [counted(self.num_prompts, "prompt"), counted(self.num_tokens, "token")]
-        if self.num_too_long:
-            parts.append(f"{self.num_too_long:,} left out: longer than a prompt may be")
-        if self.num_repeated:
-            parts.append(f"{counted(self.num_repeated, 'repeated prompt')} left out")
-        if self.num_training_prompts:
-            parts.append(f"{self.num_training_prompts:,} left out: they are training prompts")
-        if self.num_bad_lines:
-            parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
-        return f"{self.name}: {', '.join(parts)}"
+WORDS = ReportWords("prompt", None, "longer than a prompt may be")
 
 
 class PromptDataset(Sequence[Prompt]):
-    """A list of prompts, and what was left out of it.
+    """Sequence of prompts with the report of its loading.
 
     Args:
         prompts: In order.
-        report: What was read and what was left out.
+        report: Numbers of prompts kept and left out.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], report: PromptReport):
+    def __init__(self, prompts: Sequence[Prompt], report: DataReport):
         self.report = report
         self._prompts = tuple(prompts)
 
@@ -173,39 +138,22 @@ def load_prompts(
         _drawn(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
     )
     repeats = RepeatFilter(env.name)
-    tokenize = _tokenizer_of_prompts(tokenizer)
-    kept: list[Prompt] = []
-    bad = BadLineLog()
-    num_too_long = 0
-    remaining = islice(repeats.first_of_each(lines.lines), source.num_items)
-    while chunk := list(islice(remaining, LINES_AT_ONCE)):
-        for result in tokenize(chunk):
-            if isinstance(result, BadLine):
-                bad.add(result)
-            elif len(result.token_ids) > max_prompt_length:
-                num_too_long += 1
-            else:
-                kept.append(result)
-    if data.on_bad_line == "stop":
-        bad.raise_if_any(lines.name)
-    report = PromptReport(
-        name=lines.name,
-        num_prompts=len(kept),
-        num_tokens=sum(len(prompt.token_ids) for prompt in kept),
-        num_too_long=num_too_long,
-        num_repeated=num_redrawn + repeats.num_repeated,
-        num_training_prompts=0,
-        num_bad_lines=bad.count,
-        bad_lines=tuple(bad.shown),
+    kind = ItemKind(
+        WORDS,
+        _prompt_tokenizer(tokenizer),
+        lambda prompt: ItemSize(len(prompt.token_ids)) if len(prompt.token_ids) <= max_prompt_length else None,
+        lambda dropped: (
+            f"{dropped} longer than {max_prompt_length} tokens, which is "
+            "policy.max_total_sequence_length less policy.generation.max_new_tokens"
+        ),
     )
-    if not kept:
-        reasons = _why_none_is_left(report, max_prompt_length)
-        raise DataError([f"{lines.name}: no prompt is left to use", *reasons])
-    return PromptDataset(kept, report)
+    distinct = replace(lines, lines=islice(repeats.first_of_each(lines.lines), source.num_items))
+    prompts, report = read_items(distinct, kind, data.on_bad_line)
+    return PromptDataset(prompts, replace(report, num_repeated=num_redrawn + repeats.num_repeated))
 
 
 class PromptLoader:
-    """Gives the prompts of each step.
+    """Prompts of each step, in an order drawn anew for each epoch.
 
     The order depends on the seed and the epoch alone. The prompts that do not fill a last step are left out of that
     epoch; with shuffling they are others each time.
@@ -252,7 +200,7 @@ def _read(
 def _drawn(
     source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig
 ) -> tuple[LineSource[PromptRecord], int]:
-    """Prompts that the task makes, and how many were left out because they had been drawn before."""
+    """Prompts drawn from the task, and the number of repeats among the draws."""
     if env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"
@@ -271,9 +219,9 @@ def _drawn(
     return LineSource(name, len(records), iter(records)), drawn.num_repeated
 
 
-def _tokenizer_of_prompts(
+def _prompt_tokenizer(
     tokenizer: "PreTrainedTokenizerBase",
-) -> Callable[[Sequence[PromptRecord | BadLine]], Iterator[Prompt | BadLine]]:
+) -> Callable[[Sequence[PromptRecord]], list[Prompt | BadLine]]:
     render = prompt_renderer_for(tokenizer)
 
     def encode(texts: Sequence[str]) -> list[list[int] | str]:
@@ -281,16 +229,13 @@ def _tokenizer_of_prompts(
         encoding: Any = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return list(encoding["input_ids"])
 
-    def tokenize(lines: Sequence[PromptRecord | BadLine]) -> Iterator[Prompt | BadLine]:
-        rendered = [line if isinstance(line, BadLine) else _try_to_render(render, line) for line in lines]
+    def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
+        rendered = [_try_to_render(render, record) for record in records]
         encoded = iter(encode_each(encode, [text for text in rendered if isinstance(text, str)]))
-        for line, text in zip(lines, rendered, strict=True):
-            if isinstance(line, BadLine):
-                yield line
-            elif isinstance(text, BadLine):
-                yield text
-            else:
-                yield _finish(line, next(encoded))
+        return [
+            text if isinstance(text, BadLine) else _finish(record, next(encoded))
+            for record, text in zip(records, rendered, strict=True)
+        ]
 
     return tokenize
 
@@ -310,16 +255,6 @@ def _finish(prompt: PromptRecord, encoded: list[int] | str) -> Prompt | BadLine:
     return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record)
 
 
-def _why_none_is_left(report: PromptReport, max_prompt_length: int) -> list[str]:
-    reasons = list(report.bad_lines)
-    if report.num_too_long:
-        reasons.append(
-            f"{report.name}: {counted(report.num_too_long, 'prompt')} longer than {max_prompt_length} tokens, which is "
-            "policy.max_total_sequence_length less policy.generation.max_new_tokens"
-        )
-    return reasons or [f"{report.name}: it has no lines"]
-
-
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
     """The held-out prompts that are no training prompts, token for token; the report counts the others.
 
@@ -337,7 +272,7 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
         )
     report = replace(
         held_out.report,
-        num_prompts=len(kept),
+        num_kept=len(kept),
         num_tokens=sum(len(prompt.token_ids) for prompt in kept),
         num_training_prompts=len(held_out) - len(kept),
     )

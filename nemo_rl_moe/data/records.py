@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One line of training data: what it may look like, and exactly what is wrong when it does not."""
+"""Records of conversations: their two forms (messages, or prompt and completion) and the errors in them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ class RecordError(ValueError):
 
 
 def parse_record(record: object, sample_id: str) -> Example:
-    """Checks one decoded record and gives it the shape that the rest of the package works with.
+    """Parses one decoded record of a conversation.
 
     `messages` wins where a record has it beside `prompt`; further keys are ignored.
 
@@ -83,12 +83,12 @@ def _prompt_and_completion(record: Mapping[str, Any], sample_id: str) -> Example
 
 
 def parse_turns(value: object, name: str, role: str) -> list[Message]:
-    """Checks a text or a list of messages, and gives it as messages.
+    """Parses a text or a list of messages into messages.
 
     Args:
-        value: What the record holds.
-        name: Its key, for messages.
-        role: Whose turn a text is.
+        value: The record's value.
+        name: Its key, for error messages.
+        role: Role of the turn that a text becomes.
 
     Raises:
         RecordError: It cannot be used.
@@ -137,7 +137,7 @@ def _require_assistant(messages: Sequence[Message], name: str) -> None:
 
 
 def require_encodable(text: str, name: str) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer can encode.
+    """Rejects half of a surrogate pair, which JSON can spell and no tokenizer can encode.
 
     Raises:
         RecordError: The text holds one.
@@ -155,7 +155,7 @@ def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def kind_of(value: object) -> str:
-    """What JSON calls the value's type, with its article."""
+    """JSON's name of a value's type, with its article."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sources of records: JSONL files, data sets of the hub, and lines that cannot be used."""
+"""Sources of records: JSONL files and data sets that the `datasets` library reads, with a time limit on reading."""
 
 import json
 import os
@@ -19,49 +19,6 @@ from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-
-MAX_PROBLEMS_SHOWN = 20
-
-
-class BadLineLog:
-    """Counts bad lines and remembers the first of them.
-
-    Attributes:
-        count: Bad lines so far.
-        shown: The first 20, one text each.
-    """
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.shown: list[str] = []
-
-    def add(self, line: BadLine) -> None:
-        """Notes a line."""
-        self.count += 1
-        if len(self.shown) < MAX_PROBLEMS_SHOWN:
-            self.shown.append(str(line))
-
-    def raise_if_any(self, name: str) -> None:
-        """For `data.on_bad_line: stop`, when all lines have been looked at.
-
-        Args:
-            name: The data set.
-
-        Raises:
-            DataError: There were bad lines; lists the first 20.
-        """
-        if not self.count:
-            return
-        more = self.count - len(self.shown)
-        last = [f"{name}: and {counted(more, 'more bad line')}"] if more else []
-        advice = f"{name}: data.on_bad_line=skip leaves such lines out and counts them"
-        raise DataError([*self.shown, *last, advice])
-
-
-def counted(number: int, noun: str) -> str:
-    """A number with its noun: `1 example`, `2,000 examples`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 Parsed = TypeVar("Parsed")
@@ -86,7 +43,7 @@ def count_lines(path: Path) -> int:
 
 
 def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[Parsed | BadLine]:
-    """Yields, for each line in order, what it holds or what is wrong with it.
+    """Yields the parsed record of each line in order, or a `BadLine`.
 
     Lines end at the newline byte only: JSON allows the other separators of Unicode inside a string.
 
@@ -145,11 +102,11 @@ def load_table(path: str, split: str) -> "Dataset":
 def read_table(
     table: "Dataset", path: str, split: str, parse: Callable[[object, str], Parsed]
 ) -> Iterator[Parsed | BadLine]:
-    """Yields, for each row in order (counted from 0), what it holds or what is wrong with it.
+    """Yields the parsed record of each row in order (counted from 0), or a `BadLine`.
 
     Args:
         table: The rows.
-        path: What was loaded.
+        path: Path or name of the data set, for error messages.
         split: Its split.
         parse: Gets a row and its `path[split]:row`; raises `RecordError` for one that cannot be used.
     """
@@ -198,12 +155,12 @@ ChooseColumns = Callable[[str, Sequence[str]], Sequence[str]]
 
 @dataclass(frozen=True)
 class LineSource(Generic[Parsed]):
-    """Data that is about to be read.
+    """An opened data set.
 
     Attributes:
-        name: What to call it in messages.
-        num_lines: Lines or rows, good and bad.
-        lines: What the lines hold, and the bad lines, in order; can be read once.
+        name: Its name in messages.
+        num_lines: Number of lines or rows, good and bad.
+        lines: Parsed records and bad lines in order; can be read once.
     """
 
     name: str
@@ -225,7 +182,7 @@ def open_source(path: str, split: str) -> LineSource[Example]:
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
-    """Opens a `.jsonl` file, or whatever `datasets` can load.
+    """Opens a `.jsonl` file, or a data set that `datasets` can load.
 
     Args:
         path: The file, folder or hub's name.
@@ -267,7 +224,7 @@ def load_limit(limit_s: float, name: str) -> Iterator[None]:
 
     Args:
         limit_s: Seconds that it may take.
-        name: What the user calls the data set.
+        name: The data set's name in messages.
 
     Raises:
         DataError: It took longer.
@@ -287,7 +244,7 @@ def load_limit(limit_s: float, name: str) -> Iterator[None]:
 
 
 def noting_samples(parse: Callable[[object, str], Parsed]) -> Callable[[object, str], Parsed]:
-    """The same parser; which sample was the last one is known should the time run out."""
+    """The parser, which also notes the sample for the message of `load_limit`."""
 
     def parse_and_note(record: object, sample_id: str) -> Parsed:
         global _last_sample

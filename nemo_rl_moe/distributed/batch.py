@@ -1,13 +1,131 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The batch container that travels from the data loader over Ray to the workers."""
+"""Batches of token sequences with typed columns, and the parts of them that the data-parallel ranks get."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
+
+
+class Axis(Enum):
+    """Axis along which a column has its values."""
+
+    SEQUENCE = "sequence"
+    """One value (of any further shape) for each sequence."""
+    TOKEN = "token"
+    """One value (of any further shape) for each token."""
+    RAGGED = "ragged"
+    """A number of values of its own for each sequence, such as the patches of its images."""
+
+
+class Destination(Enum):
+    """Reader of a column."""
+
+    MODEL = "model"
+    """The model's forward pass, in training, log-probability and evaluation passes alike."""
+    LOSS = "loss"
+    """The loss function."""
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """A further input of the model for one sequence, such as an image.
+
+    Attributes:
+        values: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` where ragged.
+        axis: Which of these.
+        fill: Value on padding, on the token axis.
+    """
+
+    values: Shaped[np.ndarray, "..."]
+    axis: Axis
+    fill: float = 0.0
+
+
+@dataclass(frozen=True)
+class Column:
+    """A further tensor of a batch; its axis and its reader are stated, never guessed from its shape.
+
+    Attributes:
+        values: `[batch, ...]` on the sequence axis, `[batch, sequence, ...]` on the token axis, and where ragged
+            `[sum of sizes, ...]`: the values of the first sequence, then those of the second, and so on.
+        axis: Which of these.
+        goes_to: Who reads it.
+        sizes: Values of each sequence, where ragged; None otherwise.
+        fill: Value of a token on padding, for the model; routed experts have -1.
+    """
+
+    values: Shaped[Tensor, "..."]
+    axis: Axis
+    goes_to: Destination = Destination.LOSS
+    sizes: Int[Tensor, " batch"] | None = None
+    fill: float = 0.0
+
+    def __post_init__(self) -> None:
+        if (self.sizes is not None) != (self.axis is Axis.RAGGED):
+            raise ValueError(f"a column has sizes where it is ragged and nowhere else, got axis {self.axis.value}")
+
+    def select(self, indices: Int[Tensor, " selected"], longest: int) -> "Column":
+        """The column of some of the sequences, in that order, cut to a number of tokens."""
+        if self.axis is Axis.SEQUENCE:
+            return replace(self, values=self.values[indices])
+        if self.axis is Axis.TOKEN:
+            return replace(self, values=self.values[indices, :longest])
+        assert self.sizes is not None
+        parts = self.values.split(self.sizes.tolist())
+        chosen = [parts[index] for index in indices.tolist()]
+        return replace(self, values=torch.cat(chosen) if chosen else self.values[:0], sizes=self.sizes[indices])
+
+    def to(self, device: torch.device) -> "Column":
+        """The same on a device; the copy may still be under way."""
+        sizes = None if self.sizes is None else self.sizes.to(device, non_blocking=True)
+        return replace(self, values=self.values.to(device, non_blocking=True), sizes=sizes)
+
+    def of_targets(self) -> "Column":
+        """The column in line with the targets, as log-probabilities are: without the first token's value."""
+        return replace(self, values=self.values[:, 1:]) if self.axis is Axis.TOKEN else self
+
+
+def per_sequence(values: Shaped[Tensor, "batch ..."], goes_to: Destination = Destination.LOSS) -> Column:
+    """A column with one value for each sequence."""
+    return Column(values, Axis.SEQUENCE, goes_to)
+
+
+def per_token(
+    values: Shaped[Tensor, "batch sequence ..."], goes_to: Destination = Destination.LOSS, fill: float = 0.0
+) -> Column:
+    """A column with one value for each token."""
+    return Column(values, Axis.TOKEN, goes_to, fill=fill)
+
+
+def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
+    """One column for the model from an input of each sequence.
+
+    Args:
+        inputs: Of each sequence, all on the same axis and, but for the number of values, of the same shape.
+        longest: Tokens of the longest sequence.
+
+    Raises:
+        ValueError: They differ in their axis.
+    """
+    first = inputs[0]
+    if any(entry.axis is not first.axis for entry in inputs):
+        raise ValueError(f"a model input is on one axis, got {sorted({entry.axis.value for entry in inputs})}")
+    tensors = [torch.as_tensor(entry.values) for entry in inputs]
+    if first.axis is Axis.SEQUENCE:
+        return Column(torch.stack(tensors), Axis.SEQUENCE, Destination.MODEL)
+    if first.axis is Axis.RAGGED:
+        sizes = torch.tensor([len(tensor) for tensor in tensors])
+        return Column(torch.cat(tensors), Axis.RAGGED, Destination.MODEL, sizes)
+    values = tensors[0].new_full((len(tensors), longest, *tensors[0].shape[1:]), first.fill)
+    for row, tensor in enumerate(tensors):
+        values[row, : len(tensor)] = tensor
+    return Column(values, Axis.TOKEN, Destination.MODEL, fill=first.fill)
 
 
 @dataclass(frozen=True)
@@ -20,7 +138,7 @@ class TokenBatch:
         token_mask: True where a token counts in the loss *as a target* (position `t` is predicted
             from position `t - 1`); False on prompts and padding.
         sample_ids: Where each sequence came from, for error messages.
-        extras: Further tensors: `[batch]`, or `[batch, sequence]` with one value for each token.
+        columns: Further tensors by name.
         group_size: So many neighbours always run in the same microbatch; `policy.train_global_batch_size` and
             `policy.train_micro_batch_size` count such groups.
     """
@@ -29,7 +147,7 @@ class TokenBatch:
     lengths: Int[Tensor, " batch"]
     token_mask: Bool[Tensor, "batch sequence"]
     sample_ids: tuple[str, ...]
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    columns: Mapping[str, Column] = field(default_factory=dict)
     group_size: int = 1
 
     def __len__(self) -> int:
@@ -44,15 +162,30 @@ class TokenBatch:
             lengths=self.lengths[index],
             token_mask=self.token_mask[index, :longest],
             sample_ids=tuple(self.sample_ids[i] for i in indices),
-            extras={
-                name: value[index, :longest] if value.shape[1:2] == self.input_ids.shape[1:2] else value[index]
-                for name, value in self.extras.items()
-            },
+            columns={name: column.select(index, longest) for name, column in self.columns.items()},
             group_size=self.group_size,
         )
 
+    def with_columns(self, **columns: Column) -> "TokenBatch":
+        """The batch with further columns, or others of the same names."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def columns_for(self, reader: Destination) -> dict[str, Column]:
+        """The columns that one reader gets."""
+        return {name: column for name, column in self.columns.items() if column.goes_to is reader}
+
+    def to(self, device: torch.device) -> "TokenBatch":
+        """The same on a device; the copies may still be under way."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            lengths=self.lengths.to(device, non_blocking=True),
+            token_mask=self.token_mask.to(device, non_blocking=True),
+            columns={name: column.to(device) for name, column in self.columns.items()},
+        )
+
     def num_valid_tokens(self) -> int:
-        """How many tokens count in the loss. The first token of a sequence has no prediction and never counts."""
+        """Number of tokens that count in the loss. The first token of a sequence has no prediction and never counts."""
         return int(self.token_mask[:, 1:].sum())
 
 

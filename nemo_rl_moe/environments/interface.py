@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an environment is: something that scores responses."""
+"""Scoring of responses: items, scores, faults."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class ScoringItem:
 
 
 class Fault(Enum):
-    """Why an environment gave no score."""
+    """Reason for a missing score."""
 
     ERROR = "error"
     TIMEOUT = "timeout"
@@ -38,7 +38,7 @@ class Fault(Enum):
 
 @dataclass(frozen=True)
 class Score:
-    """What a response is worth.
+    """Score of a response.
 
     Attributes:
         reward: Finite; 0 where the environment failed.
@@ -53,7 +53,7 @@ class Score:
     message: str = ""
 
 
-class Environment(Protocol):
+class Scorer(Protocol):
     """Scores one response at a time; made once in each environment worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
@@ -61,8 +61,8 @@ class Environment(Protocol):
         ...
 
 
-class ScorerInterface(Protocol):
-    """What an algorithm sees: many responses at once, faults told and never raised."""
+class BatchScorer(Protocol):
+    """Scores many responses at once; faults are told and never raised."""
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """One score for each response, in their order."""
@@ -72,7 +72,7 @@ class ScorerInterface(Protocol):
 METRIC_NAMES = {Fault.ERROR: "env/num_errors", Fault.TIMEOUT: "env/num_timeouts", Fault.DIED: "env/num_died"}
 
 
-def fault_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """`env/num_errors`, `env/num_timeouts` and `env/num_died`: responses that got reward 0 for want of a score."""
-    counts = Counter(score.fault for score in scores)
+def fault_metrics(faults: Sequence[Fault | None]) -> dict[str, float]:
+    """`env/num_errors`, `env/num_timeouts` and `env/num_died`: trajectories that got reward 0 for want of a score."""
+    counts = Counter(faults)
     return {name: float(counts[fault]) for fault, name in METRIC_NAMES.items()}

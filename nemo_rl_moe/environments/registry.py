@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.environments.interface import Environment, Score, ScoringItem
+from nemo_rl_moe.environments.interface import Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.math import MathEnvironment
 from nemo_rl_moe.environments.reasoning_gym import ReasoningGymEnvironment
 from nemo_rl_moe.environments.user_callable import CallableEnvironment
@@ -24,7 +24,7 @@ class AnswerEnvironment:
         score_truncated: Ask about responses that were cut at the length limit; otherwise they are wrong, with reward 0.
     """
 
-    def __init__(self, environment: Environment, answer_after: str | None, score_truncated: bool):
+    def __init__(self, environment: Scorer, answer_after: str | None, score_truncated: bool):
         self._environment = environment
         self._answer_after = answer_after
         self._score_truncated = score_truncated
@@ -41,7 +41,7 @@ def answer_in(response: str, answer_after: str | None) -> str:
     return response if answer_after is None else response.rpartition(answer_after)[2]
 
 
-def make_environment(config: EnvironmentConfig) -> Environment:
+def make_scorer(config: EnvironmentConfig) -> Scorer:
     """Makes the environment that a configuration describes.
 
     Raises:
@@ -61,20 +61,20 @@ def validate_environment(config: EnvironmentConfig) -> None:
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
-    make_environment(config)
+    make_scorer(config)
 
 
-def _make_math(config: EnvironmentConfig) -> Environment:
+def _make_math(config: EnvironmentConfig) -> Scorer:
     return MathEnvironment()
 
 
-def _make_reasoning_gym(config: EnvironmentConfig) -> Environment:
+def _make_reasoning_gym(config: EnvironmentConfig) -> Scorer:
     if config.reasoning_gym is None:
         raise ConfigurationError(_missing("reasoning_gym", "task, parameters and partial_credit"))
     return ReasoningGymEnvironment(config.reasoning_gym)
 
 
-def _make_callable(config: EnvironmentConfig) -> Environment:
+def _make_callable(config: EnvironmentConfig) -> Scorer:
     if config.callable is None:
         raise ConfigurationError(_missing("callable", "function"))
     return CallableEnvironment(config.callable)
@@ -84,7 +84,7 @@ def _missing(section: str, keys: str) -> str:
     return f"env.{section}: null, but env.name is {section}, which needs that section with {keys}"
 
 
-ENVIRONMENTS: dict[str, Callable[[EnvironmentConfig], Environment]] = {
+ENVIRONMENTS: dict[str, Callable[[EnvironmentConfig], Scorer]] = {
     "math": _make_math,
     "reasoning_gym": _make_reasoning_gym,
     "callable": _make_callable,

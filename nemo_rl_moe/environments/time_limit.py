@@ -5,11 +5,11 @@
 import math
 
 from nemo_rl_moe.alarms import TimeIsUp, call_within
-from nemo_rl_moe.environments.interface import Environment, Fault, Score, ScoringItem
+from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
 from nemo_rl_moe.errors import one_line
 
 
-def score_within(limit_s: float, environment: Environment, item: ScoringItem) -> Score:
+def score_within(limit_s: float, environment: Scorer, item: ScoringItem) -> Score:
     """Scores a response; a failure is a score too. Only on the main thread of a process, which gets the alarm.
 
     Args:
@@ -26,7 +26,7 @@ def score_within(limit_s: float, environment: Environment, item: ScoringItem) ->
         return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
 
 
-def _score_or_error(environment: Environment, item: ScoringItem) -> Score:
+def _score_or_error(environment: Scorer, item: ScoringItem) -> Score:
     try:
         return _checked(environment.score(item))
     except TimeIsUp:

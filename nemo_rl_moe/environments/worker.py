@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Score, ScoringItem
-from nemo_rl_moe.environments.registry import make_environment
+from nemo_rl_moe.environments.registry import make_scorer
 from nemo_rl_moe.environments.time_limit import score_within
 
 INTERRUPTION_S = 1.0
@@ -31,7 +31,7 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
     """
 
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
-        self._environment = make_environment(config)
+        self._environment = make_scorer(config)
         self._timeout_s = config.timeout_s
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:

@@ -1,21 +1,23 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm sees of a generation engine, whether it shares the trainer's weights or keeps a copy of them."""
+"""Generation engines as an algorithm sees them: requests in, sequences out, weights from the trainer."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from jaxtyping import Float, Int
-from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 TokenIds = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """How tokens are drawn. The order is that of transformers and vLLM: temperature, then top-k, then top-p.
+    """Sampling of tokens, in the order of transformers and vLLM: temperature, then top-k, then top-p.
 
     Attributes:
         max_new_tokens: Most tokens of a response, its end token included.
@@ -36,12 +38,29 @@ class SamplingParameters:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Prompts to continue.
+    """One sequence to continue.
 
     Attributes:
-        prompts: Token ids of each prompt, none of them empty; of different lengths as they come.
-        seeds: One for each prompt, not negative. What a response becomes depends on the weights, its prompt, its seed
-            and the sampling parameters, and neither on the other prompts nor on the layout of the ranks.
+        token_ids: The sequence so far, not empty.
+        seed: Not negative. A response depends on the weights, its request and nothing else: neither on the other
+            requests nor on the layout of the engine's ranks.
+        sampling: How its tokens are drawn.
+        model_inputs: Further inputs of the model, such as images; empty for text.
+    """
+
+    token_ids: TokenIds
+    seed: int
+    sampling: SamplingParameters
+    model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class GenerationBatch:
+    """Requests that share their sampling parameters, as they travel to the ranks of an engine.
+
+    Attributes:
+        prompts: Token ids of each sequence so far, none of them empty; of different lengths as they come.
+        seeds: One for each prompt, not negative.
         sampling: The same for all.
     """
 
@@ -52,7 +71,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True)
 class GeneratedSequence:
-    """One response.
+    """The continuation of one sequence.
 
     Attributes:
         token_ids: The sampled tokens, the end token included where there is one.
@@ -60,40 +79,52 @@ class GeneratedSequence:
             temperature (1 when greedy): what a training forward with the same temperature computes. Top-k and top-p
             choose among tokens, and change nothing here.
         is_truncated: It reached `max_new_tokens` without an end.
-        weight_version: The weights that made it: how many optimizer steps they had seen.
-        chosen_experts: Experts of each token in each MoE layer, where an engine reports them.
+        weight_version: Optimizer steps of the weights that drew the tokens; an array where weights arrived meanwhile.
+        routed_experts: Experts of each token of the whole sequence in each MoE layer, -1 where unknown; None where the
+            engine reports none.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
     logprobs: Float[np.ndarray, " tokens"]
     is_truncated: bool
-    weight_version: int
-    chosen_experts: Int[np.ndarray, "tokens moe_layers topk"] | None = None
+    weight_version: int | Int[np.ndarray, " tokens"]
+    routed_experts: Int[np.ndarray, "sequence moe_layers topk"] | None = None
 
 
-class GenerationInterface(Protocol):
+class GenerationEngine(Protocol):
     """A generation engine.
 
     Attributes:
-        shares_weights: True where it runs the trainer's own weights: they are always current and `refit` is never
-            called. False where it keeps a copy, which `refit` brings up to date.
+        shares_weights: True where it runs the trainer's own weights: they are always current, and `update_weights` is
+            never called. False where it keeps a copy.
     """
 
     shares_weights: bool
 
-    def generate(self, request: GenerationRequest) -> Sequence[GeneratedSequence]:
-        """One response for each prompt, in the order of the prompts."""
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        """Continuations as they finish, each with the index of its request."""
         ...
 
-    def refit(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
-        """Takes new weights.
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        """Replaces the engine's weights by the trainer's; returns when all of them have arrived.
 
         Args:
-            weights: Hugging Face names and full tensors, one at a time.
-            weight_version: What sequences made from now on will carry.
+            transport: Brings the tensors, by Hugging Face names, from the trainer's ranks to the engine's workers.
+            version: The trainer's number of optimizer steps: what sequences generated from now on carry.
+
+        Raises:
+            WeightSyncError: Some did not arrive; the engine must not be used further.
         """
         ...
 
+    def sleep(self) -> None:
+        """Frees what only generation needs, while training runs; nothing where there is nothing to free."""
+        ...
+
+    def wake(self) -> None:
+        """Ends `sleep`."""
+        ...
+
     def shutdown(self) -> None:
-        """Lets go of whatever the engine has started."""
+        """Stops whatever the engine has started."""
         ...

@@ -2,24 +2,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation by the training workers themselves, with the weights that they train."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from torch import Tensor
-
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationBatch,
+    GenerationRequest,
+    SamplingParameters,
+)
+from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class GeneratingPolicy(Protocol):
     """A policy whose workers can generate."""
 
-    def generate(self, request: GenerationRequest) -> Sequence[GeneratedSequence]:
-        """One response for each prompt, in the order of the prompts."""
+    def generate(self, batch: GenerationBatch) -> Sequence[GeneratedSequence]:
+        """One continuation of each prompt, in the order of the prompts."""
         ...
 
 
 class MegatronGeneration:
-    """A `GenerationInterface` without weights of its own.
+    """A `GenerationEngine` without weights of its own.
 
     Args:
         policy: What is trained; it is started and stopped by others.
@@ -30,17 +34,38 @@ class MegatronGeneration:
     def __init__(self, policy: GeneratingPolicy):
         self._policy = policy
 
-    def generate(self, request: GenerationRequest) -> Sequence[GeneratedSequence]:
-        """One response for each prompt, in the order of the prompts."""
-        return self._policy.generate(request)
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        """Continuations, those of requests with the same sampling parameters together and in their order.
 
-    def refit(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+        Raises:
+            ValueError: A request has inputs beside its tokens, which this engine cannot take.
+        """
+        if any(request.model_inputs for request in requests):
+            raise ValueError("the trainer's own generation takes tokens alone, and no further model inputs")
+        by_sampling: dict[SamplingParameters, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_sampling.setdefault(request.sampling, []).append(index)
+        for sampling, indices in by_sampling.items():
+            batch = GenerationBatch(
+                prompts=tuple(requests[index].token_ids for index in indices),
+                seeds=tuple(requests[index].seed for index in indices),
+                sampling=sampling,
+            )
+            yield from zip(indices, self._policy.generate(batch), strict=True)
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Not for this engine: its weights are the policy's.
 
         Raises:
             RuntimeError: Always.
         """
-        raise RuntimeError("the engine shares the trainer's weights: there is nothing to refit")
+        raise RuntimeError("the engine shares the trainer's weights: there is nothing to update")
+
+    def sleep(self) -> None:
+        """Nothing to free: the key-value cache ends with each batch."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
 
     def shutdown(self) -> None:
-        """Does nothing: the workers are the policy's."""
+        """Nothing to stop: the workers are the policy's."""

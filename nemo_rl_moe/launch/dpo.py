@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a run of direct preference optimization together: pairs, workers, reference, loggers, loop."""
+"""Entry point of direct preference optimization: pairs in batches, log-probabilities of the reference, the loop."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,16 +17,14 @@ from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
-from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
+from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.interfaces import PolicyInterface
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """The data of a run.
+    """Preference pairs of a run, and the batches made of them.
 
     Attributes:
         config: The whole configuration.
@@ -61,12 +59,12 @@ class Pairs:
         )
 
     def measured(self, policy: PolicyInterface, steps: range, console: ConsoleLogger) -> "Pairs":
-        """The same pairs with what the reference gives those that are going to be used.
+        """The same pairs with the reference model's log-probabilities of those that are going to be used.
 
         Args:
-            policy: Has the weights that the run began with.
-            steps: From the steps that are done to the last one.
-            console: Shows how far it is.
+            policy: With the weights that the run began with.
+            steps: The steps that are still to be done.
+            console: Shows the progress.
         """
         measure = partial(_measure, policy, self.pad_token_id, console)
         training = measure(self.training, batches_to_measure(self.loader(), steps), "training")
@@ -79,50 +77,31 @@ class Pairs:
         return Pairs(self.config, self.pad_token_id, training, validation)
 
 
-def run_dpo(config: DPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
+def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     """Runs direct preference optimization from start to end.
-
-    Everything that can be wrong with the input is found before a worker starts or a file is written.
-
-    Args:
-        config: A checked configuration.
-        attempt: Which run this is, and which of its attempts.
-        stop_signals: Tell when the run is asked to stop.
 
     Raises:
         UserError: The model, the tokenizer or the data cannot be used.
         WorkerDiedError: A worker failed.
     """
-    console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
-    model = prepare_model(config, console)
-    tokenizer = model.tokenizer
-    training = load_pairs(config, config.data.train, tokenizer, console)
-    held_out = load_pairs(config, config.data.validation, tokenizer, console) if config.data.validation else None
+    tokenizer = run.prepare_model().tokenizer
+    training = load_pairs(config, config.data.train, tokenizer, run.console)
+    held_out = load_pairs(config, config.data.validation, tokenizer, run.console) if config.data.validation else None
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
-    num_steps = num_training_steps(config.dpo, len(pairs.loader()))
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
         MODEL: model_fingerprint(config.policy.model_name),
     }
-    with prepared_run(config, attempt, stop_signals, console, num_steps, fingerprints) as run:
-        if run.is_complete:
-            return
-        in_step = config.dpo.reference_logprobs == "in_step"
-        with (
-            running_cluster(config, console) as cluster,
-            running_policy(
-                config, cluster, console, model, seed=config.dpo.seed, num_steps=num_steps, keep_reference=in_step
-            ) as policy,
-        ):
-            if not in_step:
-                # Until a checkpoint is loaded, the policy is the reference, after a restart too.
-                steps = range(run.resume.step if run.resume is not None else 0, num_steps)
-                pairs = pairs.measured(policy, steps, console)
-            restore(run, policy)
-            with open_run(run, policy) as (run_folder, loggers), keeping(run, policy, run_folder, loggers) as recorder:
-                summary = train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), recorder)
-                ending = end_run(run, policy, summary, run_folder)
-    console.message(ending)
+    run.begin(num_training_steps(config.dpo, len(pairs.loader())), fingerprints)
+    if run.is_complete:
+        return
+    policy = run.start_policy()
+    if config.dpo.reference_logprobs == "precompute":
+        # Until a checkpoint is loaded, the policy is the reference, after a restart too.
+        pairs = pairs.measured(policy, run.remaining_steps, run.console)
+    run.restore()
+    recorder = run.open()
+    run.end(train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), recorder))
 
 
 def load_pairs(

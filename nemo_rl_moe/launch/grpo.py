@@ -1,14 +1,17 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Puts a run of GRPO together: prompts, environment, workers, generation, loggers, loop."""
+"""Entry point of GRPO: prompts, environment, generation, then the loop."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
+from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
@@ -17,93 +20,65 @@ from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.environments.registry import validate_environment
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.interface import GenerationInterface, SamplingParameters
-from nemo_rl_moe.generation.megatron import MegatronGeneration
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.launch.setup import prepare_model, running_cluster, running_policy
-from nemo_rl_moe.launch.training_run import end_run, keeping, open_run, prepared_run, restore
+from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
+from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
+from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.rollouts.rollouts import Roller
-from nemo_rl_moe.run_folder.samples import SampleLog
-
-_ENGINES = {"megatron": MegatronGeneration}
-"""By the name of `policy.generation.backend`."""
+from nemo_rl_moe.rollouts.environment import make_environment
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
-def run_grpo(config: GRPOMasterConfig, attempt: RunLaunch, stop_signals: StopSignals) -> None:
+def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     """Runs GRPO from start to end.
-
-    Everything that can be wrong with the input is found before a worker starts or a file is written.
-
-    Args:
-        config: A checked configuration.
-        attempt: Which run this is, and which of its attempts.
-        stop_signals: Tell when the run is asked to stop.
 
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
         WorkerDiedError: A worker failed.
     """
-    console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
     validate_environment(config.env)
-    model = prepare_model(config, console)
+    environment = make_environment(config.env)
+    make_engine = find_engine(config.policy.generation.backend)
+    model = run.prepare_model()
     tokenizer = model.tokenizer
-    padding = pad_token_id(tokenizer)
     sampling = sampling_parameters(config.policy.generation, tokenizer, model.hf_config.vocab_size)
-    training = read_prompts(config, config.data.train, tokenizer, console)
+    training = read_prompts(config, config.data.train, tokenizer, run.console)
     loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
     held_out = None
     if config.data.validation is not None:
-        held_out = read_prompts(config, config.data.validation, tokenizer, console, training)
-    num_steps = num_training_steps(config.grpo, len(loader))
-    fingerprints = {
-        TRAINING_DATA: samples_fingerprint(config.data.train.path or "drawn", (p.token_ids for p in training)),
-    }
-    keeps_reference = config.loss_fn.reference_policy_kl_penalty > 0
-    if keeps_reference:
-        fingerprints[MODEL] = model_fingerprint(config.policy.model_name)
-    with prepared_run(config, attempt, stop_signals, console, num_steps, fingerprints) as run:
-        if run.is_complete:
-            return
-        with (
-            running_cluster(config, console) as cluster,
-            running_policy(
-                config,
-                cluster,
-                console,
-                model,
-                seed=config.grpo.seed,
-                num_steps=num_steps * config.updates_per_step,
-                keep_reference=keeps_reference,
-            ) as policy,
-            running_scorer(config, console) as scorer,
-        ):
-            restore(run, policy)
-            with (
-                open_run(run, policy) as (run_folder, loggers),
-                running_generation(config, policy) as generation,
-                SampleLog(
-                    run_folder, console, config.logger.num_samples_to_print, config.logger.num_samples_to_save
-                ) as samples,
-                keeping(run, policy, run_folder, loggers, samples.write) as recorder,
-            ):
-                summary = train_grpo(
-                    config,
-                    policy,
-                    Roller(generation, scorer, tokenizer.decode),
-                    loader,
-                    held_out,
-                    sampling,
-                    padding,
-                    recorder,
-                )
-                ending = end_run(run, policy, summary, run_folder)
-        if summary.stopped_for is None and summary.num_steps < num_steps:
-            console.warn(
-                f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {num_steps} steps"
-            )
-    console.message(ending)
+        held_out = read_prompts(config, config.data.validation, tokenizer, run.console, training)
+    run.begin(num_training_steps(config.grpo, len(loader)), prompt_fingerprints(config, training))
+    if run.is_complete:
+        return
+    policy = run.start_policy()
+    scorer = run.use(running_scorer(config, run.console))
+    setup = EngineSetup(config, run.cluster, model.source, model.hf_config, tokenizer, policy)
+    engine = run.use(running_engine(make_engine, setup, run.console))
+    run.restore()
+    worker = RolloutWorker(
+        engine,
+        scorer,
+        environment,
+        tokenizer.decode,
+        partial(tokenizer.encode, add_special_tokens=False),
+        config.policy.max_total_sequence_length,
+    )
+    source = SynchronousSource(config.grpo, worker, loader, sampling)
+    validate = Validator(config.grpo, worker, held_out or (), sampling)
+    summary = train_grpo(config, policy, engine, source, validate, pad_token_id(tokenizer), run.open())
+    run.end(summary)
+    if summary.stopped_for is None and summary.num_steps < run.num_steps:
+        run.console.warn(
+            f"dynamic sampling used up the prompts of all epochs after {summary.num_steps} of {run.num_steps} steps"
+        )
+
+
+def prompt_fingerprints(config: GRPOMasterConfig, training: PromptDataset) -> dict[str, str]:
+    """Fingerprints of what a resumed run relies on: the prompts, and the model where a reference is read from it."""
+    prompts = samples_fingerprint(config.data.train.path or "drawn", (prompt.token_ids for prompt in training))
+    if not algorithm_of(config).needs_reference(config):
+        return {TRAINING_DATA: prompts}
+    return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
 
 
 def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
@@ -178,9 +153,12 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 
 @contextmanager
-def running_generation(config: GRPOMasterConfig, policy: MegatronPolicy) -> Iterator[GenerationInterface]:
-    """Starts the generation engine, and lets go of it whatever happens."""
-    engine = _ENGINES[config.policy.generation.backend](policy)
+def running_engine(
+    make_engine: EngineFactory, setup: EngineSetup, console: ConsoleLogger
+) -> Iterator[GenerationEngine]:
+    """Starts the generation engine, and stops it whatever happens."""
+    with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
+        engine = make_engine(setup)
     try:
         yield engine
     finally:

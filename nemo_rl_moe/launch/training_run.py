@@ -1,14 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A run around its loop: where it begins, where it writes, what it keeps, and how it ends."""
+"""A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.changes import changed_inputs
@@ -19,9 +19,19 @@ from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.errors import TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
-from nemo_rl_moe.launch.setup import EFFECTIVE_MOE_FILE, MOE_SOURCES_FILE, announce, summarise
+from nemo_rl_moe.launch.setup import (
+    EFFECTIVE_MOE_FILE,
+    MOE_SOURCES_FILE,
+    PreparedModel,
+    announce,
+    prepare_model,
+    running_cluster,
+    running_policy,
+    summarise,
+)
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
@@ -31,39 +41,124 @@ from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.samples import SampleLog
 
 FINAL_RUN_FILE = "training_run.json"
 """Beside the final weights: which training they are the end of."""
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
-_NOTHING_KEPT = -1
-"""A step before the first one, for an attempt that follows one which has saved nothing."""
+_NOTHING_SAVED = -1
+"""A step before the first one, for a restart of a run that has saved nothing."""
+
+Opened = TypeVar("Opened")
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a run is, before anything of it has been started.
+def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals) -> None:
+    """Runs a configuration's algorithm from start to end, in this process.
+
+    Everything that can be wrong with the input is found before a worker starts or a file is written.
+
+    Args:
+        config: A checked configuration.
+        launch: Identity of the run, and which of its restarts this is.
+        stop_signals: Requests to stop.
+
+    Raises:
+        UserError: The model, the data or another input cannot be used.
+        WorkerDiedError: A worker failed.
+        TrainingDivergedError: Too many updates in a row were skipped.
+    """
+    entry_point = algorithm_of(config).entry_point()
+    with TrainingRun(config, launch, stop_signals) as run:
+        entry_point(config, run)
+
+
+class TrainingRun:
+    """One run of any algorithm, around its loop. An algorithm's entry point calls, in this order:
+
+    `prepare_model`, then `begin` with what it has made of the data; `start_policy`, `restore`, `open`; the loop, with
+    the recorder that `open` gives; `end` with the loop's summary. What these and `use` open is closed in reverse order
+    when the run, a context manager, is left.
+
+    Args:
+        config: A checked configuration.
+        launch: Identity of the run, and which of its restarts this is.
+        stop_signals: Requests to stop; from `open` on, the first one only ends the loop after its step.
 
     Attributes:
-        config: The configuration.
-        algorithm: The name of its own section.
-        attempt: Which run this is, and which of its attempts.
-        stop_signals: Tell when the run is asked to stop.
-        console: Shows the run.
-        num_steps: Steps of the whole run.
-        fingerprints: Texts that change when an input does which a resumed run relies on.
-        resume: The checkpoint that it goes on from; None: it begins anew.
-        store: The folder of checkpoints, locked for this run; None while there is no such folder.
+        config: As given.
+        algorithm: Record of the algorithm.
+        console: Messages to the user.
+        num_steps: Steps of the whole run; known from `begin` on.
+        resume: The checkpoint that the run resumes from; None: it starts at the beginning, or has not begun.
     """
 
-    config: MasterConfig
-    algorithm: str
-    attempt: RunLaunch
-    stop_signals: StopSignals
-    console: ConsoleLogger
-    num_steps: int
-    fingerprints: Mapping[str, str]
-    resume: ResumePoint | None
-    store: CheckpointStore | None
+    def __init__(self, config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals):
+        self.config = config
+        self.algorithm = algorithm_of(config)
+        self.console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
+        self.num_steps = 0
+        self.resume: ResumePoint | None = None
+        self._launch, self._stop_signals = launch, stop_signals
+        self._fingerprints: Mapping[str, str] = {}
+        self._opened = ExitStack()
+        self._store: CheckpointStore | None = None
+        self._model: PreparedModel | None = None
+        self._policy: MegatronPolicy | None = None
+        self._folder: Path | None = None
+        self._ending: str | None = None
+
+    def __enter__(self) -> "TrainingRun":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, traceback)
+        if isinstance(error, TrainingDivergedError) and self._folder is not None:
+            raise TrainingDivergedError(f"{error}{_all_samples(error, self._folder)}", error.sample_ids) from None
+        if error is None and self._ending is not None:
+            self.console.message(self._ending)
+
+    def use(self, context: AbstractContextManager[Opened]) -> Opened:
+        """Opens something for the rest of the run."""
+        return self._opened.enter_context(context)
+
+    def prepare_model(self) -> PreparedModel:
+        """Fetches and checks the model, and loads the tokenizer.
+
+        Raises:
+            ConfigurationError: One of them cannot be had or used.
+        """
+        self._model = prepare_model(self.config, self.console)
+        return self._model
+
+    def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
+        """Finds the checkpoint to resume from, and tells it. No other run writes to this run's checkpoints from now on.
+
+        Writes nothing of the run's own.
+
+        Args:
+            num_steps: Steps of the whole run.
+            fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
+
+        Raises:
+            CheckpointError: The run cannot go on from the checkpoints that are there.
+        """
+        self.num_steps, self._fingerprints = num_steps, fingerprints
+        warn = self.console.warn
+        self.resume = resume = find_resume_point(self.config, self._launch.run_id, self._launch.restart_number, warn)
+        self._store = _existing_store(self.config, resume, self.console)
+        if self._store is not None:
+            self.use(self._store.locked())
+            self._store.sweep()
+        if resume is not None:
+            for line in changed_inputs(resume.state.fingerprints, fingerprints):
+                warn(line)
+            log_dir = self.config.logger.log_dir
+            if resume.run_folder is not None and resume.run_folder.parent.resolve() != Path(log_dir).resolve():
+                warn(f"logger.log_dir is {log_dir}, and the run goes on in {resume.run_folder}")
+            self.console.message(self._beginning(resume))
+        self.console.begin(num_steps)
 
     @property
     def is_complete(self) -> bool:
@@ -80,56 +175,198 @@ class Run:
             expected["num_steps"] = written.get("num_steps")  # fewer steps than were done ask for nothing more
         return bool(written == expected)
 
-    def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Says which training made the final weights: weights of another one may stand in the same folder."""
-        return {"first_run_id": self.first_run_id, "step": step, "num_steps": self.num_steps}
+    @property
+    def remaining_steps(self) -> range:
+        """From the number of steps that are done to that of the whole run."""
+        return range(self.resume.step if self.resume is not None else 0, self.num_steps)
 
-    def checkpoint_dir(self, run_folder: Path) -> Path:
-        """Where the run's checkpoints are."""
-        return self.store.folder if self.store is not None else checkpoint_dir_of(self.config, run_folder)
+    def start_policy(self) -> MegatronPolicy:
+        """Starts Ray and the workers of the policy.
+
+        Raises:
+            ConfigurationError: The machines are not there, or the model's weights cannot be used.
+        """
+        assert self._model is not None  # prepare_model comes first
+        self.cluster = self.use(running_cluster(self.config, self.console))
+        self._policy = self.use(
+            running_policy(
+                self.config,
+                self.cluster,
+                self.console,
+                self._model,
+                seed=self.algorithm.loop_of(self.config).seed,
+                num_steps=self.num_steps * self.algorithm.updates_per_step(self.config),
+                keep_reference=self.algorithm.needs_reference(self.config),
+            )
+        )
+        return self._policy
+
+    def restore(self) -> None:
+        """Loads the checkpoint into the policy; the reference model stays the one that the run began with.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, holds anything but tensors, or belongs to another model.
+        """
+        if self.resume is not None:
+            with self.console.phase(f"loading {self.resume.folder}"):
+                self._started.load_checkpoint(
+                    self.resume.policy_folder, with_optimizer=self.resume.state.with_optimizer
+                )
+
+    def open(self) -> StepRecorder:
+        """Opens the run's folder, its loggers and its checkpoints, and tells what is in force.
+
+        A resumed run goes on in its folder: what that holds of later steps is cut off, and the loggers continue.
+
+        Returns:
+            The recorder of the loop's steps.
+        """
+        policy, config = self._started, self.config
+        self._folder, resume = self._run_folder()
+        resolved = dump_resolved(config)
+        resumed_at = None if resume is None or resume.step == _NOTHING_SAVED else resume.step
+        moe_files = {EFFECTIVE_MOE_FILE: policy.moe_configuration, MOE_SOURCES_FILE: policy.moe_configuration_sources}
+        write_run_files(self._folder, resolved, moe_files, resumed_at)
+        announce(self.console, policy.moe_configuration, policy.moe_configuration_sources, self._folder)
+        topk = policy.moe_configuration.get("moe_router_topk")
+        loggers = self.use(build_loggers(config.logger, self._folder, self.console, resume, topk=topk))
+        loggers.log_config(resolved)
+        return self._recorder(loggers, self._folder)
+
+    def end(self, summary: RunSummary) -> None:
+        """Writes the final weights of a run that is complete; prepares what is told when everything is closed."""
+        assert self._folder is not None
+        config = self.config
+        checkpoint_dir = self._checkpoint_dir(self._folder) if config.checkpointing.enabled else None
+        if summary.stopped_for is not None:
+            self._ending = self._stopped(summary, checkpoint_dir)
+            return
+        weights = None
+        if checkpoint_dir is not None:
+            weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
+            with self.console.phase("saving the final weights"):
+                left_out = self._started.save_weights(weights)
+                origin = json.dumps(self.origin_of_weights(summary.num_steps))
+                (weights / FINAL_RUN_FILE).write_text(f"{origin}\n", encoding="utf-8")
+            for name in left_out:
+                self.console.warn(left_out_line(name))
+        self._ending = summarise(config, summary, self._folder, weights)
+
+    def origin_of_weights(self, step: int) -> dict[str, Any]:
+        """Which training made the final weights: those of another one may stand in the same folder."""
+        return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     @property
-    def first_run_id(self) -> str:
+    def _started(self) -> MegatronPolicy:
+        assert self._policy is not None  # start_policy comes first
+        return self._policy
+
+    @property
+    def _first_run_id(self) -> str:
         """The run at the beginning of this history of training."""
-        return self.resume.state.first_run_id if self.resume is not None else self.attempt.run_id
+        return self.resume.state.first_run_id if self.resume is not None else self._launch.run_id
 
+    def _checkpoint_dir(self, run_folder: Path) -> Path:
+        return self._store.folder if self._store is not None else checkpoint_dir_of(self.config, run_folder)
 
-@contextmanager
-def prepared_run(
-    config: MasterConfig,
-    attempt: RunLaunch,
-    stop_signals: StopSignals,
-    console: ConsoleLogger,
-    num_steps: int,
-    fingerprints: Mapping[str, str],
-) -> Iterator[Run]:
-    """Finds out where the run begins, and tells it. While open, no other run writes to its checkpoints.
+    def _beginning(self, resume: ResumePoint) -> str:
+        if self.is_complete and resume.step < self.num_steps:
+            return f"{resume.folder} is the end of this run: its prompts are used up after {resume.step} steps"
+        if not self.is_complete and resume.step >= self.num_steps:
+            return f"going on from {resume.folder}: all {self.num_steps} steps are done, the final weights are missing"
+        return resume.summary(self.num_steps)
 
-    Nothing of the run's own is written.
-
-    Raises:
-        CheckpointError: The run cannot go on from the checkpoints that are there.
-    """
-    resume = find_resume_point(config, attempt.run_id, attempt.restart_number, console.warn)
-    algorithm = algorithm_of(config).name
-    with ExitStack() as stack:
-        store = _existing_store(config, resume, console)
-        if store is not None:
-            stack.enter_context(store.locked())
-            store.sweep()
-        run = Run(config, algorithm, attempt, stop_signals, console, num_steps, fingerprints, resume, store)
+    def _run_folder(self) -> tuple[Path, LoggerResume | None]:
+        log_dir, run_id, resume = self.config.logger.log_dir, self._launch.run_id, self.resume
         if resume is not None:
-            for line in changed_inputs(resume.state.fingerprints, fingerprints):
-                console.warn(line)
-            if resume.run_folder is not None and resume.run_folder.parent.resolve() != _log_dir(config):
-                console.warn(f"logger.log_dir is {config.logger.log_dir}, and the run goes on in {resume.run_folder}")
-            console.message(_beginning(run, resume))
-        console.begin(num_steps)
-        yield run
+            if resume.run_folder is not None:
+                rewind_run_folder(resume.run_folder, resume.step)
+                return resume.run_folder, LoggerResume(resume.step, resume.state.logger_run_ids)
+            # Its folder is gone or another's; an earlier launch of this run may have made a new one.
+            if (earlier := find_run_folder(log_dir, run_id)) is not None:
+                rewind_run_folder(earlier, resume.step)
+                return earlier, LoggerResume(resume.step, {})
+        elif (earlier := find_run_folder(log_dir, run_id)) is not None:
+            # An earlier launch of this run has begun, but has saved nothing.
+            rewind_run_folder(earlier, _NOTHING_SAVED)
+            return earlier, LoggerResume(_NOTHING_SAVED, {})
+        return create_run_folder(log_dir, run_id, self.algorithm.name), None
 
+    def _recorder(self, loggers: FanOutLogger, folder: Path) -> StepRecorder:
+        settings = self.config.checkpointing
+        # Entered before what closes first after the loop: a request to stop must not cut off its last writes.
+        self.use(self._stop_signals.graceful())
+        observers = self._observers(loggers, folder)
+        checkpointer = self._open_checkpointer(loggers, folder) if settings.enabled else None
+        time_limit = TimeLimit(settings.checkpoint_must_save_by, self._launch.started)
 
-def _log_dir(config: MasterConfig) -> Path:
-    return Path(config.logger.log_dir).resolve()
+        def stop_reason() -> str | None:
+            if checkpointer is not None:
+                time_limit.note_saving(checkpointer.longest_save_s)
+            is_up = time_limit.is_up_after_step()
+            return self._stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
+
+        return StepRecorder(
+            observers,
+            checkpointer,
+            stop_reason,
+            self.config.policy.max_consecutive_skipped_updates,
+            self.resume.state.loop_state if self.resume is not None else LoopState(),
+        )
+
+    def _observers(self, loggers: FanOutLogger, folder: Path) -> Observers:
+        expert_load = ExpertLoadWriter(folder, self.console.warn, self.console.message)
+        self._opened.callback(expert_load.close)
+
+        def log_expert_load(step: int, load: ExpertLoad) -> None:
+            expert_load.write(step, load)
+            loggers.log_expert_load(step, load)
+
+        settings = self.config.logger
+        if not isinstance(settings, GenerationLoggerConfig):
+            return Observers(loggers, log_expert_load)
+        samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
+        return Observers(loggers, log_expert_load, samples.write)
+
+    def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
+        policy, store = self._started, self._store
+        if store is None:
+            store = CheckpointStore(self._checkpoint_dir(folder), self.console.warn)
+            self.use(store.locked())
+        checkpointer = Checkpointer(
+            store,
+            policy,
+            self.config.checkpointing,
+            partial(self._describe, loggers, folder),
+            self.console.warn,
+            self.console.message,
+            loggers.flush_to_disk,
+            partial(write_model_files, policy.model_files),
+        )
+        self._opened.callback(checkpointer.close)
+        return checkpointer
+
+    def _describe(self, loggers: FanOutLogger, folder: Path) -> RunDescription:
+        return RunDescription(
+            algorithm=self.algorithm.name,
+            run_id=self._launch.run_id,
+            first_run_id=self._first_run_id,
+            run_folder=folder,
+            logger_run_ids=loggers.run_ids,
+            config=dump_resolved(self.config),
+            layout=layout_of(self.config),
+            fingerprints=self._fingerprints,
+            versions=collect_versions(),
+        )
+
+    def _stopped(self, summary: RunSummary, checkpoint_dir: Path | None) -> str:
+        stopped = f"\nstopped after step {summary.num_steps} of {self.num_steps} ({summary.stopped_for})"
+        if checkpoint_dir is None:
+            return f"{stopped}; nothing was saved (checkpointing.enabled: false)"
+        again = "run the same command again"
+        if self.config.checkpointing.resume != "auto":
+            again = "run it again with checkpointing.resume=auto"
+        return f"{stopped}; saved to {checkpoint_dir / f'step_{summary.num_steps}'}. To go on, {again}."
 
 
 def _existing_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
@@ -140,124 +377,6 @@ def _existing_store(config: MasterConfig, resume: ResumePoint | None, console: C
     return CheckpointStore(Path(known), console.warn) if known is not None and Path(known).is_dir() else None
 
 
-def _beginning(run: Run, resume: ResumePoint) -> str:
-    if run.is_complete and resume.step < run.num_steps:
-        return f"{resume.folder} is the end of this run: its prompts are used up after {resume.step} steps"
-    if not run.is_complete and resume.step >= run.num_steps:
-        return f"going on from {resume.folder}: all {run.num_steps} steps are done, the final weights are missing"
-    return resume.summary(run.num_steps)
-
-
-def restore(run: Run, policy: MegatronPolicy) -> None:
-    """Puts the policy where the checkpoint has left it; the reference model stays the one that the run began with.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, holds anything but tensors, or belongs to another model.
-    """
-    if run.resume is not None:
-        with run.console.phase(f"loading {run.resume.folder}"):
-            policy.load_checkpoint(run.resume.policy_folder, with_optimizer=run.resume.state.with_optimizer)
-
-
-@contextmanager
-def open_run(run: Run, policy: MegatronPolicy) -> Iterator[tuple[Path, FanOutLogger]]:
-    """The run's folder and its loggers; tells what is in force and where it is written.
-
-    A resumed run goes on in its folder: what that holds of later steps is cut off, and the loggers continue.
-    """
-    run_folder, resume = _run_folder(run)
-    resolved = dump_resolved(run.config)
-    resumed_at = None if resume is None or resume.step == _NOTHING_KEPT else resume.step
-    moe_files = {EFFECTIVE_MOE_FILE: policy.moe_configuration, MOE_SOURCES_FILE: policy.moe_configuration_sources}
-    write_run_files(run_folder, resolved, moe_files, resumed_at)
-    announce(run.console, policy.moe_configuration, policy.moe_configuration_sources, run_folder)
-    topk = policy.moe_configuration.get("moe_router_topk")
-    with build_loggers(run.config.logger, run_folder, run.console, resume, topk=topk) as loggers:
-        loggers.log_config(resolved)
-        yield run_folder, loggers
-
-
-def _run_folder(run: Run) -> tuple[Path, LoggerResume | None]:
-    log_dir, run_id = run.config.logger.log_dir, run.attempt.run_id
-    if run.resume is not None:
-        if run.resume.run_folder is not None:
-            rewind_run_folder(run.resume.run_folder, run.resume.step)
-            return run.resume.run_folder, LoggerResume(run.resume.step, run.resume.state.logger_run_ids)
-        # Its folder is gone or another's; an attempt before this one may have made a new one.
-        if (earlier := find_run_folder(log_dir, run_id)) is not None:
-            rewind_run_folder(earlier, run.resume.step)
-            return earlier, LoggerResume(run.resume.step, {})
-    elif (earlier := find_run_folder(log_dir, run_id)) is not None:
-        # An attempt before this one has begun, but has saved nothing.
-        rewind_run_folder(earlier, _NOTHING_KEPT)
-        return earlier, LoggerResume(_NOTHING_KEPT, {})
-    return create_run_folder(log_dir, run_id, run.algorithm), None
-
-
-@contextmanager
-def keeping(
-    run: Run,
-    policy: MegatronPolicy,
-    run_folder: Path,
-    loggers: FanOutLogger,
-    log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None,
-) -> Iterator[StepRecorder]:
-    """Ends the steps of the run; inside, a first request to stop only ends the loop after its step."""
-    settings = run.config.checkpointing
-    time_limit = TimeLimit(settings.checkpoint_must_save_by, run.attempt.started)
-    with run.stop_signals.graceful(), ExitStack() as stack:
-        expert_load = ExpertLoadWriter(run_folder, run.console.warn, run.console.message)
-        stack.callback(expert_load.close)
-
-        def log_expert_load(step: int, load: ExpertLoad) -> None:
-            expert_load.write(step, load)
-            loggers.log_expert_load(step, load)
-
-        checkpointer = None
-        if settings.enabled:
-            checkpointer = _open_checkpointer(run, policy, run_folder, loggers, stack)
-
-        def stop_reason() -> str | None:
-            if checkpointer is not None:
-                time_limit.note_saving(checkpointer.longest_save_s)
-            is_up = time_limit.is_up_after_step()
-            return run.stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
-
-        recorder = StepRecorder(
-            Observers(loggers, log_expert_load, log_samples),
-            checkpointer,
-            stop_reason,
-            run.config.policy.max_consecutive_skipped_updates,
-            run.resume.state.loop_state if run.resume is not None else LoopState(),
-        )
-        try:
-            yield recorder
-        except TrainingDivergedError as error:
-            raise TrainingDivergedError(f"{error}{_all_samples(error, run_folder)}", error.sample_ids) from None
-
-
-def _open_checkpointer(
-    run: Run, policy: MegatronPolicy, run_folder: Path, loggers: FanOutLogger, stack: ExitStack
-) -> Checkpointer:
-    """Saves for the run; the stack closes it before it lets go of the folder."""
-    store = run.store
-    if store is None:
-        store = CheckpointStore(run.checkpoint_dir(run_folder), run.console.warn)
-        stack.enter_context(store.locked())
-    checkpointer = Checkpointer(
-        store,
-        policy,
-        run.config.checkpointing,
-        partial(_describe, run, run_folder, loggers),
-        run.console.warn,
-        run.console.message,
-        loggers.flush_to_disk,
-        partial(write_model_files, policy.model_files),
-    )
-    stack.callback(checkpointer.close)
-    return checkpointer
-
-
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
     """Writes the samples of the step to a file, and says where."""
     path = run_folder / DIVERGED_SAMPLES_FILE
@@ -266,47 +385,3 @@ def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:
     except OSError:
         return ""
     return f"\nAll samples of the step: {path}"
-
-
-def _describe(run: Run, run_folder: Path, loggers: FanOutLogger) -> RunDescription:
-    return RunDescription(
-        algorithm=run.algorithm,
-        run_id=run.attempt.run_id,
-        first_run_id=run.first_run_id,
-        run_folder=run_folder,
-        logger_run_ids=loggers.run_ids,
-        config=dump_resolved(run.config),
-        layout=layout_of(run.config),
-        fingerprints=run.fingerprints,
-        versions=collect_versions(),
-    )
-
-
-def end_run(run: Run, policy: MegatronPolicy, summary: RunSummary, run_folder: Path) -> str:
-    """Writes the final weights of a run that is complete.
-
-    Returns:
-        What to tell at the very end: what was learned and where to look, or how to go on.
-    """
-    checkpoint_dir = run.checkpoint_dir(run_folder) if run.config.checkpointing.enabled else None
-    if summary.stopped_for is not None:
-        return _stopped(run, summary, checkpoint_dir)
-    weights = None
-    if checkpoint_dir is not None:
-        weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
-        with run.console.phase("saving the final weights"):
-            left_out = policy.save_weights(weights)
-            origin = json.dumps(run.origin_of_weights(summary.num_steps))
-            (weights / FINAL_RUN_FILE).write_text(f"{origin}\n", encoding="utf-8")
-        for name in left_out:
-            run.console.warn(left_out_line(name))
-    return summarise(run.config, summary, run_folder, weights)
-
-
-def _stopped(run: Run, summary: RunSummary, checkpoint_dir: Path | None) -> str:
-    stopped = f"\nstopped after step {summary.num_steps} of {run.num_steps} ({summary.stopped_for})"
-    if checkpoint_dir is None:
-        return f"{stopped}; nothing was saved (checkpointing.enabled: false)"
-    settings = run.config.checkpointing
-    how = "run the same command again" if settings.resume == "auto" else "run it again with checkpointing.resume=auto"
-    return f"{stopped}; saved to {checkpoint_dir / f'step_{summary.num_steps}'}. To go on, {how}."

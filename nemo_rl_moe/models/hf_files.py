@@ -79,7 +79,7 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
 
 
 def fetching_problem(model: HubModel) -> str | None:
-    """Fetches what this machine's cache lacks of a model; why that fails, with the machine's name, or None."""
+    """Error of fetching a model's missing files into this machine's cache, naming the machine; None for success."""
     try:
         model.folder()
     except ConfigurationError as error:
@@ -119,7 +119,7 @@ MEGATRON_WEIGHTS_FOLDER = "policy"
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Where a run's model is read from, the same for all machines.
+    """Source of a run's model, the hub or a folder; the same for all machines.
 
     Attributes:
         local: A folder that all of them reach; None: the hub.
@@ -160,7 +160,7 @@ def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda 
 
 
 def load_hf_config(model_name: str) -> Any:
-    """What transformers makes of the model's `config.json`. Code from the hub is never run.
+    """The model's configuration as transformers reads its `config.json`. Code from the hub is never run.
 
     Raises:
         ConfigurationError: There is none, it cannot be read, or the family or one of its fields is not supported.
@@ -225,7 +225,7 @@ def _unreadable(model_name: str, error: Exception) -> ConfigurationError:
 
 
 def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
-    """Where the policy's weights are read from; None where it starts from random ones.
+    """Folder of the policy's starting weights; None for random ones.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -235,12 +235,12 @@ def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
 
 
 def holds_megatron_weights(folder: Path) -> bool:
-    """Whether a folder's weights are in Megatron-Core's format: those of a checkpoint, or of `nemo-rl-moe convert`."""
+    """True for a folder with weights in Megatron-Core's format: of a checkpoint or `nemo-rl-moe convert`."""
     return (folder / MEGATRON_WEIGHTS_FOLDER).is_dir()
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Looks whether the folder that weights are to be read from holds whole files of them; reads no weights.
+    """Checks that the folder of the starting weights holds complete files of them; reads no weights.
 
     Args:
         policy: The `policy` section of the configuration.

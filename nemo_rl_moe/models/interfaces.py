@@ -1,23 +1,35 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an algorithm sees of a policy: nothing of Ray, nothing of Megatron-Core."""
+"""The policy and its losses as an algorithm sees them: nothing of Ray, nothing of Megatron-Core."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import Axis, Column, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.weight_sync.transport import WeightTransport
+
+
+class Head(Enum):
+    """A quantity of each target token that a loss may ask for; the model's last stage computes those asked for."""
+
+    LOGPROBS = "logprobs"
+    """Log-probability of the target given the tokens before it, in nats."""
+    ENTROPY = "entropy"
+    """Entropy of the distribution that the target is drawn from, in nats; exact, over the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What a loss function gets for one microbatch.
+    """Inputs of a loss function for one microbatch.
 
     Attributes:
         logprobs: Log-probability of each token given those before it, in nats; entry `t` belongs to the target
@@ -26,7 +38,8 @@ class LossInputs:
         global_valid_tokens: Number of counting targets in the whole global batch, over all data-parallel ranks.
         global_sequences: Number of sequences with such a target in the whole global batch.
         greedy_matches: True where the target is the token ranked first; only during evaluation.
-        extras: The batch's further tensors: one value a sequence, or rows and columns as in `logprobs`.
+        columns: The batch's columns for the loss; those on the token axis have rows and columns as `logprobs`.
+        entropy: As `logprobs`, where the loss needs `Head.ENTROPY`; None otherwise.
     """
 
     logprobs: Float[Tensor, "sequences targets"]
@@ -34,12 +47,27 @@ class LossInputs:
     global_valid_tokens: int
     global_sequences: int
     greedy_matches: Bool[Tensor, "sequences targets"] | None
-    extras: dict[str, Tensor]
+    columns: Mapping[str, Column]
+    entropy: Float[Tensor, "sequences targets"] | None = None
+
+    def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
+        """Values of a column, one for each target; one of a sequence stands at each of its targets.
+
+        Raises:
+            KeyError: There is no such column.
+            ValueError: It is ragged.
+        """
+        column = self.columns[name]
+        if column.axis is Axis.SEQUENCE:
+            return column.values[:, None].expand_as(self.logprobs)
+        if column.axis is Axis.TOKEN:
+            return column.values
+        raise ValueError(f"the column {name} is ragged: it has no value for each target")
 
 
 @dataclass(frozen=True)
 class LossOutputs:
-    """What a loss function returns for one microbatch.
+    """Outputs of a loss function for one microbatch.
 
     Attributes:
         loss: This microbatch's share of the global batch's loss: the losses of all microbatches of all ranks *add up*
@@ -52,9 +80,17 @@ class LossOutputs:
 
 
 class LossFunction(Protocol):
-    """A pure function from one microbatch to its share of the loss. Must be picklable: it travels to the workers."""
+    """A pure function from one microbatch to its share of the loss. Must be picklable: it travels to the workers.
+
+    A loss that needs more than log-probabilities says so in an attribute `needs`, a collection of `Head`.
+    """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
+
+
+def needs_of(loss_function: LossFunction) -> frozenset[Head]:
+    """Heads that a loss function declares; log-probabilities always."""
+    return frozenset({Head.LOGPROBS, *getattr(loss_function, "needs", ())})
 
 
 @dataclass(frozen=True)
@@ -73,6 +109,7 @@ class TrainResult:
         num_updates: Optimizer steps of the call, skipped ones included.
         num_skipped_updates: Optimizer steps that were left out because the loss or the gradient was NaN or infinite.
         skipped_in_a_row: How many of the call's last optimizer steps those are.
+        weight_version: Optimizer steps that the weights have seen since the start of the run, skipped ones left out.
     """
 
     global_loss: float
@@ -86,6 +123,7 @@ class TrainResult:
     num_updates: int = 1
     num_skipped_updates: int = 0
     skipped_in_a_row: int = 0
+    weight_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -125,8 +163,13 @@ class PolicyInterface(Protocol):
         """The same of the model at the start of the run, where one is kept."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors of the weights as they are now, for engines that keep a copy."""
+    @property
+    def weight_version(self) -> int:
+        """Optimizer steps that the weights have seen since the start of the run, skipped ones left out."""
+        ...
+
+    def weight_transport(self) -> AbstractContextManager[WeightTransport]:
+        """A transfer of the weights as they are now to engines that keep a copy; closed when all have them."""
         ...
 
     def save_weights(self, directory: Path) -> Sequence[str]:

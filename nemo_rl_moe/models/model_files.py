@@ -60,7 +60,7 @@ def collect_model_files(
 
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
-    """The same out of another folder, whose tokenizer is taken as it is.
+    """Configuration, generation configuration and tokenizer copied from another folder, the tokenizer unchanged.
 
     Args:
         source: The folder.
@@ -82,7 +82,7 @@ def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: 
 
 
 def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
-    """The files with code of its own that a tokenizer needs; none of them is ever copied or run.
+    """Code files that a tokenizer needs (`auto_map`); none of them is ever copied or run.
 
     Args:
         files: Of `copied_model_files`.
@@ -101,7 +101,7 @@ def tokenizer_code(files: Mapping[str, bytes]) -> list[str]:
 
 
 def left_out_line(name: str) -> str:
-    """What to tell of a parameter that is not in an exported folder."""
+    """Message about parameters that are not in an exported folder."""
     return f"{name} is left out of the exported weights: the family has no tensor for it"
 
 
@@ -122,7 +122,7 @@ def write_model_files(files: Mapping[str, bytes], folder: Path) -> None:
 
 
 def _generation_config(hf_config: Any) -> bytes:
-    """What `config.json` says of generation. Not by `save_pretrained`, which refuses what models ship."""
+    """Generation settings of `config.json`. Not by `save_pretrained`, which refuses what models ship."""
     from transformers import GenerationConfig
 
     made: str = GenerationConfig.from_model_config(hf_config).to_json_string()

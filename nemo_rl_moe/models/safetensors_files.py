@@ -23,7 +23,7 @@ MOST_MAPPED_BYTES = 2**26
 
 
 class SliceReader:
-    """Copies slices into tensors that are there already.
+    """Reader of slices of stored tensors into existing tensors.
 
     Files are mapped into memory, and every page that was read counts as this process's until the file is closed. So
     one file is open at a time, and it is opened anew after every 64 MiB. Callers that go file by file open each once.
@@ -105,7 +105,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor without its numbers."""
+    """Name, shape and type of a tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -113,12 +113,12 @@ class TensorHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Of its numbers."""
+        """Size of the tensor's data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[list[TensorHeader]]:
-    """Fills one file after another; a tensor that is larger than a file may be has one of its own."""
+    """Distribution of tensors over files of a maximal size; a tensor that is larger has a file of its own."""
     files: list[list[TensorHeader]] = []
     held_bytes = 0
     for tensor in tensors:
@@ -131,7 +131,7 @@ def split_into_files(tensors: Iterable[TensorHeader], max_bytes: int) -> list[li
 
 
 def file_names(count: int) -> list[str]:
-    """As transformers names the files of a folder."""
+    """Names of a folder's files as transformers has them."""
     return (
         [ONE_FILE]
         if count == 1
@@ -153,7 +153,7 @@ def index_of(files: Mapping[str, Sequence[TensorHeader]]) -> dict[str, Any]:
 
 
 class SafetensorsWriter:
-    """Writes tensors one after another, in the order that was planned.
+    """Writer of tensors one after another, in the planned order.
 
     Args:
         folder: Where to.
@@ -190,7 +190,7 @@ class SafetensorsWriter:
 
     @property
     def is_complete(self) -> bool:
-        """Whether all files are written."""
+        """True once all files are written."""
         return not self._files
 
     def _begin_file(self) -> None:

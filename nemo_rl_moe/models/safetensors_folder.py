@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What tensors a Hugging Face folder holds, from its index and the headers of its files. No tensor is read.
+"""Names, shapes and types of a Hugging Face folder's tensors, from its index and file headers. No tensor is read.
 
 The folder comes from anywhere, so nothing in it is trusted: an index may name plain files of its own folder alone,
 files are never unpickled, and what does not fit is an error before the first tensor is read.
@@ -29,7 +29,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its file has it.
+    """Shape, type and file of a stored tensor, from the file's header.
 
     Attributes:
         file: Name of the file in the folder.

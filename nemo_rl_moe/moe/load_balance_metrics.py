@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load balance of the experts: from counts to the numbers that are logged.
+"""Load balance metrics, brief and detailed: from assignment counts to the numbers that are logged.
 
 Usable on its own, in any training loop:
 
@@ -19,32 +19,38 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 import torch
-from jaxtyping import Num
-from torch import Tensor
 
 from nemo_rl_moe.moe.load_balance_tracking import (
     collect_expert_loads,
     disable_load_balance_tracking,
     enable_load_balance_tracking,
 )
-from nemo_rl_moe.moe.load_statistics import LayerLoad, LayerStatistics, joined, layer_statistics, positions_at_ranks
+from nemo_rl_moe.moe.load_statistics import (
+    ExpertLoad,
+    LayerLoad,
+    LayerStatistics,
+    joined,
+    layer_statistics,
+    positions_at_ranks,
+)
 from nemo_rl_moe.moe.metric_keys import indices_of_layers, outlier_key
 
 __all__ = [
+    "ExpertLoad",
     "LayerLoad",
     "collect_expert_loads",
     "compute_brief_metrics",
     "compute_detailed_metrics",
     "disable_load_balance_tracking",
     "enable_load_balance_tracking",
-    "load_balance_metrics_from_matrix",
+    "load_balance_metrics",
 ]
 
 
 def compute_brief_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """A few numbers for the whole model, at most 60 keys whatever its size.
+    """Brief load balance metrics: summary over the whole model, at most 60 keys whatever its size.
 
     Args:
         layer_loads: The loads of each MoE layer by its global index or module name; `indices_of_layers` says which `i`
@@ -65,32 +71,30 @@ def compute_brief_metrics(
 def compute_detailed_metrics(
     layer_loads: Mapping[int, LayerLoad] | Mapping[str, LayerLoad], top_k: int = 5, *, router_topk: int | None = None
 ) -> dict[str, float]:
-    """All of `compute_brief_metrics`, and `layer_{i}/...` for each layer. Arguments and errors as there."""
+    """Detailed load balance metrics: the brief ones and `layer_{i}/...` of each layer. Arguments as there."""
     return _compute(layer_loads, top_k, router_topk, detailed=True)
 
 
-def load_balance_metrics_from_matrix(
-    counts_LE: Num[Tensor, "layers experts"],
-    layer_indices: Sequence[int],
+def load_balance_metrics(
+    load: ExpertLoad,
     *,
     router_topk: int | None = None,
     aux_losses: Sequence[float | None] | None = None,
     top_k_experts: int = 5,
     detailed: bool = False,
 ) -> dict[str, float]:
-    """The same for layers that all have the same number of experts.
+    """Brief or detailed metrics of a load matrix: of layers that all have the same number of experts.
 
     Args:
-        counts_LE: Assignments of each layer's experts, on the host.
-        layer_indices: The `i` of each row in the keys. Rows may come in any order.
+        load: The load matrix; its layers are the `i` in the keys, and may come in any order.
         router_topk: Experts that each token goes to; None leaves the noise-corrected keys out.
         aux_losses: Load balancing loss of each row before its coefficient; None for one without.
         top_k_experts: Report so many of the most and of the least loaded experts; 0 for none.
         detailed: Add the numbers of each layer.
     """
-    if not layer_indices:
+    if not load.layers:
         return {}
-    indices = list(layer_indices)
+    indices, counts_LE = list(load.layers), load.counts
     losses = [None] * len(indices) if aux_losses is None else list(aux_losses)
     if indices != sorted(indices):
         order = sorted(range(len(indices)), key=indices.__getitem__)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Forward hooks that count what routers choose: on the device, outside of the graph, without waiting for it."""
+"""Forward hooks that count routed experts: on the device, outside of the graph, without a host synchronisation."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,11 +15,11 @@ from torch.utils.hooks import RemovableHandle
 
 from nemo_rl_moe.moe.load_statistics import LayerLoad
 from nemo_rl_moe.moe.recorder import add_assignments
-from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, chosen_experts, own_padding_mask, routers_of
+from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts, routers_of
 
 
 class LoadCounter:
-    """The counts of one model, and what its running forward pass is.
+    """Assignment counts of one model, and the state of its running forward pass.
 
     Holds no module: a model that is tracked is freed like any other.
 
@@ -36,29 +36,29 @@ class LoadCounter:
         self._attention_mask: Tensor | None = None
 
     def enter_model(self, attention_mask: Tensor | None) -> None:
-        """The model's forward begins."""
+        """Notes the start of the model's forward."""
         self._gradients_at_entry = torch.is_grad_enabled()
         # Masks of more dimensions say who sees whom, not what is padding.
         self._attention_mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
 
     def leave_model(self) -> None:
-        """The model's forward is over, or failed."""
+        """Notes the end of the model's forward, also of one that failed."""
         self._gradients_at_entry = self._attention_mask = None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Adds one call of a router, unless it is none of a training forward."""
         if not router.training or not self._first_pass_with_gradients():
             return
-        chosen = chosen_experts(layer, router, outputs)
+        routed = routed_experts(layer, router, outputs)
         if layer.kind is RouterKind.MEGATRON:
-            padding = own_padding_mask(args, kwargs)
+            padding = padding_mask_of_call(args, kwargs)
             valid = None if padding is None else ~padding
         else:
-            valid = _valid_tokens(self._attention_mask, len(chosen))
+            valid = _valid_tokens(self._attention_mask, len(routed))
         counts = self._counts.get(layer)
         if counts is None:
-            counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=chosen.device)
-        add_assignments(counts, chosen, valid)
+            counts = self._counts[layer] = torch.zeros(layer.num_experts, dtype=torch.long, device=routed.device)
+        add_assignments(counts, routed, valid)
 
     def take_counts(self, device: torch.device) -> Int[Tensor, " all_experts"]:
         """The counts of all layers one after the other, zero where nothing ran; they start again at zero."""
@@ -72,11 +72,11 @@ class LoadCounter:
         return torch.cat([of_layer(layer) for layer in self.layers])
 
     def keep(self, handle: RemovableHandle) -> None:
-        """Remembers a hook for `remove_hooks`."""
+        """Registers a hook for `remove_hooks`."""
         self._handles.append(handle)
 
     def remove_hooks(self) -> None:
-        """Leaves the model as it was before `watch_model`."""
+        """Removes all hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -153,7 +153,7 @@ _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
 
 
 def enable_load_balance_tracking(model: nn.Module) -> int:
-    """Starts counting. Calling it again changes nothing.
+    """Starts counting the routed experts of a model. Calling it again changes nothing.
 
     Args:
         model: The module that the training loop calls, or a wrapper of it. Of a model in several chunks (virtual
@@ -179,7 +179,7 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
 
 
 def disable_load_balance_tracking(model: nn.Module) -> None:
-    """Stops counting and forgets what was counted. Does nothing where nothing is tracked."""
+    """Stops counting and drops the counts. Does nothing for a model that is not tracked."""
     for module in model.modules():
         counter = _COUNTERS.pop(module, None)
         if counter is not None:
@@ -189,7 +189,7 @@ def disable_load_balance_tracking(model: nn.Module) -> None:
 def collect_expert_loads(
     model: nn.Module, dp_group: dist.ProcessGroup | None = None
 ) -> dict[int, LayerLoad] | dict[str, LayerLoad]:
-    """The loads since the last collection, all microbatches added up; counting starts again at zero.
+    """Expert loads since the last collection, all microbatches added up; counting starts again at zero.
 
     Args:
         model: What `enable_load_balance_tracking` was given, or a wrapper around it.

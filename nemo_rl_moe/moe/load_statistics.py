@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load statistics: pure functions of the assignment counts of layers and experts."""
+"""Load statistics of one step: pure functions of the assignment counts of layers and experts, in torch.
+
+For the worker's metrics. `load_arrays` has utilization and CV in numpy for the driver, the report and `watch`, which
+read whole runs and must not import torch; the two sum in another order and differ in the last bit.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How many assignments each expert received in one `train` call, over all ranks and microbatches.
+    """The load matrix of a step: assignments of each expert in one `train` call, over all ranks and microbatches.
 
     Attributes:
         layers: Global decoder layer index of each row.
@@ -25,7 +29,7 @@ class ExpertLoad:
 
 
 class LayerLoad(TypedDict):
-    """What one MoE layer's experts received.
+    """Load of one MoE layer, for models whose layers differ in their number of experts.
 
     Attributes:
         expert_load: `[E]`, assignments of each expert.
@@ -44,7 +48,7 @@ _MAX_BUCKETS = 4096
 
 
 def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int[Tensor, " ranks"]:
-    """Where the values of these ranks stand: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
+    """Positions of order statistics: `sorted(range(n), key=lambda i: (values[i], i))[rank]` for each rank.
 
     The order is total, so equal values cannot be picked differently from one run to the next. Values go into equally
     wide buckets, which keeps their order; only the buckets in which a rank falls are sorted.
@@ -76,7 +80,7 @@ _SMALLEST = torch.finfo(torch.float64).tiny
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Numbers of each layer, in float64 on the host.
+    """Load statistics of each layer, in float64 on the host.
 
     A layer that got no tokens has no imbalance and no live expert: cv, its null and excess, violation, diversity and
     all utilizations are 0, and the dead fraction is 1. With one expert there is nothing to compare: cv is 0,
@@ -153,7 +157,7 @@ def layer_statistics(
 
 
 def joined(parts: Sequence[LayerStatistics], rows: Sequence[int]) -> LayerStatistics:
-    """Puts groups of layers into one.
+    """Statistics of several groups of layers as one, in the order of the model.
 
     Args:
         parts: Statistics of each group.

@@ -13,12 +13,12 @@ _INTEGER = re.compile(r"\d+")
 
 
 def outlier_key(layer: int, expert: int) -> str:
-    """Key of one expert's utilization among the most and least loaded ones."""
+    """Metric key of the utilization of one of the most or least loaded experts."""
     return f"{OUTLIER_PREFIX}layer_{layer}_expert_{expert}"
 
 
 def with_moe_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The same numbers as `moe/{key}`.
+    """Metrics under their logged keys, `moe/{key}`.
 
     The outlier family keeps the prefix that it has, so that all of it lands on one chart.
     """
@@ -40,7 +40,7 @@ def number_in_name(name: str) -> int | None:
 
 
 def indices_of_layers(layers: Iterable[int | str]) -> dict[int | str, int]:
-    """The index `i` that each layer has in the metrics' keys, in the order of the indices.
+    """Index `i` of each layer in the metrics' keys, in the order of the indices.
 
     A layer that is given as a number keeps it. Module names get the number in the name, because that is the layer's
     index in the model, dense layers counted. Where a name has none, or two have the same, all get their position in

@@ -21,7 +21,7 @@ from nemo_rl_moe.moe.metric_keys import WHAT_IF_PREFIX
 
 @dataclass(frozen=True)
 class StageEvents:
-    """What one pipeline stage did in a step; the same on all of its ranks.
+    """Forward and backward passes of one pipeline stage in a step; the same on all of its ranks.
 
     Attributes:
         events: (kind, chunk, microbatch) in the order in which the schedule ran them; kind is 1 for a forward and -1
@@ -75,7 +75,7 @@ def overload_factors(
 def cumulative_peak_ratios(
     loads_DMLR: Num[Tensor, "slices microbatches layers ranks"], stage: StageEvents
 ) -> Float[Tensor, "slices ranks"]:
-    """How much more each rank of a stage holds for the backward pass, at worst, than it would if balanced.
+    """Peak of the assignments that each rank of a stage holds for backward, over the peak of balanced loads.
 
     The events add a microbatch's load at its forward and take it away at its backward. A rank's peak of that running
     sum goes over the peak of the mean rank's. Within one pass the sum only grows (or only shrinks), so looking at it
@@ -106,7 +106,7 @@ def summarise_overload(
     *,
     per_layer: bool = False,
 ) -> dict[str, float]:
-    """The keys of one step.
+    """Overload metrics of one step.
 
     Args:
         counts_DMLE: Counts of all slices, microbatches and pipeline stages.

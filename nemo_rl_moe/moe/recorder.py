@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Counts what a router chose: on the device, without waiting for it."""
+"""Recording of routed experts: counts on the device without a host synchronisation, and their sum over ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,26 +11,28 @@ import torch.distributed as dist
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+
 
 def add_assignments(
     counts: Int[Tensor, " experts"],
-    chosen: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+    routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
     valid: Bool[Tensor, " tokens"] | None,
 ) -> None:
     """Adds one router call to the counts, in place.
 
     Args:
         counts: Assignments of each expert so far, int64.
-        chosen: A map of the assignments, or the numbers of the experts that each token goes to.
+        routed: A map of the assignments, or the indices of the experts that each token is routed to.
         valid: Tokens that count; None: all of them.
     """
-    if chosen.dtype == torch.bool:
-        counts.add_((chosen if valid is None else chosen & valid[:, None]).sum(0))
+    if routed.dtype == torch.bool:
+        counts.add_((routed if valid is None else routed & valid[:, None]).sum(0))
         return
     # Not bincount, which waits for the device to learn the largest number.
-    chosen = chosen.long()
-    ones = torch.ones_like(chosen) if valid is None else valid.long()[:, None].expand_as(chosen)
-    counts.scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+    routed = routed.long()
+    ones = torch.ones_like(routed) if valid is None else valid.long()[:, None].expand_as(routed)
+    counts.scatter_add_(0, routed.reshape(-1), ones.reshape(-1))
 
 
 FORWARD, BACKWARD = 1, -1
@@ -61,6 +63,11 @@ class ExpertLoadRecorder:
         num_moe_layers: MoE layers of the whole model; each rank fills the rows of those that it holds.
         num_experts: Routed experts of a layer.
         device: Where the routers run.
+
+    Attributes:
+        counts: `c[m,i,e]` of this rank.
+        events: Passes of this rank in order.
+        expert_load: The load matrix of the last step over all ranks, once it has been reduced.
     """
 
     def __init__(self, num_moe_layers: int, num_experts: int, device: torch.device):
@@ -69,6 +76,7 @@ class ExpertLoadRecorder:
         self._microbatch: int | None = None
         self.counts: Int[Tensor, "microbatches moe_layers experts"] = torch.zeros(0, *self._shape, dtype=torch.long)
         self.events: list[StepEvent] = []
+        self.expert_load: ExpertLoad | None = None
 
     def start(self, num_microbatches: int) -> None:
         """Clears what was recorded and makes room for so many microbatches."""
@@ -88,6 +96,11 @@ class ExpertLoadRecorder:
         finally:
             self._microbatch = None
 
+    @property
+    def is_recording(self) -> bool:
+        """True inside `training_forward`."""
+        return self._microbatch is not None
+
     def watch_backward(self, output: Tensor, chunk: int, microbatch: int) -> None:
         """Notes when the backward pass of this forward begins. `output` is what the chunk returned."""
         if output.requires_grad:
@@ -96,19 +109,19 @@ class ExpertLoadRecorder:
     def add(
         self,
         layer_position: int,
-        chosen: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+        routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, " tokens"] | None,
     ) -> None:
         """Adds one router call; does nothing outside `training_forward`.
 
         Args:
             layer_position: Row of the layer.
-            chosen: A map of the assignments, or the numbers of the chosen experts.
+            routed: A map of the assignments, or the indices of the routed experts.
             padding: True on tokens that do not count; None: all count.
         """
         if self._microbatch is not None:
             valid = None if padding is None else ~padding
-            add_assignments(self.counts[self._microbatch, layer_position], chosen, valid)
+            add_assignments(self.counts[self._microbatch, layer_position], routed, valid)
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:

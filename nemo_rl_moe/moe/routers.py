@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The routers of Megatron-Core and transformers: how to recognise them and to read what they chose. Imports neither."""
+"""Routers of Megatron-Core and transformers: recognised by class name, their output read as routed experts.
+
+Imports neither library.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +18,7 @@ from nemo_rl_moe.moe.metric_keys import natural_order, number_in_name
 
 
 class RouterKind(Enum):
-    """Whose router it is."""
+    """Library that a router comes from."""
 
     MEGATRON = "megatron"
     TRANSFORMERS = "transformers"
@@ -27,7 +30,7 @@ class RouterLayer:
 
     Attributes:
         key: Global layer index from 0, or the router's module path.
-        kind: Whose router it is.
+        kind: Library of the router.
         num_experts: Routed experts.
         topk: Experts that each token goes to.
     """
@@ -39,7 +42,7 @@ class RouterLayer:
 
 
 def router_kind(module: nn.Module) -> RouterKind | None:
-    """Whose router this module is; None when it is not one. Classes derived from a router are routers."""
+    """Library that a module is a router of; None when it is no router. Classes derived from a router are routers."""
     names = {cls.__name__.lower() for cls in type(module).__mro__}
     if "topkrouter" in names and hasattr(module, "layer_number"):
         return RouterKind.MEGATRON
@@ -67,10 +70,19 @@ def routers_of(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
     return sorted(layers, key=lambda entry: entry[0].key) if None not in indices else layers
 
 
-def chosen_experts(
+def routed_experts(
     layer: RouterLayer, router: nn.Module, outputs: Any
 ) -> Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"]:
-    """What the router chose: a map of the assignments, or the experts' numbers.
+    """The experts that each token is routed to, read from a router's output.
+
+    Args:
+        layer: The router's layer.
+        router: Its module, for settings that change what the output means.
+        outputs: Return value of its forward.
+
+    Returns:
+        A map of the assignments, or the experts' indices; without a graph. Slots that Megatron-Core fills up to an
+        expert's capacity are left out.
 
     Raises:
         TypeError: The outputs hold neither.
@@ -79,8 +91,8 @@ def chosen_experts(
     if layer.kind is RouterKind.MEGATRON:
         assignments = next((output for output in tensors[1:2] if not output.is_floating_point()), None)
         if assignments is not None and assignments.dtype == torch.bool and _pads_to_capacity(router):
-            # The map then marks every slot of every expert; those that no token chose have probability 0.
-            assignments = assignments & (tensors[0] != 0)
+            # The map then marks every slot of every expert; those that no token was routed to have probability 0.
+            assignments = assignments & (tensors[0].detach() != 0)
     else:
         integers = [output for output in tensors if not output.is_floating_point() and output.dtype != torch.bool]
         assignments = integers[-1] if integers else None
@@ -89,8 +101,8 @@ def chosen_experts(
     return assignments.detach().reshape(-1, assignments.shape[-1])
 
 
-def own_padding_mask(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
-    """The padding mask that a router of Megatron-Core was called with, flat; True is padding."""
+def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
+    """Padding mask from the arguments of a Megatron-Core router's forward, flat; True is padding, None is no mask."""
     mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     return mask.reshape(-1).bool() if isinstance(mask, Tensor) else None
 

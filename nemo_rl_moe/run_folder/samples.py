@@ -19,17 +19,31 @@ SAMPLES_FILE_NAME = "samples.jsonl"
 _LONGEST_PRINTED = 400
 
 
-class ScoredResponse(Protocol):
-    """What is shown of a response; `algorithms.rollouts.Rollout` is one."""
+class SavedTrajectory(Protocol):
+    """The part of a trajectory that is kept; `rollouts.trajectory.Trajectory` is one."""
 
     @property
-    def prompt(self) -> Any: ...
+    def sample_id(self) -> str: ...
     @property
-    def response(self) -> Any: ...
+    def prompt_text(self) -> str: ...
     @property
-    def text(self) -> str: ...
+    def response_text(self) -> str: ...
     @property
-    def score(self) -> Any: ...
+    def num_sampled_tokens(self) -> int: ...
+    @property
+    def num_turns(self) -> int: ...
+    @property
+    def is_truncated(self) -> bool: ...
+    @property
+    def is_correct(self) -> bool: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def fault(self) -> Any: ...
+    @property
+    def fault_message(self) -> str: ...
+    @property
+    def weight_version(self) -> int: ...
 
 
 class Console(Protocol):
@@ -66,48 +80,49 @@ class SampleLog:
     ) -> None:
         self._lines.close()
 
-    def write(self, step: int, split: str, rollouts: Sequence[ScoredResponse]) -> None:
-        """Takes the responses of a step.
+    def write(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
+        """Takes the trajectories of a step.
 
         Args:
             step: Steps done.
             split: `train` or `val`.
-            rollouts: As many for each prompt, one prompt after the other.
+            trajectories: As many for each prompt, one prompt after the other.
         """
-        self._lines.append(json.dumps(_record(step, split, rollout)) for rollout in rollouts[: self._num_to_save])
+        kept = trajectories[: self._num_to_save]
+        self._lines.append(json.dumps(_record(step, split, trajectory)) for trajectory in kept)
         if split == "val":
-            for rollout in _one_of_each_prompt(rollouts)[: self._num_to_print]:
-                self._console.message(_shown(rollout))
+            for trajectory in _one_of_each_prompt(trajectories)[: self._num_to_print]:
+                self._console.message(_shown(trajectory))
 
 
-def _one_of_each_prompt(rollouts: Sequence[ScoredResponse]) -> list[ScoredResponse]:
-    first: dict[str, ScoredResponse] = {}
-    for rollout in rollouts:
-        first.setdefault(rollout.prompt.sample_id, rollout)
+def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
+    first: dict[str, SavedTrajectory] = {}
+    for trajectory in trajectories:
+        first.setdefault(trajectory.sample_id, trajectory)
     return list(first.values())
 
 
-def _record(step: int, split: str, rollout: ScoredResponse) -> dict[str, Any]:
-    fault = rollout.score.fault
+def _record(step: int, split: str, trajectory: SavedTrajectory) -> dict[str, Any]:
+    fault = trajectory.fault
     return {
         "step": step,
         "split": split,
-        "sample_id": rollout.prompt.sample_id,
-        "prompt": rollout.prompt.text,
-        "response": rollout.text,
-        "num_tokens": len(rollout.response.token_ids),
-        "is_truncated": rollout.response.is_truncated,
-        "reward": rollout.score.reward,
-        "is_correct": rollout.score.is_correct,
-        "fault": None if fault is None else f"{fault.value}: {rollout.score.message}",
-        "weight_version": rollout.response.weight_version,
-    }
+        "sample_id": trajectory.sample_id,
+        "prompt": trajectory.prompt_text,
+        "response": trajectory.response_text,
+        "num_tokens": trajectory.num_sampled_tokens,
+        "is_truncated": trajectory.is_truncated,
+        "reward": trajectory.reward,
+        "is_correct": trajectory.is_correct,
+        "fault": None if fault is None else f"{fault.value}: {trajectory.fault_message}",
+        "weight_version": trajectory.weight_version,
+    } | ({"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {})
 
 
-def _shown(rollout: ScoredResponse) -> str:
+def _shown(trajectory: SavedTrajectory) -> str:
     """One line: `  right   228+378=  ->  <think></think>606`."""
-    verdict = "right" if rollout.score.is_correct else "cut off" if rollout.response.is_truncated else "wrong"
-    return f"  {verdict:8}{_on_one_line(rollout.prompt.text)}  ->  {_on_one_line(rollout.text)}"
+    verdict = "right" if trajectory.is_correct else "cut off" if trajectory.is_truncated else "wrong"
+    return f"  {verdict:8}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
 
 
 def _on_one_line(text: str) -> str:

@@ -18,7 +18,7 @@ import torch
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.launch.sft import run_sft
+from nemo_rl_moe.launch.training_run import launch_run
 from nemo_rl_moe.run_folder.metrics import StepRecord, read_metrics
 from tests.functional import sft_runs
 from tests.support.tiny_model import layout
@@ -122,7 +122,7 @@ class Runs:
             for name, value in chosen.items()
         }
         config = load_config(sft_runs.EXEMPLAR, sft_runs.settings(folder, self._data, self._models[model], **keys))
-        run_sft(config, RunLaunch(folder.name), StopSignals())
+        launch_run(config, RunLaunch(folder.name), StopSignals())
         return read_run(sft_runs.only_run_folder(folder))
 
 

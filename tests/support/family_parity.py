@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_outputs import files_beside, outputs_of_trainer, trainer_of
@@ -118,7 +118,7 @@ def run_family(folder: Path, policy: PolicyConfig, exports: Path) -> FamilyRun |
 
 def _responses(trainer: Any) -> list[Response]:
     sampling = SamplingParameters(max_new_tokens=NUM_NEW_TOKENS, temperature=0.0)
-    found = trainer.generate(GenerationRequest(PROMPTS, tuple(range(len(PROMPTS))), sampling), max_batch_size=None)
+    found = trainer.generate(GenerationBatch(PROMPTS, tuple(range(len(PROMPTS))), sampling), max_batch_size=None)
     own = [Response(sequence.token_ids.tolist(), sequence.logprobs.tolist()) for sequence in found]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)

@@ -12,7 +12,7 @@ import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.tiny_model import parallel_job
@@ -57,12 +57,10 @@ def prompts() -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(generator.integers(1, 64, length).tolist()) for length in PROMPT_LENGTHS)
 
 
-def request_of(indices: Sequence[int], sampling: SamplingParameters = SAMPLING) -> GenerationRequest:
+def request_of(indices: Sequence[int], sampling: SamplingParameters = SAMPLING) -> GenerationBatch:
     """Some of the prompts, each with a seed of its own."""
     every = prompts()
-    return GenerationRequest(
-        tuple(every[index] for index in indices), tuple(100 + index for index in indices), sampling
-    )
+    return GenerationBatch(tuple(every[index] for index in indices), tuple(100 + index for index in indices), sampling)
 
 
 def build_trainer(policy: PolicyConfig, model: Mapping[str, Any] | str | None = None) -> MegatronTrainer:

@@ -5,7 +5,8 @@
 One diary can be shared by all of them, so that a test reads in which order things happened.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.rollouts.rollouts import Roller, Rollout
+from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 END_TOKEN, PAD_TOKEN = 1, 0
 SAMPLING = SamplingParameters(max_new_tokens=6, temperature=0.8, top_k=5, stop_token_ids=(END_TOKEN,))
@@ -60,7 +63,7 @@ def prompts(count: int, name: str = "train") -> list[Prompt]:
     ]
 
 
-def rollout(
+def trajectory(
     prompt_ids: Sequence[int] = (10,),
     response_ids: Sequence[int] = (5, END_TOKEN),
     logprobs: Sequence[float] | None = None,
@@ -72,14 +75,24 @@ def rollout(
     text: str = "text",
     sample_id: str = "sample",
     prompt_text: str = "prompt",
-) -> Rollout:
-    """A rollout by hand."""
+) -> Trajectory:
+    """A trajectory of one turn by hand."""
     found = [-0.5] * len(response_ids) if logprobs is None else logprobs
-    return Rollout(
-        prompt=Prompt(sample_id, prompt_text, tuple(prompt_ids), {}),
-        response=GeneratedSequence(np.array(response_ids, dtype=np.int64), np.array(found), is_truncated, 0),
-        text=text,
-        score=Score(reward, is_correct, fault, "it broke" if fault else ""),
+    before, after = len(prompt_ids), len(response_ids)
+    return Trajectory(
+        sample_id=sample_id,
+        group_id=sample_id,
+        token_ids=np.array([*prompt_ids, *response_ids], dtype=np.int64),
+        loss_mask=np.array([False] * before + [True] * after),
+        logprobs=np.array([0.0] * before + list(found)),
+        weight_versions=np.array([NOT_SAMPLED] * before + [0] * after),
+        reward=reward,
+        is_correct=is_correct,
+        finish_reason="length" if is_truncated else "stop",
+        prompt_text=prompt_text,
+        response_text=text,
+        fault=fault,
+        fault_message="it broke" if fault else "",
     )
 
 
@@ -98,21 +111,30 @@ class FakeEngine:
 
     diary: list[str] = field(default_factory=list)
     shares_weights: bool = True
-    weight_version: int = -1
+    weight_version: int = 0
     truncates: bool = False
-    requests: list[GenerationRequest] = field(default_factory=list)
+    requests: list[GenerationBatch] = field(default_factory=list)
     received: list[list[str]] = field(default_factory=list)
 
-    def generate(self, request: GenerationRequest) -> list[GeneratedSequence]:
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         self.diary.append("generate")
-        self.requests.append(request)
-        return [self._respond(seed) for seed in request.seeds]
+        (sampling,) = {request.sampling for request in requests}
+        prompts, seeds = [request.token_ids for request in requests], [request.seed for request in requests]
+        self.requests.append(GenerationBatch(tuple(prompts), tuple(seeds), sampling))
+        yield from enumerate(map(self._respond, seeds))
 
-    def refit(self, weights: Iterable[tuple[str, Tensor]], weight_version: int) -> None:
+    def update_weights(self, transport: "FakeTransport", version: int) -> None:
         assert not self.shares_weights
-        self.diary.append(f"refit {weight_version}")
-        self.received.append([name for name, _ in weights])
-        self.weight_version = weight_version
+        self.diary.append(f"refit {version}")
+        transport.send()
+        self.received.append(transport.spec)
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
 
     def shutdown(self) -> None:
         raise AssertionError("stopping the engine is not the loop's")
@@ -145,6 +167,14 @@ class FakeScorer:
 
 
 @dataclass
+class FakeTransport:
+    """Names of weights, and a note in the diary when they are sent."""
+
+    spec: list[str]
+    send: Callable[[], None]
+
+
+@dataclass
 class FakePolicy:
     """A policy whose numbers are known beforehand, and that learns nothing.
 
@@ -152,12 +182,18 @@ class FakePolicy:
         diary: Gets the name of every call.
         batches: What was trained on.
         losses: The loss function of each `train` call.
+        updates_of_call: Optimizer steps of each `train` call.
     """
 
     diary: list[str] = field(default_factory=list)
     batches: list[TokenBatch] = field(default_factory=list)
     losses: list[LossFunction] = field(default_factory=list)
     tracks_experts: bool = False
+    updates_of_call: int = 1
+
+    @property
+    def weight_version(self) -> int:
+        return len(self.batches) * self.updates_of_call
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         self.diary.append("train")
@@ -186,9 +222,9 @@ class FakePolicy:
         self.diary.append("reference_logprobs")
         return torch.full(batch.input_ids.shape, -2.0)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        self.diary.append("weights")
-        yield f"weights of step {len(self.batches)}", torch.zeros(1)
+    @contextmanager
+    def weight_transport(self) -> Iterator[FakeTransport]:
+        yield FakeTransport([f"weights of step {len(self.batches)}"], lambda: self.diary.append("weights"))
 
     def save_weights(self, directory: Path) -> list[str]:
         raise AssertionError("saving is the launcher's")
@@ -224,6 +260,13 @@ def as_numbers(token_ids: Sequence[int]) -> str:
     return " ".join(map(str, token_ids))
 
 
-def make_roller(engine: FakeEngine, scorer: FakeScorer) -> Roller:
-    """A roller of fakes."""
-    return Roller(engine, scorer, as_numbers)
+def from_numbers(text: str) -> list[int]:
+    """Tokens from their numbers."""
+    return [int(word) for word in text.split()]
+
+
+def make_worker(
+    engine: FakeEngine, scorer: FakeScorer, environment: Environment | None = None, max_tokens: int = 100
+) -> RolloutWorker:
+    """A rollout worker over fakes."""
+    return RolloutWorker(engine, scorer, environment or SingleTurn(), as_numbers, from_numbers, max_tokens)

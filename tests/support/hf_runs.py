@@ -191,7 +191,7 @@ def save_twice(
     return outcomes
 
 
-def outcomes_with_trouble(policy: PolicyConfig, folder: str, target: str) -> list[str]:
+def outcomes_with_failure(policy: PolicyConfig, folder: str, target: str) -> list[str]:
     """Hands weights out and writes them, while the last rank runs out of memory in one function; then writes again.
 
     Args:

@@ -167,7 +167,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 6
+    assert len(PYTHON_BLOCKS) == 7
 
 
 def write_demo_run() -> None:
@@ -197,7 +197,7 @@ def run_block(text: str, folder: Path) -> dict[str, object]:
 PYTHON_BLOCKS = {f"{page.name}-{number}": text for page in PAGES for number, text in enumerate(blocks(page, "python"))}
 
 
-# Begins with its name, and is not run but imported.
+# Begins with its name; a test of its own imports or runs it.
 MODULES = {
     match[1]: name for name, text in PYTHON_BLOCKS.items() if (match := re.match(r"# (\w+)\.py\n", text)) is not None
 }
@@ -253,6 +253,26 @@ def test_standalone_example_counts_every_token(tmp_path: Path, capsys: pytest.Ca
     # 2 microbatches of 4 x 32 tokens, 8 experts, 2 for each token: sqrt((1 - 1/4) * 8 / 512).
     assert metrics["cv_null_mean"] == pytest.approx((0.75 * 8 / 512) ** 0.5)
     assert {generic(key) for key in metrics} <= documented_keys(METRICS_PAGE)
+
+
+def run_megatron_loop(text: str, folder: Path) -> dict[str, object]:
+    """The block's last metrics on one rank."""
+    found = run_block(text, folder)
+    return {name: found[name] for name in ("metrics", "total_loss_dict")}
+
+
+def test_example_of_a_megatron_loop(tmp_path: Path) -> None:
+    first, second = run_ranks(run_megatron_loop, 2, PYTHON_BLOCKS[MODULES["megatron_loop"]], tmp_path)
+    assert first == second
+    metrics, totals = first["metrics"], first["total_loss_dict"]
+    names = ("load_balancing_loss", "z_loss")
+    assert metrics.keys() == {key for name in names for key in (name, f"{name}_layer_0", f"{name}_layer_2")}
+    for name in names:
+        assert metrics[name] == pytest.approx((metrics[f"{name}_layer_0"] + metrics[f"{name}_layer_2"]) / 2)
+        # Three steps; tokens are random, so that steps are much alike.
+        assert totals[name] == pytest.approx(3 * metrics[name], rel=0.05)
+    # Routed at random, and before the coefficient.
+    assert metrics["load_balancing_loss"] == pytest.approx(1.0, abs=0.1)
 
 
 def documented_keys(page: Path) -> set[str]:

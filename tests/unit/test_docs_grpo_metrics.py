@@ -12,9 +12,9 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.rollouts.rollouts import training_batch
 from nemo_rl_moe.rollouts.source import RolloutGroups
-from tests.support.grpo_fakes import PAD_TOKEN, rollout
+from nemo_rl_moe.rollouts.trajectory import training_batch
+from tests.support.grpo_fakes import PAD_TOKEN, trajectory
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 from tests.unit.test_docs_examples import GRPO_PAGE, documented_keys
 
@@ -38,7 +38,7 @@ def training_keys() -> set[str]:
 
 def step_metrics() -> dict[str, float]:
     """Of the responses of a step with dynamic sampling."""
-    rollouts = [rollout(reward=1.0), rollout()]
+    rollouts = [trajectory(reward=1.0), trajectory()]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
     return group_metrics(groups) | advantage_metrics(batch)

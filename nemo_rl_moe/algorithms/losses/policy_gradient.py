@@ -253,9 +253,9 @@ class PolicyGradientLoss:
     the training policy's tokens as well, while generation drew them; and a token that IcePop leaves out is left out of
     all of the loss. The divisors stay as they are: the tokens left out count in them.
 
-    Reads from the inputs' `extras`, where what is masked may hold anything, NaN and infinities too:
+    Columns of the batch, which may hold anything where masked, NaN and infinities too:
 
-    - `advantages`, `[sequences]`; the others have rows and columns as `logprobs`
+    - `advantages`, of each sequence or of each token; the others have rows and columns as `logprobs`
     - `generation_logprobs`: of the policy as the engine that drew the tokens computed them
     - `prev_logprobs`: of the policy before the step as training computes them; not read with `on_policy`
     - `reference_logprobs`: of the reference model; only with a penalty above 0
@@ -275,14 +275,14 @@ class PolicyGradientLoss:
         """One microbatch's share of the loss.
 
         Raises:
-            KeyError: One of `extras` is missing.
+            KeyError: One of the columns is missing.
         """
         config, mask = self.config, inputs.token_mask
         logprobs = _valid(inputs.logprobs, mask)
         current = logprobs.detach()
-        prev = current if self.on_policy else _extra(inputs, "prev_logprobs")
-        generation = _extra(inputs, "generation_logprobs")
-        advantages = _extra(inputs, "advantages", one_per_sequence=True)
+        prev = current if self.on_policy else _column(inputs, "prev_logprobs")
+        generation = _column(inputs, "generation_logprobs")
+        advantages = _column(inputs, "advantages")
 
         ratio = probability_ratio(logprobs, prev, mask, of_sequences=config.sequence_level_importance_ratios)
         bounds = ratio_bounds(advantages, config)
@@ -292,7 +292,7 @@ class PolicyGradientLoss:
         loss = _global_mean(weights * policy_surrogate(logprobs, ratio, bounds, advantages, config), inputs, config)
         metrics: dict[str, tuple[Tensor, Reduction]] = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
         if config.reference_policy_kl_penalty > 0:
-            divergence = kl_estimate(logprobs, _extra(inputs, "reference_logprobs"), config.reference_policy_kl_type)
+            divergence = kl_estimate(logprobs, _column(inputs, "reference_logprobs"), config.reference_policy_kl_type)
             penalty = _global_mean(weights * divergence, inputs, config)
             loss = loss + config.reference_policy_kl_penalty * penalty
             metrics["kl_penalty"] = (penalty.detach(), Reduction.SHARE)
@@ -334,11 +334,8 @@ def _valid(
     return values.where(mask, 0.0)
 
 
-def _extra(inputs: LossInputs, name: str, *, one_per_sequence: bool = False) -> Float[Tensor, "sequences targets"]:
-    values = inputs.extras[name].detach().to(inputs.logprobs.dtype)
-    if one_per_sequence:
-        values = values[:, None].expand_as(inputs.logprobs)
-    return _valid(values, inputs.token_mask)
+def _column(inputs: LossInputs, name: str) -> Float[Tensor, "sequences targets"]:
+    return _valid(inputs.per_target(name).detach().to(inputs.logprobs.dtype), inputs.token_mask)
 
 
 def _global_mean(

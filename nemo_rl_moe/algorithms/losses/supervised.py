@@ -50,7 +50,7 @@ class PreferenceLoss:
     `-log p(chosen|x)`. Everything that is one number a sequence is computed in float64: sums over long responses are
     large against their differences.
 
-    Reads from the inputs' `extras`:
+    Columns of the batch:
 
     - `reference_sums`, `[sequences]`: the sum of the response's log-probabilities under the reference model, in nats
 
@@ -77,7 +77,7 @@ class PreferenceLoss:
         """
         config, mask = self.config, inputs.token_mask
         sums = response_sums(inputs.logprobs, mask)
-        reference = inputs.extras[REFERENCE_SUMS].to(sums)
+        reference = inputs.columns[REFERENCE_SUMS].values.to(sums)
         lengths = mask.sum(dim=1).clamp(min=1)
         # Pairs that only fill a batch up have no response; 0 times a number would not do where that is NaN.
         valid = mask[0::2].any(dim=1) & mask[1::2].any(dim=1)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary position embedding over whole heads, and the ways in which models stretch it to longer sequences.
+"""Tables that decoder families share: configuration fields, rotary embedding and its scaling, tensors of each layer.
 
 The frequencies of a stretched one are transformers' own. What YaRN multiplies cosines and sines with, queries and keys
 both carry: together it is a factor of the scores, its square.
@@ -10,7 +10,6 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -106,7 +105,11 @@ FIXED_FIELDS: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",), "attenti
 
 
 def decoder_fields(hf_config: Any) -> dict[str, Any]:
-    """Hugging Face fields to TransformerConfig fields, but for experts."""
+    """Hugging Face fields to TransformerConfig fields, but for experts.
+
+    `activation_func` is a name, one of `ACTIVATIONS` in `models/megatron/model/transformer_config.py`: families import
+    no Megatron-Core.
+    """
     heads = hf_config.num_attention_heads
     head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads
     return {
@@ -121,7 +124,7 @@ def decoder_fields(hf_config: Any) -> dict[str, Any]:
         "init_method_std": hf_config.initializer_range,
         "normalization": "RMSNorm",
         "gated_linear_unit": True,
-        "activation_func": torch.nn.functional.silu,
+        "activation_func": "silu",
         "add_bias_linear": False,
         "add_qkv_bias": False,
         "hidden_dropout": 0.0,

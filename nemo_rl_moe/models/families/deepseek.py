@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSeek-V2 and V3 share: latent attention, shared experts, and dense layers before those with experts."""
+"""DeepSeek-V2 and DeepSeek-V3: latent attention, shared experts, and dense layers before those with experts."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from nemo_rl_moe.models.families.decoder import rotary_base
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily, Rule, RuleTable, field_names, rule
 
 WHERE = "policy.model_name: config.json:"
-"""What messages begin with."""
+"""Prefix of error messages."""
 READ_FIELDS = (decoder.READ_FIELDS - {"head_dim"}) | field_names(
     "aux_loss_alpha first_k_dense_replace kv_lora_rank moe_intermediate_size n_group n_routed_experts n_shared_experts "
     "num_experts num_experts_per_tok num_local_experts q_lora_rank qk_nope_head_dim qk_rope_head_dim "
@@ -171,15 +171,6 @@ def unused_tensors(hf_config: Any) -> Mapping[str, str]:
     return {rf"model\.layers\.{index}\..*": reason for index in extra_layers}
 
 
-def change_block(config: Any, block: Any) -> Any:
-    """A block's layers with this project's latent attention."""
-    # Families are read where nothing is computed; Megatron-Core takes seconds to import.
-    from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
-
-    del config
-    return use_latent_attention(block)
-
-
 _ATTENTION = {
     "linear_q_proj": "q_proj",
     "linear_q_down_proj": "q_a_proj",
@@ -232,7 +223,6 @@ DEEPSEEK_V2 = ModelFamily(
     config_fields=ConfigFields(READ_FIELDS, DEEPSEEK_V2_FIXED_FIELDS, WITHOUT_EFFECT, ADVICE),
     router_fields=ROUTER_FIELDS,
     unused_tensors=unused_tensors,
-    change_block=change_block,
 )
 
 
@@ -288,5 +278,4 @@ DEEPSEEK_V3 = ModelFamily(
     router_fields=DEEPSEEK_V3_ROUTER_FIELDS,
     unused_tensors=unused_tensors,
     exported_fields={"num_nextn_predict_layers": 0},
-    change_block=change_block,
 )

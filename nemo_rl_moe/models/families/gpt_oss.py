@@ -2,10 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """gpt-oss: a bias in every layer, attention sinks, a sliding window in some layers, experts with a clamped SwiGLU."""
 
-from collections.abc import Callable
 from typing import Any
-
-from torch import Tensor
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import decoder
@@ -68,17 +65,6 @@ def window_fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _quick_gelu() -> Callable[[Tensor], Tensor]:
-    # Families are read where nothing is computed; Megatron-Core takes seconds to import.
-    from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
-
-    # isort: split
-    from megatron.core.fusions.fused_bias_geglu import quick_gelu
-
-    function: Callable[[Tensor], Tensor] = quick_gelu
-    return function
-
-
 def transformer_fields(hf_config: Any) -> dict[str, Any]:
     """Hugging Face fields to TransformerConfig fields."""
     experts = decoder.expert_fields(
@@ -92,7 +78,7 @@ def transformer_fields(hf_config: Any) -> dict[str, Any]:
             "add_bias_linear": True,
             "add_qkv_bias": True,
             # Experts: quick_gelu(gate) * (up + 1), with gate and up clamped.
-            "activation_func": _quick_gelu(),
+            "activation_func": "quick_gelu",
             "activation_func_clamp_value": hf_config.swiglu_limit,
             "glu_linear_offset": 1.0,
             "softmax_type": "learnable",

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which fields of a `config.json` a family understands. Any other one could change what the model computes."""
+"""Tables of a model family: the fields of `config.json` that it understands, and the tensors of each parameter.
+
+A field that no table names is an error, for it could change what the model computes.
+"""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -46,7 +49,7 @@ class ConfigFields:
     advice: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str) -> list[str]:
-        """What of a configuration is not supported, a line for each field.
+        """Unsupported fields of a configuration, a line for each.
 
         Args:
             config_json: The file as it is.
@@ -93,14 +96,14 @@ class Source:
 
 
 class TensorLayout(Protocol):
-    """How a parameter is put together; also for the pieces that a tensor-parallel rank has of all of them."""
+    """Layout of a parameter's source tensors within it; also for the pieces of a tensor-parallel rank."""
 
     def join(self, parts: Sequence[Tensor], hf_config: Any) -> Tensor:
         """The parameter."""
         ...
 
     def split(self, parameter: Tensor, num_parts: int, hf_config: Any) -> Sequence[Tensor]:
-        """The other way round."""
+        """The source tensors."""
         ...
 
 
@@ -158,7 +161,7 @@ def _heads(hf_config: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of parameter.
+    """Source tensors of one kind of parameter.
 
     Attributes:
         sources: The tensors that it is made of, in this order, under the names that are written.
@@ -225,7 +228,7 @@ def _none_unused(hf_config: Any) -> Mapping[str, str]:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """How one Hugging Face model type maps to Megatron-Core.
+    """Mapping of one Hugging Face model type to Megatron-Core.
 
     Attributes:
         name: For people.
@@ -238,7 +241,7 @@ class ModelFamily:
         unused_tensors: Regular expressions of tensors that a checkpoint may hold and the model has no use for, each
             with why. A whole name must match.
         exported_fields: Fields of an exported `config.json` that say that the tensors left out are not there.
-        change_block: Puts the family's own modules into a block's layer specs: (config, block) to block.
+        normalizes_all_heads: The norms of queries and keys run over all heads together, not over each.
     """
 
     name: str
@@ -249,4 +252,4 @@ class ModelFamily:
     router_fields: Mapping[str, str | None]
     unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
-    change_block: Callable[[Any, Any], Any] | None = None
+    normalizes_all_heads: bool = False

@@ -66,13 +66,6 @@ def olmoe_fields(hf_config: Any) -> dict[str, Any]:
     )
 
 
-def change_block(config: Any, block: Any) -> Any:
-    """Puts norms over all heads where Megatron-Core has those of each head."""
-    from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
-
-    return normalize_all_heads(block)
-
-
 OLMOE = ModelFamily(
     name="OLMoE",
     transformer_fields=olmoe_fields,
@@ -80,7 +73,7 @@ OLMOE = ModelFamily(
     rules=RuleTable({**decoder.DECODER, **decoder.QK_NORMS, **decoder.ROUTER, **decoder.EXPERTS}),
     config_fields=ConfigFields(OLMOE_READ_FIELDS, OLMOE_FIXED_FIELDS),
     router_fields=decoder.SOFTMAX_ROUTER_FIELDS,
-    change_block=change_block,
+    normalizes_all_heads=True,
 )
 
 

@@ -1,23 +1,31 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""All MoE numbers of one `train()` call: one collective over all ranks, one copy to the host, then pure arithmetic."""
+"""MoE metrics of a training step with Megatron-Core: one collective over all ranks, then arithmetic on the host.
 
-from collections.abc import MutableMapping, Sequence
+In any Megatron-Core training loop, once a step and on every rank:
+
+    metrics = get_moe_metrics(1 / num_microbatches, total_loss_dict)
+"""
+
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.model.transformer_config import (
+    AUXILIARY_LOSSES,
     GLOBAL_BATCH_LOSS,
     Z_LOSS,
     auxiliary_loss_names,
     moe_layer_indices,
     moe_positions_of_chunks,
 )
-from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics_from_matrix
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.overload_factor import StageEvents, predict_overload, summarise_overload, what_if_metrics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, sum_over_ranks
@@ -26,37 +34,151 @@ from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, sum_over_ranks
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+MAX_TRACKED_LAYERS = 1024
+"""Decoder layers that the reduction has room for where no configuration tells their number."""
 
-@dataclass(frozen=True)
-class MoEReportOptions:
-    """What a report contains.
 
-    Attributes:
-        per_layer: Auxiliary losses and overload factors for each layer too.
-        detailed: Load balance for each layer too.
-        top_k_experts: How many of the most and of the least loaded experts to report.
-        overload: Overload factors.
-        what_if_expert_parallel_sizes: Sizes whose overload is predicted from the same counts.
+def get_moe_metrics(
+    loss_scale: float,
+    total_loss_dict: MutableMapping[str, Any] | None = None,
+    per_layer_logging: bool = False,
+    *,
+    config: TransformerConfig | None = None,
+    device: torch.device | None = None,
+    recorder: ExpertLoadRecorder | None = None,
+    detailed: bool = False,
+    top_k_experts: int = 5,
+    overload: bool = True,
+    what_if_expert_parallel_sizes: Sequence[int] = (),
+) -> dict[str, float]:
+    """The MoE metrics since the last call, reduced over all ranks. A collective operation: every rank calls it.
+
+    `get_moe_metrics(loss_scale)` needs nothing but Megatron-Core's tracker and its parallel state. All ranks then
+    enter one all-reduce of a fixed shape, a row for each auxiliary loss that Megatron-Core knows, so a pipeline stage
+    without MoE layers, which recorded nothing, takes part like the others. A layer carries a loss where a rank recorded
+    a value other than 0.
+
+    With a configuration, names and layers follow from it, and a loss that is enabled and was not recorded is 0. Also
+    with a recorder, load balance and overload factors travel in the same all-reduce.
+
+    Args:
+        loss_scale: `1 / num_microbatches`, with the microbatches of the whole step on each data-parallel rank.
+        total_loss_dict: When given, each auxiliary loss is added to its entry, as in Megatron-LM's training loop.
+        per_layer_logging: Adds `{name}_layer_{i}` for each MoE layer, and the overload factors of each; `i` is the
+            global decoder layer index, 0-based. Without a configuration, layers of multi-token prediction follow the
+            decoder's.
+        config: The model's effective configuration, the same on every rank, as `recorder` and what follows it.
+        device: Device of the reduction; by default that of the tracker, or the one that this rank computes on.
+        recorder: Counts of this rank's routers; adds load balance and overload factors, and gets the load matrix of
+            all ranks as its `expert_load`. Needs `config`.
+        detailed: Adds the load balance of each layer.
+        top_k_experts: Number of the most and of the least loaded experts to report.
+        overload: Adds the overload factors.
+        what_if_expert_parallel_sizes: Expert-parallel sizes whose overload is predicted from the same counts.
+
+    Returns:
+        The same dictionary on every rank, keys without the `moe/` prefix. Auxiliary losses are those before their
+        coefficients; `{name}` is the mean over the MoE layers that carry the loss (their number, not the tracker's
+        length). A loss that is not enabled has no key. Megatron-Core's tracker is cleared.
+
+    Raises:
+        ValueError: A recorder without a configuration; or, on every rank, a tracker of more than `MAX_TRACKED_LAYERS`
+            layers without one.
     """
+    if config is None:
+        if recorder is not None:
+            raise ValueError("a recorder needs the model's configuration too: get_moe_metrics(..., config=config)")
+        losses = _reduce_tracker(loss_scale, device or _device_of_tracker())
+        clear_auxiliary_losses()
+        metrics = _auxiliary_loss_metrics(losses, per_layer_logging)
+        _add_to_totals(total_loss_dict, losses, metrics)
+        return metrics
 
-    per_layer: bool = False
-    detailed: bool = False
-    top_k_experts: int = 5
-    overload: bool = True
-    what_if_expert_parallel_sizes: tuple[int, ...] = ()
+    names, layers = auxiliary_loss_names(config), moe_layer_indices(config)
+    if not layers or not (names or recorder):
+        clear_auxiliary_losses()
+        return {}
+    reduced = _reduce(names, layers, config, device or _device_of_tracker(), recorder)
+    clear_auxiliary_losses()
+    losses = {
+        name: dict(zip(layers, values, strict=True))
+        for name, values in zip(names, (reduced.losses * loss_scale).tolist(), strict=True)
+    }
+    metrics = _auxiliary_loss_metrics(losses, per_layer_logging)
+    _add_to_totals(total_loss_dict, losses, metrics)
+    if recorder is None:
+        return metrics
+    recorder.expert_load = load = ExpertLoad(tuple(layers), reduced.counts.sum((0, 1)))
+    metrics |= load_balance_metrics(
+        load,
+        router_topk=config.moe_router_topk,
+        aux_losses=next((list(losses[name].values()) for name in names if name != Z_LOSS), None),
+        top_k_experts=top_k_experts,
+        detailed=detailed,
+    )
+    if overload:
+        size, stages = config.expert_model_parallel_size, _events_of_stages(reduced, config)
+        metrics |= summarise_overload(reduced.counts, size, layers, stages, per_layer=per_layer_logging)
+        predicted = predict_overload(reduced.counts, what_if_expert_parallel_sizes, recorded_expert_parallel_size=size)
+        metrics |= what_if_metrics(predicted)
+    return metrics
 
 
-@dataclass(frozen=True)
-class MoEReport:
-    """What one call measured, the same on every rank.
+def _auxiliary_loss_metrics(losses: Mapping[str, Mapping[int, float]], per_layer: bool) -> dict[str, float]:
+    """Mean of each loss over the layers that carry it, from name and layer to value."""
+    metrics = {}
+    for name, by_layer in losses.items():
+        metrics[name] = sum(by_layer.values()) / len(by_layer)
+        if per_layer:
+            metrics |= {f"{name}_layer_{layer}": value for layer, value in by_layer.items()}
+    return metrics
 
-    Attributes:
-        metrics: Keys without the `moe/` prefix.
-        expert_load: The assignments of each expert in the call; None without a recorder.
+
+def _add_to_totals(
+    totals: MutableMapping[str, Any] | None, losses: Mapping[str, Any], metrics: Mapping[str, float]
+) -> None:
+    if totals is not None:
+        for name in losses:
+            totals[name] = totals.get(name, 0.0) + metrics[name]
+
+
+# What the tracker alone tells
+
+
+def _device_of_tracker() -> torch.device:
+    recorded = recorded_auxiliary_losses()
+    return next((values.device for values in recorded.values()), None) or project_parallel_state.device()
+
+
+def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[int, float]]:
+    """Scaled losses of all ranks by name and layer, of the layers that some rank recorded.
+
+    The shape is fixed because a stage without MoE layers knows neither the losses nor the number of layers; asking
+    first would be a second collective. A tracker that is too long is counted and not raised at once, for the other
+    ranks are in the collective.
     """
+    recorded = recorded_auxiliary_losses()
+    losses = torch.zeros(len(AUXILIARY_LOSSES), MAX_TRACKED_LAYERS, dtype=torch.float64, device=device)
+    for row, name in enumerate(AUXILIARY_LOSSES):
+        if name in recorded:
+            values = recorded[name][:MAX_TRACKED_LAYERS]
+            losses[row, : len(values)] = values.to(losses) * _share_of_rank(name)
+    too_long = any(len(values) > MAX_TRACKED_LAYERS for values in recorded.values())
+    flag = torch.tensor([float(too_long)], device=device)
+    totals, contributors, num_too_long = sum_over_ranks([losses, (losses != 0).double(), flag], device)
+    if num_too_long.item() > 0:
+        raise ValueError(
+            f"a tracker has more than {MAX_TRACKED_LAYERS} layers: give the model's configuration to get_moe_metrics"
+        )
+    scaled = (totals * loss_scale).tolist()
+    found = {
+        name: {layer: scaled[row][layer] for layer in contributors[row].nonzero()[:, 0].tolist()}
+        for row, name in enumerate(AUXILIARY_LOSSES)
+    }
+    return {name: by_layer for name, by_layer in found.items() if by_layer}
 
-    metrics: dict[str, float]
-    expert_load: ExpertLoad | None
+
+# What a configuration and a recorder add
 
 
 @dataclass(frozen=True)
@@ -74,75 +196,6 @@ class _Reduced:
     events: Int[Tensor, "stages events 3"]
 
 
-def collect_moe_report(
-    loss_scale: float,
-    options: MoEReportOptions,
-    *,
-    config: TransformerConfig,
-    device: torch.device,
-    recorder: ExpertLoadRecorder | None = None,
-) -> MoEReport:
-    """Reduces what all ranks recorded, once, and computes every metric from it. Every rank calls it.
-
-    The number of collectives does not depend on the numbers of layers, experts, microbatches and names. The records are
-    cleared.
-
-    Args:
-        loss_scale: `1 / num_microbatches` of the call on each data-parallel rank.
-        options: What to report.
-        config: The model's effective configuration; says which losses and which layers there are.
-        device: Where the reduction runs.
-        recorder: The counts of this rank; None reports auxiliary losses alone.
-    """
-    names, layers = auxiliary_loss_names(config), moe_layer_indices(config)
-    if not layers or not (names or recorder):
-        clear_auxiliary_losses()
-        return MoEReport({}, None)
-    reduced = _reduce(names, layers, config, device, recorder)
-    clear_auxiliary_losses()
-    by_layer = dict(zip(names, (reduced.losses * loss_scale).tolist(), strict=True))
-    metrics = _auxiliary_loss_metrics(by_layer, layers, options.per_layer)
-    if recorder is None:
-        return MoEReport(metrics, None)
-    counts_LE = reduced.counts.sum((0, 1))
-    metrics |= load_balance_metrics_from_matrix(
-        counts_LE,
-        layers,
-        router_topk=config.moe_router_topk,
-        aux_losses=next((by_layer[name] for name in names if name != Z_LOSS), None),
-        top_k_experts=options.top_k_experts,
-        detailed=options.detailed,
-    )
-    if options.overload:
-        metrics |= _overload_metrics(reduced, layers, config, options)
-    return MoEReport(metrics, ExpertLoad(tuple(layers), counts_LE))
-
-
-def _auxiliary_loss_metrics(
-    by_layer: dict[str, list[float]], layers: Sequence[int], per_layer: bool
-) -> dict[str, float]:
-    metrics = {}
-    for name, values in by_layer.items():
-        metrics[name] = sum(values) / len(layers)
-        if per_layer:
-            metrics |= {f"{name}_layer_{i}": value for i, value in zip(layers, values, strict=True)}
-    return metrics
-
-
-def _overload_metrics(
-    reduced: _Reduced, layers: Sequence[int], config: TransformerConfig, options: MoEReportOptions
-) -> dict[str, float]:
-    size = config.expert_model_parallel_size
-    stages = [
-        # Places that a stage did not fill are 0.
-        StageEvents([tuple(event) for event in events if event[0]], moe_positions_of_chunks(config, rank))
-        for rank, events in enumerate(reduced.events.tolist())
-    ]
-    metrics = summarise_overload(reduced.counts, size, layers, stages, per_layer=options.per_layer)
-    sizes = options.what_if_expert_parallel_sizes
-    return metrics | what_if_metrics(predict_overload(reduced.counts, sizes, recorded_expert_parallel_size=size))
-
-
 def _reduce(
     names: Sequence[str],
     layers: Sequence[int],
@@ -158,8 +211,16 @@ def _reduce(
     return _Reduced(losses[:, list(layers)], counts.long(), events.long())
 
 
+def _events_of_stages(reduced: _Reduced, config: TransformerConfig) -> list[StageEvents]:
+    return [
+        # Places that a stage did not fill are 0.
+        StageEvents([tuple(event) for event in events if event[0]], moe_positions_of_chunks(config, rank))
+        for rank, events in enumerate(reduced.events.tolist())
+    ]
+
+
 def _share_of_rank(name: str) -> float:
-    """What one rank's recorded loss weighs in the sum over all ranks.
+    """Weight of one rank's recorded loss in the sum over all ranks.
 
     The routers record: for the micro-batch and sequence losses, this rank's part of a sum over the tensor and context
     ranks; for the global-batch loss, its part of a sum over the data-parallel ranks too; for the z-loss, the mean over
@@ -205,35 +266,3 @@ def _own_events(recorder: ExpertLoadRecorder, config: TransformerConfig, device:
         own = torch.tensor([tuple(event) for event in recorder.events], dtype=torch.float64)
         events[parallel_state.get_pipeline_model_parallel_rank(), : len(own)] = own.to(device)
     return events
-
-
-def get_moe_metrics(
-    loss_scale: float,
-    total_loss_dict: MutableMapping[str, float] | None = None,
-    per_layer_logging: bool = False,
-    *,
-    config: TransformerConfig,
-    device: torch.device,
-    recorder: ExpertLoadRecorder | None = None,
-) -> dict[str, float]:
-    """The MoE metrics since the last call, reduced over all ranks. Every rank calls it.
-
-    Args:
-        loss_scale: `1 / num_microbatches` of the whole `train()` call on each data-parallel rank.
-        total_loss_dict: When given, each auxiliary loss is added to its entry, as in Megatron-LM's training loop.
-        per_layer_logging: Adds `{name}_layer_{i}` for each MoE layer; `i` is the global decoder layer index, 0-based.
-        config: The model's effective configuration; says which losses and which layers there are.
-        device: Where the reduction runs.
-        recorder: Adds load balance and overload factors from its counts.
-
-    Returns:
-        Auxiliary losses before their coefficients: `{name}` is the mean over the MoE layers (their number, not the
-        tracker's length). Keys carry no `moe/` prefix: the training loop adds it. A loss that is not enabled has no
-        key. The same dictionary on every rank. Megatron's tracker is cleared.
-    """
-    options = MoEReportOptions(per_layer=per_layer_logging)
-    metrics = collect_moe_report(loss_scale, options, config=config, device=device, recorder=recorder).metrics
-    if total_loss_dict is not None:
-        for name in metrics.keys() & set(auxiliary_loss_names(config)):
-            total_loss_dict[name] = total_loss_dict.get(name, 0.0) + metrics[name]
-    return metrics

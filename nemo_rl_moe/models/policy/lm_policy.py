@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy: shards each batch over the data-parallel ranks and calls the workers."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, make_shard
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, append_fillers, make_shard
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -25,12 +25,19 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_microbatches,
 )
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
-from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import (
+    MegatronPolicyWorker,
+    SendOutcome,
+    WeightsOutcome,
+    WorkerDescription,
+)
+from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
@@ -63,6 +70,7 @@ class MegatronPolicy:
         moe_configuration: The router and expert settings that are really in force.
         moe_configuration_sources: Who has set each of them.
         notices: What a user should know of the weights that were read, a line each.
+        weight_version: Optimizer steps that changed the weights since the start of training.
 
     Raises:
         ConfigurationError: The model or its weights cannot be used.
@@ -108,10 +116,13 @@ class MegatronPolicy:
         # An interleaved schedule runs microbatches in groups of as many as there are stages.
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
+        self._cluster = cluster
+        self._checkpoint_dir = config.checkpointing.checkpoint_dir
         self.model_files = model_files
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
         self.notices = first.notices
+        self.weight_version = 0
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
@@ -135,6 +146,7 @@ class MegatronPolicy:
         ]
         results: list[RankTrainResult] = self._call("train", shards, loss_function)
         first = results[0]
+        self.weight_version = first.weight_version
         return TrainResult(
             global_loss=first.global_loss,
             grad_norm=first.grad_norm,
@@ -147,6 +159,7 @@ class MegatronPolicy:
             num_updates=len(global_batches),
             num_skipped_updates=first.num_skipped_updates,
             skipped_in_a_row=first.skipped_in_a_row,
+            weight_version=first.weight_version,
         )
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
@@ -163,24 +176,26 @@ class MegatronPolicy:
         """The same of the model at the start of the run."""
         return self._logprobs(batch, reference=True)
 
-    def generate(self, request: GenerationRequest) -> list[GeneratedSequence]:
-        """One response for each prompt, in the order of the prompts."""
+    def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
+        """One continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [
-            GenerationRequest(request.prompts[rank::size], request.seeds[rank::size], request.sampling)
-            for rank in range(size)
+            GenerationBatch(batch.prompts[rank::size], batch.seeds[rank::size], batch.sampling) for rank in range(size)
         ]
         by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)
-        sequences: list[Any] = [None] * len(request.prompts)
+        sequences: list[Any] = [None] * len(batch.prompts)
         for rank, found in enumerate(by_rank):
             sequences[rank::size] = found
         return sequences
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and full tensors of the weights as they are now."""
-        for tensors in self._workers.call_all("export_weights"):
-            yield from tensors.items()
+    def weight_transport(self) -> FolderTransport:
+        """A transport of the weights as they are now, to be opened for one engine: a context manager.
+
+        Raises:
+            ConfigurationError: The run has several machines and no folder that all of them reach.
+        """
+        return FolderTransport(self._transfer_folder(), len(self._coordinates), self._send_weights)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
         """Writes the weights as a Hugging Face folder; it appears whole or not at all.
@@ -215,10 +230,27 @@ class MegatronPolicy:
         problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
         if any(problems):
             raise CheckpointError(next(filter(None, problems)))
+        self.weight_version = self._workers.call_all("weight_version")[0]
 
     def shutdown(self) -> None:
         """Stops every worker."""
         self._workers.shutdown()
+
+    def _transfer_folder(self) -> Path:
+        if self._cluster.is_local:
+            return folder_of_one_machine(len(self._coordinates))
+        if self._checkpoint_dir is None:
+            raise ConfigurationError(
+                "checkpointing.checkpoint_dir: null, but weights travel to the generation engine through a folder that"
+                " all machines reach, and that one is taken; set it"
+            )
+        return Path(self._checkpoint_dir).absolute()
+
+    def _send_weights(self, transfer: TransportSpec) -> int:
+        outcomes: list[SendOutcome] = self._workers.call_all("send_weights", transfer)
+        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
+            raise WeightSyncError(problems[0])
+        return sum(outcome.num_bytes for outcome in outcomes)
 
     def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
         """Who runs which sequences, and the batch with the fillers that the plan's indices may refer to."""
@@ -232,8 +264,9 @@ class MegatronPolicy:
         return plan, append_fillers(batch, plan.fillers)
 
     def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
-        # The workers need the tokens alone.
-        plan, filled = self._plan_forward(replace(batch, extras={}), self._logprob_batching)
+        # The workers need the tokens, and what else the model reads.
+        inputs = replace(batch, columns=batch.columns_for(Destination.MODEL))
+        plan, filled = self._plan_forward(inputs, self._logprob_batching)
         shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
         by_rank = self._call_reporting("logprobs", shares, reference)
         result = torch.zeros(filled.input_ids.shape)

@@ -10,11 +10,12 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
-from nemo_rl_moe.errors import CheckpointError, UserError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import LossFunction
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,19 @@ class WeightsOutcome:
 
     problem: str | None = None
     left_out: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class SendOutcome:
+    """End of one rank's part of a transfer of weights.
+
+    Attributes:
+        num_bytes: Bytes sent.
+        problem: Reason for which the transfer failed, on whichever rank or engine worker; None when all has arrived.
+    """
+
+    num_bytes: int = 0
+    problem: str | None = None
 
 
 class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
@@ -132,13 +146,20 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         measure = self._trainer.reference_logprobs if reference else self._trainer.logprobs
         return measure(microbatches)
 
-    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this rank's share of the prompts."""
         return self._trainer.generate(request, max_batch_size)
 
-    def export_weights(self) -> Any:
-        """Full tensors by their Hugging Face names, over all ranks each once."""
-        return self._trainer.export_weights()
+    def send_weights(self, transfer: TransportSpec) -> SendOutcome:
+        """Sends this rank's part of the weights to the workers of a generation engine."""
+        try:
+            return SendOutcome(num_bytes=self._trainer.send_weights(transfer))
+        except WeightSyncError as error:
+            return SendOutcome(problem=str(error))
+
+    def weight_version(self) -> int:
+        """Optimizer steps that changed the weights since the start of training."""
+        return self._trainer.num_updates
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> WeightsOutcome:
         """Writes this rank's part of a Hugging Face folder."""

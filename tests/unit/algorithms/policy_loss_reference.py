@@ -3,12 +3,14 @@
 """Random microbatches for the policy losses, and the same loss written a second time: token by token, as papers do."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.distributed.batch import Column, per_sequence, per_token
 from nemo_rl_moe.models.interfaces import LossInputs
 
 PLAIN = {
@@ -40,8 +42,18 @@ def inputs_of(logprobs: Tensor, mask: Tensor, totals: tuple[int, int] | None = N
         global_valid_tokens=tokens,
         global_sequences=sequences,
         greedy_matches=None,
-        extras=extras,
+        columns=columns_of(extras),
     )
+
+
+def columns_of(values: Mapping[str, Tensor]) -> dict[str, Column]:
+    """Columns of tensors: one value for each sequence, or one for each target."""
+    return {name: per_sequence(v) if v.ndim == 1 else per_token(v) for name, v in values.items()}
+
+
+def values_of(inputs: LossInputs) -> dict[str, Tensor]:
+    """The tensors of the columns."""
+    return {name: column.values for name, column in inputs.columns.items()}
 
 
 def random_inputs(seed: int, sequences: int = 5, targets: int = 4, spread: float = 0.5) -> LossInputs:
@@ -78,8 +90,8 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
         if not places:
             continue
         new = {t: inputs.logprobs[row, t] for t in places}
-        old = {t: new[t].detach() if on_policy else inputs.extras["prev_logprobs"][row, t] for t in places}
-        advantage = float(inputs.extras["advantages"][row])
+        old = {t: new[t].detach() if on_policy else inputs.columns["prev_logprobs"].values[row, t] for t in places}
+        advantage = float(inputs.columns["advantages"].values[row])
         of_sequence = torch.stack([new[t] - old[t] for t in places]).mean().exp()
         losses = []
         for t in places:
@@ -93,10 +105,10 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
                     objective = torch.maximum(objective, torch.tensor(c * advantage, dtype=torch.float64))
                 loss = -objective
             if config.reference_policy_kl_penalty > 0:
-                d = inputs.extras["reference_logprobs"][row, t] - new[t]
+                d = inputs.columns["reference_logprobs"].values[row, t] - new[t]
                 kl = {"k1": -d, "k2": 0.5 * d**2, "k3": torch.exp(d) - 1 - d}[config.reference_policy_kl_type]
                 loss = loss + config.reference_policy_kl_penalty * kl
-            weight = math.exp(float(old[t]) - float(inputs.extras["generation_logprobs"][row, t]))
+            weight = math.exp(float(old[t]) - float(inputs.columns["generation_logprobs"].values[row, t]))
             minimum, maximum = config.importance_sampling_ratio_min, config.importance_sampling_ratio_max
             losses.append(
                 loss

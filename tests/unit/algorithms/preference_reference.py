@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema import PreferenceLossConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
+from nemo_rl_moe.distributed.batch import per_sequence
 from nemo_rl_moe.models.interfaces import LossInputs
 
 DEFAULTS: dict[str, Any] = {
@@ -38,7 +39,7 @@ def inputs_of(logprobs: Tensor, mask: Tensor, reference: Tensor, num_sequences: 
         num_sequences: Of the global batch.
     """
     total = int(mask.any(dim=1).sum()) if num_sequences is None else num_sequences
-    return LossInputs(logprobs, mask, int(mask.sum()), total, None, {REFERENCE_SUMS: reference})
+    return LossInputs(logprobs, mask, int(mask.sum()), total, None, {REFERENCE_SUMS: per_sequence(reference)})
 
 
 def random_pairs(seed: int, pairs: int, targets: int) -> LossInputs:
@@ -64,7 +65,7 @@ def reference_losses(inputs: LossInputs, config: PreferenceLossConfig) -> dict[s
         for sequence in (row, row + 1):
             places = [t for t in range(inputs.logprobs.shape[1]) if inputs.token_mask[sequence, t]]
             logps.append(torch.stack([inputs.logprobs[sequence, t] for t in places]).sum())
-            ref_logps.append(float(inputs.extras[REFERENCE_SUMS][sequence]))
+            ref_logps.append(float(inputs.columns[REFERENCE_SUMS].values[sequence]))
             lengths.append(len(places))
         scale = lengths if config.preference_average_log_probs else [1, 1]
         # TRL: chosen_logratios = chosen_logps - ref_chosen_logps; logits = chosen_logratios - rejected_logratios

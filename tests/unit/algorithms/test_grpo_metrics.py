@@ -7,12 +7,15 @@ import torch
 
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.environments.interface import Fault
-from nemo_rl_moe.rollouts.rollouts import training_batch
 from nemo_rl_moe.rollouts.source import RolloutGroups
-from tests.support.grpo_fakes import PAD_TOKEN, rollout
+from nemo_rl_moe.rollouts.trajectory import training_batch
+from tests.support.grpo_fakes import PAD_TOKEN, trajectory
 
-DULL = [rollout(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True), rollout(reward=0.0, fault=Fault.TIMEOUT)]
-GOOD = [rollout(reward=1.0, is_correct=True), rollout(reward=0.0, response_ids=[5, 6, 7, 1], fault=Fault.ERROR)]
+DULL = [
+    trajectory(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True),
+    trajectory(reward=0.0, fault=Fault.TIMEOUT),
+]
+GOOD = [trajectory(reward=1.0, is_correct=True), trajectory(reward=0.0, response_ids=[5, 6, 7, 1], fault=Fault.ERROR)]
 FAULTS = {"env/num_errors": 1.0, "env/num_timeouts": 1.0, "env/num_died": 0.0}
 
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from nemo_rl_moe.algorithms.grpo_validation import Validator
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_roller, prompts, small_config
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
 
 
 @dataclass
@@ -22,10 +22,10 @@ class Validation:
     scorer: FakeScorer = field(default_factory=FakeScorer)
 
     def __post_init__(self) -> None:
-        self.roller = make_roller(self.engine, self.scorer)
+        self.worker = make_worker(self.engine, self.scorer)
         config = small_config(*self.overrides).grpo
         held_out = prompts(self.num_prompts, "val")
-        self.validate = Validator(config, self.roller, held_out, SAMPLING)
+        self.validate = Validator(config, self.worker, held_out, SAMPLING)
 
 
 def test_every_validation_asks_the_same() -> None:
@@ -33,16 +33,14 @@ def test_every_validation_asks_the_same() -> None:
     first, second = run.validate(), run.validate()
     assert run.engine.requests[0] == run.engine.requests[1]
     assert first["val/reward"] == second["val/reward"]
-    assert [found.prompt.sample_id for found in run.validate.rollouts] == [
-        f"val:{index}" for index in (0, 0, 1, 1, 2, 2)
-    ]
+    assert [found.sample_id for found in run.validate.trajectories] == [f"val:{index}" for index in (0, 0, 1, 1, 2, 2)]
 
 
 def test_seeds_are_not_those_of_training() -> None:
     run = Validation()
     run.validate()
     for step in range(3):
-        run.roller.roll_out(prompts(3), 2, SAMPLING, (11, TRAINING_SEEDS, step, 0), PhaseClock())
+        run.worker.run(prompts(3), 2, SAMPLING, (11, TRAINING_SEEDS, step, 0), PhaseClock())
     validation, *training = (set(request.seeds) for request in run.engine.requests)
     assert all(validation.isdisjoint(seeds) for seeds in training)
 
@@ -60,7 +58,7 @@ def test_how_many_prompts(limit: str, expected: int) -> None:
     run = Validation((f"grpo.max_val_samples={limit}",))
     run.validate()
     assert len(run.engine.requests[0].prompts) == 2 * expected
-    assert run.validate.rollouts[0].prompt.sample_id == "val:0"
+    assert run.validate.trajectories[0].sample_id == "val:0"
 
 
 def test_what_is_reported() -> None:
@@ -70,7 +68,7 @@ def test_what_is_reported() -> None:
     metrics = run.validate()
     timings = {name: metrics.pop(name) for name in list(metrics) if name.startswith("timing/")}
     assert timings.keys() == {"timing/validation/seconds", "timing/validation/tokens_per_second"}
-    lengths = [len(found.response.token_ids) for found in run.validate.rollouts]
+    lengths = [found.num_sampled_tokens for found in run.validate.trajectories]
     assert metrics == {
         "val/reward": 0.5,
         "val/reward_std": pytest.approx(0.3**0.5),

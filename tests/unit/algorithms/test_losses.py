@@ -25,7 +25,7 @@ def inputs_of(
         global_valid_tokens=int(mask.sum()) if global_valid_tokens is None else global_valid_tokens,
         global_sequences=len(mask),
         greedy_matches=greedy_matches,
-        extras={},
+        columns={},
     )
 
 

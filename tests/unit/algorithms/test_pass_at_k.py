@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.grpo_validation import pass_at_k, pass_at_k_metrics
+from nemo_rl_moe.algorithms.grpo_metrics import pass_at_k, pass_at_k_metrics
 
 
 @pytest.mark.parametrize("n", range(1, 8))

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.models.interfaces import LossInputs
-from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs, reference_loss
+from tests.unit.algorithms.policy_loss_reference import (
+    columns_of,
+    config_of,
+    inputs_of,
+    random_inputs,
+    reference_loss,
+    values_of,
+)
 
 SWITCHES = {
     "objective": ["clipped", "cispo"],
@@ -73,9 +81,9 @@ def test_what_is_masked_reaches_nothing(bad: float) -> None:
     clean = random_inputs(seed=2)
     mask = clean.token_mask
     logprobs = clean.logprobs.detach().masked_fill(~mask, bad).requires_grad_()
-    extras = {name: value.masked_fill(~mask, bad) for name, value in clean.extras.items() if value.ndim == 2}
-    extras["advantages"] = clean.extras["advantages"].masked_fill(~mask.any(dim=1), bad)
-    dirty = replace(clean, logprobs=logprobs, extras=extras)
+    extras = {name: value.masked_fill(~mask, bad) for name, value in values_of(clean).items() if value.ndim == 2}
+    extras["advantages"] = clean.columns["advantages"].values.masked_fill(~mask.any(dim=1), bad)
+    dirty = replace(clean, logprobs=logprobs, columns=columns_of(extras))
     for config, on_policy in CASES:
         loss = PolicyGradientLoss(config, on_policy)
         expected, found = loss(clean), loss(dirty)
@@ -96,7 +104,7 @@ def test_a_nan_among_the_valid_tokens_is_not_hidden(name: str, correction: str) 
         logprobs[1, 0] = float("nan")
         inputs = replace(inputs, logprobs=logprobs)
     else:
-        inputs.extras[name][1, 0] = float("nan")
+        inputs.columns[name].values[1, 0] = float("nan")
     assert PolicyGradientLoss(config, on_policy=False)(inputs).loss.isnan()
 
 
@@ -105,8 +113,8 @@ def test_on_policy_is_prev_logprobs_taken_from_the_policy_itself(
     config: PolicyGradientLossConfig, on_policy: bool
 ) -> None:
     inputs = random_inputs(seed=4)
-    given = replace(inputs, extras=inputs.extras | {"prev_logprobs": inputs.logprobs.detach().clone()})
-    absent = replace(inputs, extras={k: v for k, v in inputs.extras.items() if k != "prev_logprobs"})
+    given = replace(inputs, columns={**inputs.columns, "prev_logprobs": per_token(inputs.logprobs.detach().clone())})
+    absent = replace(inputs, columns={k: v for k, v in inputs.columns.items() if k != "prev_logprobs"})
     expected = PolicyGradientLoss(config, on_policy=False)(given)
     found = PolicyGradientLoss(config, on_policy=True)(absent)
     assert torch.equal(found.loss, expected.loss)
@@ -120,7 +128,7 @@ def test_on_policy_is_prev_logprobs_taken_from_the_policy_itself(
 
 def test_without_valid_tokens_in_the_global_batch_nothing_is_learned() -> None:
     inputs = random_inputs(seed=5)
-    nothing = inputs_of(inputs.logprobs, torch.zeros_like(inputs.token_mask), **inputs.extras)
+    nothing = inputs_of(inputs.logprobs, torch.zeros_like(inputs.token_mask), **values_of(inputs))
     for config, on_policy in FEW_CASES:
         outputs = PolicyGradientLoss(config, on_policy)(nothing)
         assert outputs.loss.item() == 0.0
@@ -181,7 +189,7 @@ def test_loss_is_the_surrogate_and_the_weighted_penalty() -> None:
 @pytest.mark.parametrize("name", ["advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs"])
 def test_a_missing_tensor_is_named(name: str) -> None:
     inputs = random_inputs(seed=8)
-    del inputs.extras[name]
+    del inputs.columns[name]  # type: ignore[attr-defined]
     with pytest.raises(KeyError, match=name):
         PolicyGradientLoss(config_of(reference_policy_kl_penalty=0.1), on_policy=False)(inputs)
 
@@ -190,9 +198,9 @@ def test_a_missing_tensor_is_named(name: str) -> None:
 def test_nothing_waits_for_the_device(config: PolicyGradientLossConfig, on_policy: bool) -> None:
     # A meta tensor has no values: whatever asks for one raises.
     inputs = random_inputs(seed=9)
-    extras = {name: value.to("meta") for name, value in inputs.extras.items()}
+    extras = {name: value.to("meta") for name, value in values_of(inputs).items()}
     logprobs = inputs.logprobs.detach().to("meta").requires_grad_()
-    nowhere = replace(inputs, logprobs=logprobs, token_mask=inputs.token_mask.to("meta"), extras=extras)
+    nowhere = replace(inputs, logprobs=logprobs, token_mask=inputs.token_mask.to("meta"), columns=columns_of(extras))
     outputs = PolicyGradientLoss(config, on_policy)(nowhere)
     gradient_of(outputs.loss, nowhere)
     assert all(value.device.type == "meta" for value, _ in outputs.metrics.values())

@@ -15,7 +15,7 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs
-from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs
+from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of, random_inputs, values_of
 
 SEQUENCES, TARGETS = 7, 5
 
@@ -59,13 +59,13 @@ def microbatch(whole: LossInputs, logprobs: Tensor, cut: Cut) -> LossInputs:
         return values[rows] if values.ndim == 1 else torch.cat([values[rows], padding], dim=1)
 
     mask = torch.nn.functional.pad(whole.token_mask[rows], (0, cut.padding))
-    extras = {name: part(values) for name, values in whole.extras.items()}
+    extras = {name: part(values) for name, values in values_of(whole).items()}
     return inputs_of(part(logprobs), mask, totals=(whole.global_valid_tokens, whole.global_sequences), **extras)
 
 
 def whole_batch(seed: int) -> LossInputs:
     drawn = random_inputs(seed, SEQUENCES, TARGETS)
-    return inputs_of(drawn.logprobs, drawn.token_mask, **drawn.extras)
+    return inputs_of(drawn.logprobs, drawn.token_mask, **values_of(drawn))
 
 
 @settings(deadline=None, max_examples=150)
@@ -107,7 +107,7 @@ def test_repeating_the_global_batch_changes_no_mean(token_level_loss: bool) -> N
     twice = inputs_of(
         whole.logprobs.repeat(2, 1),
         whole.token_mask.repeat(2, 1),
-        **{name: torch.cat([values, values]) for name, values in whole.extras.items()},
+        **{name: torch.cat([values, values]) for name, values in values_of(whole).items()},
     )
     once, again = loss_function(whole), loss_function(twice)
     assert again.loss.item() == pytest.approx(once.loss.item(), rel=1e-12)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.distributed.batch import per_token
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from tests.unit.algorithms.policy_loss_reference import config_of, inputs_of
@@ -156,7 +157,7 @@ def test_gspo_of_single_tokens_is_the_token_ratio() -> None:
 )
 def test_penalty_on_the_divergence_from_the_reference(kind: str, kl: float, gradient: float) -> None:
     inputs = one_token_each([1.0], [0.0])
-    inputs.extras["reference_logprobs"] = torch.full((1, 1), math.log(0.25), dtype=torch.float64)
+    inputs.columns["reference_logprobs"] = per_token(torch.full((1, 1), math.log(0.25), dtype=torch.float64))
     outputs, found = run(inputs, reference_policy_kl_penalty=0.1, reference_policy_kl_type=kind)
     assert values_of(outputs)["kl_penalty"] == pytest.approx(kl, rel=1e-14)
     assert outputs.loss.item() == pytest.approx(0.1 * kl, rel=1e-14)
@@ -179,7 +180,7 @@ def test_penalty_on_the_divergence_from_the_reference(kind: str, kl: float, grad
 )
 def test_importance_sampling_correction(correction: str, generation: float, weight: float, out: float | None) -> None:
     inputs = one_token_each([1.1], [3.0], generation=generation)
-    inputs.extras["reference_logprobs"] = torch.full((1, 1), math.log(0.25), dtype=torch.float64)
+    inputs.columns["reference_logprobs"] = per_token(torch.full((1, 1), math.log(0.25), dtype=torch.float64))
     outputs, gradient = run(
         inputs,
         importance_sampling_correction=correction,
@@ -204,7 +205,7 @@ def test_icepop_has_a_lower_bound_and_truncation_has_none() -> None:
 
 def test_tokens_that_icepop_drops_still_count_in_the_divisor() -> None:
     inputs = one_token_each([1.0, 1.0], [1.0, 1.0])
-    inputs.extras["generation_logprobs"] = torch.tensor([[0.5], [0.01]], dtype=torch.float64).log()
+    inputs.columns["generation_logprobs"] = per_token(torch.tensor([[0.5], [0.01]], dtype=torch.float64).log())
     outputs, gradient = run(inputs, importance_sampling_correction="icepop")
     assert gradient.flatten().tolist() == [-0.5, 0.0]
     assert values_of(outputs)["importance_weight"] == 0.5
@@ -267,7 +268,7 @@ def test_entropy_is_weighted_to_the_policy_as_it_is_now() -> None:
 
 def test_each_metric_says_how_it_is_reduced() -> None:
     inputs = one_token_each([1.0], [1.0])
-    inputs.extras["reference_logprobs"] = inputs.extras["prev_logprobs"]
+    inputs.columns["reference_logprobs"] = inputs.columns["prev_logprobs"]
     outputs, _ = run(inputs, reference_policy_kl_penalty=0.1, importance_sampling_correction="icepop")
     others = {"probs_ratio_min": Reduction.MIN, "probs_ratio_max": Reduction.MAX, "num_valid_tokens": Reduction.SUM}
     assert {name: how for name, (_, how) in outputs.metrics.items() if how is not Reduction.SHARE} == others

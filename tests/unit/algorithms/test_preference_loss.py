@@ -131,7 +131,7 @@ def part(whole: LossInputs, logprobs: Tensor, pairs: Sequence[int], padding: int
     values = torch.nn.functional.pad(logprobs[rows], (0, padding), value=float("nan"))
     mask = torch.nn.functional.pad(whole.token_mask[rows], (0, padding))
     mask[2 * len(pairs) :] = False
-    return inputs_of(values, mask, whole.extras[REFERENCE_SUMS][rows], whole.global_sequences)
+    return inputs_of(values, mask, whole.columns[REFERENCE_SUMS].values[rows], whole.global_sequences)
 
 
 @settings(deadline=None, max_examples=100)

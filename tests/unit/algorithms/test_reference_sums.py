@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nemo_rl_moe.algorithms.dpo import batches_to_measure, measured_beforehand
 from nemo_rl_moe.data.chat import TokenizedExample
+from nemo_rl_moe.data.dataset import DataReport
 from nemo_rl_moe.data.loader import GlobalBatchLoader, TokenStore
-from nemo_rl_moe.data.preferences import REFERENCE_SUMS, PreferenceDataset, PreferenceReport, collate_pairs
+from nemo_rl_moe.data.preferences import REFERENCE_SUMS, WORDS, PreferenceDataset, collate_pairs
 from nemo_rl_moe.distributed.batch import TokenBatch
 
 
@@ -25,7 +26,7 @@ def pairs(count: int) -> PreferenceDataset:
         for index in range(count)
         for name, length in (("chosen", index + 1), ("rejected", 1))
     ]
-    return PreferenceDataset(TokenStore(examples), PreferenceReport("pairs", count, 0, 0, 0, 0, 0, ()))
+    return PreferenceDataset(TokenStore(examples), DataReport("pairs", WORDS, count))
 
 
 def logprobs(batch: TokenBatch) -> Tensor:
@@ -44,7 +45,7 @@ def test_sums_of_responses_go_to_their_pairs() -> None:
     assert sums[0] is not None
     assert np.isnan(sums[0]).all()
     batch = collate_pairs([measured[3], measured[2]], 9)
-    assert batch.extras[REFERENCE_SUMS].tolist() == [-12, -3, -6, -2]
+    assert batch.columns[REFERENCE_SUMS].values.tolist() == [-12, -3, -6, -2]
 
 
 @pytest.mark.parametrize("done", [0, 2, 5, 7])

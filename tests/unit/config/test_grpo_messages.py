@@ -86,7 +86,11 @@ Problems = Callable[..., list[str]]
             "policy.generation.stop_strings=stop",
             "policy.generation.stop_strings: got 'stop' (str), expected a list of texts or null",
         ),
-        ("policy.generation.backend=vlm", "policy.generation.backend: got 'vlm' (str), expected megatron"),
+        (
+            "policy.generation.backend=megatorn",
+            "policy.generation.backend: got 'megatorn' (str), expected megatron or package.module:function;"
+            " did you mean megatron?",
+        ),
         (
             "env.name=maths",
             "env.name: got 'maths' (str), expected one of math, reasoning_gym, callable; did you mean math?",

@@ -20,7 +20,7 @@ def test_pads_on_the_right_to_the_longest():
     assert batch.token_mask.tolist() == [[False, True, False, False], [False, False, True, True]]
     assert batch.sample_ids == ("a", "b")
     assert batch.num_valid_tokens() == 3
-    assert batch.extras == {}
+    assert batch.columns == {}
 
 
 def test_does_not_share_memory_with_the_dataset():

@@ -17,7 +17,7 @@ from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.environments.interface import Score, ScoringItem
-from nemo_rl_moe.environments.registry import make_environment
+from nemo_rl_moe.environments.registry import make_scorer
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_a_slip_by_hand(maker):
 def test_preferences(maker, small, tmp_path, demo_tokenizer):
     maker.write_data(tmp_path, small)
     report = load_preferences(str(tmp_path / "preferences.jsonl"), "train", demo_tokenizer, 64).report
-    assert (report.num_pairs, report.num_truncated, report.num_dropped, report.num_bad_lines) == (300, 0, 0, 0)
+    assert (report.num_kept, report.num_truncated, report.num_dropped, report.num_bad_lines) == (300, 0, 0, 0)
     lines = read(tmp_path / "preferences.jsonl")
     held_out = read(tmp_path / "validation_preferences.jsonl")
     assert (len(lines), len(held_out)) == (300, 100)
@@ -193,7 +193,7 @@ def test_as_a_program_and_read_by_the_product(script, tmp_path, demo_tokenizer):
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     dataset = load_sft_dataset(str(tmp_path / "train.jsonl"), "train", demo_tokenizer, 64)
     report = dataset.report
-    assert (report.num_examples, report.num_truncated, report.num_bad_lines) == (300, 0, 0)
+    assert (report.num_kept, report.num_truncated, report.num_bad_lines) == (300, 0, 0)
     lines = read(tmp_path / "train.jsonl")
     assert [demo_tokenizer.decode(item.input_ids) for item in dataset] == [
         f"{line['prompt']}{line['completion']}<eos>" for line in lines
@@ -217,6 +217,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "score_truncated": False,
             "reasoning_gym": task,
             "callable": None,
+            "rollout": None,
         }
     )
     source = PromptSourceConfig(path=str(tmp_path / "validation_prompts.jsonl"), split="train", num_items=None, seed=0)
@@ -231,9 +232,9 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
         load_timeout_s=60.0,
     )
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
-    assert (len(prompts), prompts.report.num_too_long) == (100, 0)
+    assert (len(prompts), prompts.report.num_dropped) == (100, 0)
 
-    environment = make_environment(env)
+    environment = make_scorer(env)
     imitated = load_sft_dataset(str(tmp_path / "validation.jsonl"), "train", demo_tokenizer, 64)
     for prompt, example in zip(prompts, imitated, strict=True):
         start = int(example.token_mask.argmax())

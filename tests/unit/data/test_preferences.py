@@ -89,7 +89,7 @@ def test_report_counts_by_hand(write_jsonl, demo_tokenizer):
         {"prompt": "1+1=", "chosen": "2", "rejected": "é"},  # no such token
     )
     report = load_preferences(path, "train", demo_tokenizer, 7, on_bad_line="skip").report
-    assert (report.num_pairs, report.num_truncated, report.num_dropped, report.num_bad_lines) == (2, 1, 2, 3)
+    assert (report.num_kept, report.num_truncated, report.num_dropped, report.num_bad_lines) == (2, 1, 2, 3)
     assert (report.num_tokens, report.num_trained_tokens) == (6 + 6 + 6 + 7, 2 + 2 + 2 + 3)
     assert report.bad_lines[2].startswith(f"{path}:7 (rejected): the tokenizer cannot encode the text")
     assert report.summary() == (
@@ -129,7 +129,7 @@ def test_batches_hold_pairs_as_neighbours(write_jsonl, demo_tokenizer):
     loader = GlobalBatchLoader(dataset, 2, 99, seed=3, make_batch=collate_pairs)
     (first, _), (chosen, _) = loader.epoch(0), loader.indices(range(2))
     assert first.group_size == 2
-    assert not first.extras
+    assert not first.columns
     texts = [demo_tokenizer.decode(row[:length]) for row, length in zip(first.input_ids, first.lengths, strict=True)]
     assert texts == [f"{i}+1={answer}<eos>" for i in chosen for answer in (i + 1, "0" * (i + 1))]
     assert first.token_mask.sum(dim=1).tolist() == [size for i in chosen for size in (len(str(i + 1)) + 1, i + 2)]
@@ -137,5 +137,7 @@ def test_batches_hold_pairs_as_neighbours(write_jsonl, demo_tokenizer):
     sums = np.arange(10.0).reshape(5, 2)
     measured = list(sequential_batches(dataset.with_reference_sums(sums), 3, 99, make_batch=collate_pairs))
     assert [len(batch) for batch in measured] == [6, 4]
-    torch.testing.assert_close(measured[1].extras[REFERENCE_SUMS], torch.tensor([6.0, 7, 8, 9], dtype=torch.float64))
-    assert measured[0].select([2, 3]).extras[REFERENCE_SUMS].tolist() == [2, 3]
+    torch.testing.assert_close(
+        measured[1].columns[REFERENCE_SUMS].values, torch.tensor([6.0, 7, 8, 9], dtype=torch.float64)
+    )
+    assert measured[0].select([2, 3]).columns[REFERENCE_SUMS].values.tolist() == [2, 3]

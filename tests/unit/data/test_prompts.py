@@ -144,7 +144,7 @@ def test_bad_lines(write_jsonl, demo_tokenizer, record, env, reason):
     assert found[1].startswith(f"{path}:4: not valid JSON")
     assert found[2] == f"{path}: data.on_bad_line=skip leaves such lines out and counts them"
     report = load(demo_tokenizer, path, env, on_bad_line="skip").report
-    assert (report.num_prompts, report.num_bad_lines) == (2, 2)
+    assert (report.num_kept, report.num_bad_lines) == (2, 2)
     assert report.summary() == f"{path}: 2 prompts, 8 tokens, 2 bad lines left out, the first: {report.bad_lines[0]}"
 
 
@@ -304,7 +304,7 @@ def test_a_text_is_not_the_message_that_says_the_same(byte_tokenizer: Any, write
         *({"prompt": prompt, "answer": "2"} for prompt in ("1+1=", [user], [system, user], [system, user]))
     )
     report = load(byte_tokenizer(CHATML), path, longest=200).report
-    assert (report.num_prompts, report.num_repeated) == (3, 1)
+    assert (report.num_kept, report.num_repeated) == (3, 1)
 
 
 @pytest.mark.parametrize(("env", "kept"), [("math", 1), ("reasoning_gym", 2)])

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from nemo_rl_moe.data.sft import LINES_AT_ONCE, load_sft_dataset
+from nemo_rl_moe.data.dataset import LINES_AT_ONCE
+from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import DataError
 
 
@@ -35,7 +36,7 @@ def test_report_counts_by_hand(write_jsonl, demo_tokenizer):
         {"prompt": "1+1=", "completion": "\u00e9"},  # no such token
     )
     report = load_sft_dataset(path, "train", demo_tokenizer, 7, on_bad_line="skip").report
-    assert (report.num_examples, report.num_truncated, report.num_dropped, report.num_bad_lines) == (2, 1, 1, 2)
+    assert (report.num_kept, report.num_truncated, report.num_dropped, report.num_bad_lines) == (2, 1, 1, 2)
     assert (report.num_tokens, report.num_trained_tokens) == (6 + 7, 2 + 3)
     assert report.bad_lines[0].startswith(f"{path}:4: not valid JSON")
     assert report.bad_lines[1].startswith(f"{path}:5: the tokenizer cannot encode the text")

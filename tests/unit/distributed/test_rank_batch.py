@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, count_trained_sequences, make_shard
+from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, count_trained_sequences, make_shard, per_sequence
 
 LENGTHS = (3, 5, 2, 4)
 
@@ -20,7 +20,7 @@ def batch() -> TokenBatch:
         lengths=torch.tensor(LENGTHS),
         token_mask=mask,
         sample_ids=("a", "b", "c", "d"),
-        extras={"advantages": torch.tensor([0.0, 1.0, 2.0, 3.0])},
+        columns={"advantages": per_sequence(torch.tensor([0.0, 1.0, 2.0, 3.0]))},
     )
 
 
@@ -34,7 +34,7 @@ def test_shard_holds_its_microbatches_and_the_totals_of_all(batch: TokenBatch) -
     assert [microbatch.sample_ids for microbatch in shard.microbatches] == [("a", "c"), ("d",)]
     assert shard.microbatches[0].input_ids.tolist() == [[0, 1, 2], [10, 11, 12]], "cut to its own longest sequence"
     assert shard.microbatches[1].input_ids.tolist() == [[15, 16, 17, 18]]
-    assert shard.microbatches[0].extras["advantages"].tolist() == [0.0, 2.0]
+    assert shard.microbatches[0].columns["advantages"].values.tolist() == [0.0, 2.0]
     assert (shard.global_valid_tokens, shard.global_sequences) == (6, 2)
 
 

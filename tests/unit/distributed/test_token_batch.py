@@ -5,7 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.distributed.batch import TokenBatch, append_fillers, count_trained_sequences, make_shard
+from nemo_rl_moe.distributed.batch import (
+    TokenBatch,
+    append_fillers,
+    count_trained_sequences,
+    make_shard,
+    per_sequence,
+    per_token,
+)
 
 
 def make_batch(lengths: list[int], columns: int | None = None) -> TokenBatch:
@@ -20,7 +27,7 @@ def make_batch(lengths: list[int], columns: int | None = None) -> TokenBatch:
         lengths=lengths_tensor,
         token_mask=real & (positions > 0),
         sample_ids=tuple(f"sample {row}" for row in range(len(lengths))),
-        extras={"advantages": ids.double(), "reward": torch.arange(len(lengths)).float()},
+        columns={"advantages": per_token(ids.double()), "reward": per_sequence(torch.arange(len(lengths)).float())},
     )
 
 
@@ -30,8 +37,8 @@ def test_select_reorders_and_cuts_to_the_longest():
     assert chosen.lengths.tolist() == [3, 2]
     assert chosen.token_mask.tolist() == [[False, True, True], [False, True, False]]
     assert chosen.sample_ids == ("sample 2", "sample 1")
-    assert chosen.extras["advantages"].tolist() == [[200, 201, 202], [100, 101, 102]]
-    assert chosen.extras["reward"].tolist() == [2, 1]
+    assert chosen.columns["advantages"].values.tolist() == [[200, 201, 202], [100, 101, 102]]
+    assert chosen.columns["reward"].values.tolist() == [2, 1]
     assert len(chosen) == 2
 
 
@@ -89,4 +96,4 @@ def test_no_fillers_no_copy():
 @pytest.mark.parametrize("rows", [1, 3])
 def test_an_extra_of_one_value_a_sequence_is_not_cut(rows: int):
     batch = make_batch([4] * rows)
-    assert batch.select([0]).extras["reward"].shape == (1,)
+    assert batch.select([0]).columns["reward"].values.shape == (1,)

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults as metrics."""
 
-from nemo_rl_moe.environments.interface import Fault, Score, fault_metrics
+from nemo_rl_moe.environments.interface import Fault, fault_metrics
 
 
 def test_counts_by_hand():
     faults = [None, Fault.ERROR, Fault.TIMEOUT, Fault.ERROR, None, Fault.DIED, Fault.ERROR]
-    metrics = fault_metrics([Score(0.0, False, fault) for fault in faults])
+    metrics = fault_metrics(faults)
     assert metrics == {"env/num_errors": 3.0, "env/num_timeouts": 1.0, "env/num_died": 1.0}
     assert all(isinstance(value, float) for value in metrics.values())
 

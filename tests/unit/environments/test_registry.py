@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Score
-from nemo_rl_moe.environments.registry import ENVIRONMENTS, make_environment, validate_environment
+from nemo_rl_moe.environments.registry import ENVIRONMENTS, make_scorer, validate_environment
 from nemo_rl_moe.errors import ConfigurationError
 
 ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
@@ -27,7 +27,7 @@ def test_every_name_of_the_schema_is_registered():
     ],
 )
 def test_each_scores_the_answer_only(env_config, item_of, name, sections, response):
-    environment = make_environment(env_config(name, answer_after="</think>", **sections))
+    environment = make_scorer(env_config(name, answer_after="</think>", **sections))
     record = {"answer": "606", "metadata": {}}
     assert environment.score(item_of(f"raise</think>{response}", **record)) == Score(1.0, True)
     assert environment.score(item_of(response, is_truncated=True, **record)) == Score(0.0, False)

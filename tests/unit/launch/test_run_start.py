@@ -3,6 +3,8 @@
 """Where a run begins: complete or not, in which folder, and never beside another one on the same checkpoints."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,19 @@ from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.launch.training_run import FINAL_RUN_FILE, end_run, prepared_run
-from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.launch.training_run import FINAL_RUN_FILE, TrainingRun
 from tests.support.saving_run import Run as SavedRun
 
 NUM_STEPS = 12
 
 
+@contextmanager
 def prepared(
     config: SFTMasterConfig, run_id: str = "second", restart_number: int = 0, num_steps: int = NUM_STEPS
-) -> Any:
-    console = ConsoleLogger(total_steps=0, live="never")
-    return prepared_run(config, RunLaunch(run_id, restart_number), StopSignals(), console, num_steps, {"model": "a"})
+) -> Iterator[TrainingRun]:
+    with TrainingRun(config, RunLaunch(run_id, restart_number), StopSignals()) as run:
+        run.begin(num_steps, {"model": "a"})
+        yield run
 
 
 @pytest.fixture
@@ -96,7 +99,8 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
 
     policy: Any = Policy()
     with prepared(saved.config, num_steps=10) as run:
-        end_run(run, policy, RunSummary.of(LoopState(step=10), None), tmp_path)
+        run._policy, run._folder = policy, tmp_path
+        run.end(RunSummary.of(LoopState(step=10), None))
         assert run.is_complete
     assert (
         "warning: decoder.layers.0.mlp.router.bias is left out of the exported weights: the family has no tensor for it"

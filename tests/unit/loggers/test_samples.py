@@ -11,9 +11,9 @@ import pytest
 
 from nemo_rl_moe.environments.interface import Fault
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.rollouts.rollouts import Rollout
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.run_folder.samples import SampleLog
-from tests.support.grpo_fakes import rollout
+from tests.support.grpo_fakes import trajectory
 
 
 class Log:
@@ -33,9 +33,9 @@ class Log:
         return self._stream.getvalue().splitlines()
 
 
-def of_prompts(count: int, responses: int) -> list[Rollout]:
+def of_prompts(count: int, responses: int) -> list[Trajectory]:
     return [
-        rollout(sample_id=f"s{prompt}", prompt_text=f"q{prompt}", text=f"a{prompt}.{response}")
+        trajectory(sample_id=f"s{prompt}", prompt_text=f"q{prompt}", text=f"a{prompt}.{response}")
         for prompt in range(count)
         for response in range(responses)
     ]
@@ -47,10 +47,10 @@ def test_what_is_saved(tmp_path: Path) -> None:
         3,
         "train",
         [
-            rollout(
+            trajectory(
                 [10, 11], [5, 6, 1], reward=1.5, is_correct=True, text="606", sample_id="f:1", prompt_text="228+378="
             ),
-            rollout(is_truncated=True, fault=Fault.TIMEOUT, text="a\nb"),
+            trajectory(is_truncated=True, fault=Fault.TIMEOUT, text="a\nb"),
         ],
     )
     first, second = log.saved
@@ -90,7 +90,7 @@ def test_how_many_are_saved_of_each_step(limit: int | None, expected: int, tmp_p
 @pytest.mark.parametrize("text", ["\u2028 \x85 \x1b[2J", 'quote " and \\', "emoji \U0001f600", "line\r\nline", ""])
 def test_any_text_stays_one_line_and_comes_back(text: str, tmp_path: Path) -> None:
     log = Log(tmp_path)
-    log.log.write(1, "val", [rollout(text=text, prompt_text=text)])
+    log.log.write(1, "val", [trajectory(text=text, prompt_text=text)])
     assert len((tmp_path / "samples.jsonl").read_bytes().split(b"\n")) == 2
     (record,) = log.saved
     assert record["response"] == record["prompt"] == text
@@ -117,9 +117,9 @@ def test_verdicts(tmp_path: Path) -> None:
         1,
         "val",
         [
-            rollout(sample_id="a", is_correct=True, is_truncated=True),
-            rollout(sample_id="b", is_truncated=True),
-            rollout(sample_id="c", reward=0.5),
+            trajectory(sample_id="a", is_correct=True, is_truncated=True),
+            trajectory(sample_id="b", is_truncated=True),
+            trajectory(sample_id="c", reward=0.5),
         ],
     )
     assert log.printed == [f"  {verdict:8}prompt  ->  text" for verdict in ("right", "cut off", "wrong")]
@@ -127,13 +127,13 @@ def test_verdicts(tmp_path: Path) -> None:
 
 def test_text_cannot_steer_the_terminal(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    log.log.write(1, "val", [rollout(prompt_text="a\nb", text="\x1b[31mred\r[bold]x[/bold]")])
+    log.log.write(1, "val", [trajectory(prompt_text="a\nb", text="\x1b[31mred\r[bold]x[/bold]")])
     assert log.printed == ["  wrong   a\\nb  ->  \\x1b[31mred\\r[bold]x[/bold]"]
 
 
 def test_long_texts_are_cut_on_the_console_alone(tmp_path: Path) -> None:
     log = Log(tmp_path)
-    log.log.write(1, "val", [rollout(text="x" * 401, prompt_text="y" * 400)])
+    log.log.write(1, "val", [trajectory(text="x" * 401, prompt_text="y" * 400)])
     assert log.printed == [f"  wrong   {'y' * 400}  ->  {'x' * 400} [...]"]
     assert log.saved[0]["response"] == "x" * 401
 

@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from torch import Tensor
 from nemo_rl_moe.moe.load_balance_metrics import (
     compute_brief_metrics,
     compute_detailed_metrics,
-    load_balance_metrics_from_matrix,
+    load_balance_metrics,
 )
-from nemo_rl_moe.moe.load_statistics import LayerLoad
+from nemo_rl_moe.moe.load_statistics import ExpertLoad, LayerLoad
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX
+
+
+def matrix_metrics(counts: Tensor, layers: Sequence[int], **options: Any) -> dict[str, float]:
+    return load_balance_metrics(ExpertLoad(tuple(layers), counts), **options)
 
 
 def layer_load(counts: Sequence[float] | Tensor, aux_loss: float | None = None, topk: int | None = None) -> LayerLoad:
@@ -103,7 +108,7 @@ def test_every_key_is_what_its_definition_says(experts: list[int], router_topk: 
 
 def test_hand_worked_values() -> None:
     # Two layers, four experts; the second one has all its tokens on one expert.
-    metrics = load_balance_metrics_from_matrix(
+    metrics = matrix_metrics(
         torch.tensor([[2, 4, 4, 6], [0, 16, 0, 0]]), [1, 2], router_topk=2, aux_losses=[1.0, None], detailed=True
     )
     # Deviations of -2, 0, 0, 2 from 4: variance 8 / 3. Null variance: (1 - 2/4) * 4 / 16.
@@ -128,7 +133,7 @@ def test_matrix_and_mapping_agree_in_any_order_of_layers() -> None:
     expected = compute_detailed_metrics({i: layer_load(c, float(i), 2) for i, c in loads.items()})
     order = [17, 0, 4, 3]
     shuffled = compute_detailed_metrics({i: layer_load(loads[i], float(i), 2) for i in order})
-    matrix = load_balance_metrics_from_matrix(
+    matrix = matrix_metrics(
         torch.tensor([loads[i] for i in order]),
         order,
         router_topk=2,
@@ -170,11 +175,11 @@ def test_a_wrong_number_of_experts_is_an_error_that_names_the_layer() -> None:
 
 def test_no_layers_no_keys() -> None:
     assert compute_detailed_metrics({}) == {}
-    assert load_balance_metrics_from_matrix(torch.zeros(0, 4), []) == {}
+    assert matrix_metrics(torch.zeros(0, 4), []) == {}
 
 
 def test_no_tokens_at_all() -> None:
-    metrics = load_balance_metrics_from_matrix(torch.zeros(3, 4), [0, 1, 2], router_topk=2, detailed=True)
+    metrics = matrix_metrics(torch.zeros(3, 4), [0, 1, 2], router_topk=2, detailed=True)
     dead = {key for key, value in metrics.items() if value == 1.0}
     assert dead == {"dead_expert_frac_mean", *(f"layer_{i}/dead_expert_frac" for i in range(3))}
     # Exactly zero, not minus zero, which would print oddly.
@@ -183,8 +188,8 @@ def test_no_tokens_at_all() -> None:
 
 def test_a_layer_that_saw_nothing_leaves_the_others_as_they_are() -> None:
     counts = torch.tensor([[5, 1, 2], [0, 0, 0], [3, 3, 3]])
-    metrics = load_balance_metrics_from_matrix(counts, [0, 1, 2], router_topk=1, detailed=True)
-    alone = load_balance_metrics_from_matrix(counts[:1], [0], router_topk=1, detailed=True)
+    metrics = matrix_metrics(counts, [0, 1, 2], router_topk=1, detailed=True)
+    alone = matrix_metrics(counts[:1], [0], router_topk=1, detailed=True)
     of_first_layer = {key: value for key, value in alone.items() if key.startswith("layer_0/")}
     assert of_first_layer.items() <= metrics.items()
     assert metrics["cv_mean"] == pytest.approx(alone["cv_mean"] / 3)
@@ -194,7 +199,7 @@ def test_a_layer_that_saw_nothing_leaves_the_others_as_they_are() -> None:
 
 
 def test_one_expert_is_balanced() -> None:
-    metrics = load_balance_metrics_from_matrix(torch.tensor([[9], [4]]), [0, 1], router_topk=1, detailed=True)
+    metrics = matrix_metrics(torch.tensor([[9], [4]]), [0, 1], router_topk=1, detailed=True)
     assert metrics["cv_max"] == metrics["cv_null_mean"] == metrics["max_violation_max"] == 0.0
     assert metrics["expert_diversity_min"] == metrics["expert_utilization_min"] == 1.0
 
@@ -202,7 +207,7 @@ def test_one_expert_is_balanced() -> None:
 def test_all_tokens_to_one_expert() -> None:
     counts = torch.zeros(1, 64, dtype=torch.long)
     counts[0, 40] = 1_000
-    metrics = load_balance_metrics_from_matrix(counts, [5], router_topk=1)
+    metrics = matrix_metrics(counts, [5], router_topk=1)
     assert metrics["max_violation_max"] == 63.0
     assert metrics["cv_mean"] == pytest.approx(8.0)
     assert metrics["expert_diversity_min"] == pytest.approx(1 / 64, rel=1e-12)
@@ -216,7 +221,7 @@ def test_number_of_outliers(top_k: int, number: int) -> None:
 
 
 def test_tied_outliers_are_the_ends_of_the_order_of_value_layer_and_expert() -> None:
-    metrics = load_balance_metrics_from_matrix(torch.ones(2, 4), [9, 2], top_k_experts=2)
+    metrics = matrix_metrics(torch.ones(2, 4), [9, 2], top_k_experts=2)
     outliers = {key.removeprefix(OUTLIER_PREFIX) for key in metrics if key.startswith(OUTLIER_PREFIX)}
     assert outliers == {"layer_2_expert_0", "layer_2_expert_1", "layer_9_expert_2", "layer_9_expert_3"}
 
@@ -237,7 +242,7 @@ def test_cv_null_is_the_cv_of_random_routing(experts: int, topk: int, tokens: in
     counts = torch.zeros(draws, experts).scatter_add_(
         1, scores.topk(topk).indices.flatten(1), torch.ones(draws, tokens * topk)
     )
-    metrics = load_balance_metrics_from_matrix(counts, range(draws), router_topk=topk, detailed=True)
+    metrics = matrix_metrics(counts, range(draws), router_topk=topk, detailed=True)
     root_mean_square = math.sqrt(statistics.mean(metrics[f"layer_{i}/cv"] ** 2 for i in range(draws)))
     # The variance of 60 draws of E - 1 degrees of freedom each is within 5 % (32 experts: 3.3 standard deviations of
     # its root); the definition leaves out the factor sqrt(E / (E - 1)), up to 1.6 %.

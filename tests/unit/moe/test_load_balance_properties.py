@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics_from_matrix
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX
 
 QUICK = settings(deadline=None, max_examples=40)
@@ -24,7 +25,7 @@ def count_matrices(draw: st.DrawFn) -> Tensor:
 
 def metrics_of(counts: Tensor, layers: list[int] | None = None, topk: int = 1) -> dict[str, float]:
     indices = layers or list(range(len(counts)))
-    return load_balance_metrics_from_matrix(counts, indices, router_topk=topk, detailed=True)
+    return load_balance_metrics(ExpertLoad(tuple(indices), counts), router_topk=topk, detailed=True)
 
 
 def without_names_of_experts(metrics: dict[str, float]) -> dict[str, float]:

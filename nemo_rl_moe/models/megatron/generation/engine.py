@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a generation request must fulfil, checked before any rank has begun."""
+"""Generation engine on the training workers' own weights, with Megatron-Core's modules and a key-value cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
@@ -27,9 +27,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def check_request(
-    request: GenerationRequest, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
+    request: GenerationBatch, chunk: GPTModel, config: TransformerConfig, max_batch_size: int | None
 ) -> None:
-    """Refuses what the engine cannot do.
+    """Checks a request against the engine's limits, before any rank has begun.
 
     Args:
         request: The request; it may be empty.
@@ -59,7 +59,7 @@ def _check_sampling(sampling: SamplingParameters) -> None:
         raise ValueError(f"top_p: got {sampling.top_p}, expected above 0 and at most 1")
 
 
-def _check_prompts(request: GenerationRequest, chunk: GPTModel) -> None:
+def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
     if len(request.prompts) != len(request.seeds):
         raise ValueError(f"got {len(request.prompts)} prompts and {len(request.seeds)} seeds, expected one seed each")
     for index, (prompt, seed) in enumerate(zip(request.prompts, request.seeds, strict=True)):
@@ -77,7 +77,7 @@ def _check_prompts(request: GenerationRequest, chunk: GPTModel) -> None:
             )
 
 
-# What modules of Megatron-Core call it.
+# Names of the setting in modules of Megatron-Core.
 _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "reduce_scatter_embeddings")
 
 
@@ -85,7 +85,7 @@ _SEQUENCE_PARALLEL = ("sequence_parallel", "scatter_to_sequence_parallel", "redu
 def inference(
     chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, own_forward: bool
 ) -> Iterator[None]:
-    """While open, the chunks are in evaluation mode, return hidden states, and cut no sequence among ranks.
+    """Inference mode of the chunks: evaluation, hidden states as output, no sequence parallelism.
 
     They stay in evaluation mode; everything else is put back, random states included.
 
@@ -110,7 +110,7 @@ def inference(
 
 @contextmanager
 def _kept_random_states() -> Iterator[None]:
-    """Megatron-Core has random states of its own, which noise on the router's input draws from, say."""
+    """Restores Megatron-Core's own random states, from which the noise on a router's input is drawn, say."""
     tracker = get_cuda_rng_tracker()
     states = {name: state.clone() for name, state in tracker.get_states().items()}
     try:
@@ -121,7 +121,7 @@ def _kept_random_states() -> Iterator[None]:
 
 @contextmanager
 def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: TransformerConfig) -> Iterator[None]:
-    """One token cannot be cut among ranks.
+    """Sequence parallelism switched off: one token cannot be cut among ranks.
 
     Megatron-Core has a function for this, which remembers modules by the address of their model: a later model at the
     same address would get the first one's.
@@ -140,11 +140,11 @@ def _without_sequence_parallelism(chunks: Sequence[GPTModel], config: Transforme
 
 
 LEAVE_SHARE = 0.1
-"""When this share of a batch's rows has ended, they leave it. Each time the cache is copied."""
+"""Share of a batch's rows that must have ended before they are dropped; each time the cache is copied."""
 
 
 class MegatronGenerator:
-    """Generates with this rank's part of the model, together with the ranks that hold the other parts.
+    """Generation engine of one rank, together with the ranks that hold the other parts of the model.
 
     Args:
         chunks: This rank's model chunks, without wrappers. The weights stay theirs.
@@ -163,7 +163,7 @@ class MegatronGenerator:
         self._sampling_rank = dist.get_process_group_ranks(group)[-config.tensor_model_parallel_size]
 
     def generate(
-        self, request: GenerationRequest, *, weight_version: int, max_batch_size: int | None = None
+        self, request: GenerationBatch, *, weight_version: int, max_batch_size: int | None = None
     ) -> list[GeneratedSequence]:
         """One response for each prompt, in the order of the prompts.
 
@@ -191,7 +191,7 @@ class MegatronGenerator:
             self._passes.wait_for_peers()
         return [sequences[index] for index in range(len(sequences))] if self._coordinates.reports_loss else []
 
-    def _run(self, request: GenerationRequest, batch: Sequence[int], stop: StopCondition) -> Responses:
+    def _run(self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition) -> Responses:
         """Responses to some of the prompts, together."""
         parameters = request.sampling
         plan = plan_slots(
@@ -227,9 +227,9 @@ class MegatronGenerator:
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
     ) -> Float[Tensor, "2 rows"]:
-        """Token ids and log-probabilities, chosen by one rank for all that hold a part of the model.
+        """Token ids and log-probabilities, sampled by one rank for all that hold a part of the model.
 
-        Rounding can differ between ranks that compute the same: each choosing for itself, they could go apart.
+        Rounding can differ between ranks that compute the same, so each sampling for itself could diverge.
         """
         if logits is not None and self._coordinates.reports_loss:
             # In one tensor, so that one copy to the host and one message will do; float64 holds both exactly.
@@ -241,7 +241,7 @@ class MegatronGenerator:
         return chosen
 
 
-def _batches(request: GenerationRequest, max_batch_size: int | None) -> list[list[int]]:
+def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:
     """Which prompts run together: those of like length, the longest first."""
     order = sorted(range(len(request.prompts)), key=lambda index: -len(request.prompts[index]))
     size = max_batch_size or max(len(order), 1)

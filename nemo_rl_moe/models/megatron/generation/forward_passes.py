@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model chunk's own forward pass with a key-value cache: Megatron-Core's modules, Transformer Engine's with them."""
+"""Forward passes with a key-value cache, through a chunk's own modules or those for CPUs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,10 +27,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class StockInferenceContext(StaticInferenceContext):
-    """Megatron-Core's key-value cache, which rows can leave."""
+    """Megatron-Core's key-value cache, from which rows can be dropped."""
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Lets all other rows leave."""
+        """Drops all other rows of the batch."""
         memory = self.key_value_memory_dict
         for layer_number, tensors in memory.items():
             memory[layer_number] = tuple(tensor.index_select(1, rows) for tensor in tensors)
@@ -87,7 +87,7 @@ class CachedBatch:
         return filled
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Lets all other rows leave."""
+        """Drops all other rows of the batch."""
         self.context.keep_rows(rows)
 
 

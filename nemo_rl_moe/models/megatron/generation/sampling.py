@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling: tokens from logits, where they lie in the cache, when a response ends, and the responses as they grow."""
+"""Sampling of responses: tokens from logits, cache slots of a batch, stop conditions, responses as they grow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -156,7 +156,7 @@ _MARGIN = 8
 
 
 class StopCondition:
-    """Tells the responses that their last token ends.
+    """End of responses: end-of-sequence tokens and stop strings.
 
     Args:
         parameters: The stop tokens and stop strings.
@@ -180,7 +180,7 @@ class StopCondition:
     def ended(
         self, responses: Int[np.ndarray, "rows columns"], lengths: Int[np.ndarray, " rows"]
     ) -> Bool[np.ndarray, " rows"]:
-        """Whether the last token of each response ends it. To be asked after every token.
+        """True for each response that its last token ends. To be called after every token.
 
         Args:
             responses: Token ids; whatever lies beyond the length does not count.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""RMS norms of all query heads together, and of all key heads together, also where tensor parallelism cuts them."""
+"""RMSNorm over all query heads together, and over all key heads together, under tensor parallelism too (OLMoE)."""
 
 import dataclasses
 from typing import Any
@@ -55,21 +55,21 @@ class AllHeadsNorm(torch.nn.Module):
 
 
 class AllQueriesNorm(AllHeadsNorm):
-    """Of all query heads; arguments as Megatron-Core passes them."""
+    """Norm of all query heads; arguments as Megatron-Core passes them."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__(config, hidden_size, eps, num_heads=config.num_attention_heads, **others)
 
 
 class AllKeysNorm(AllHeadsNorm):
-    """Of all key heads; arguments as Megatron-Core passes them."""
+    """Norm of all key heads; arguments as Megatron-Core passes them."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **others: Any):
         super().__init__(config, hidden_size, eps, num_heads=config.num_query_groups, **others)
 
 
 def normalize_all_heads(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A block with these norms in place of those of each head; it stays as it is."""
+    """A copy of a block's layer specs with these norms in place of those of each head."""
     return dataclasses.replace(block, layer_specs=[_with_norms(layer) for layer in block.layer_specs])
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-head latent attention as DeepSeek's checkpoints mean it, also without Transformer Engine."""
+"""Multi-head latent attention (DeepSeek-V2), as DeepSeek's checkpoints need it, also without Transformer Engine."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 LATENT_NORM_EPS = 1e-6
-"""Of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them with its default."""
+"""Epsilon of the norms of the latents, whatever `rms_norm_eps` says: modeling_deepseek_v3.py builds them so."""
 
 # Whole norms, or linear layers of Transformer Engine with a norm inside.
 _MODULES_WITH_LATENT_NORM = ("q_layernorm", "kv_layernorm", "linear_q_up_proj", "linear_kv_up_proj")
@@ -34,7 +34,7 @@ if not isinstance(multi_latent_attention.TELinear, type):
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear layer without bias that every tensor-parallel rank has whole.
+    """Linear layer without bias, replicated on every tensor-parallel rank.
 
     Args:
         weight: `[outputs, inputs]`.
@@ -79,18 +79,17 @@ class LatentSelfAttention(MLASelfAttention):
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         """Modules around the norms of the latents: those of the layer spec, as in 0.16.
 
-        From 0.19 on Megatron-Core asks here; of its own it normalises the layer's input once more for queries that have
-        no latent.
+        Overrides 0.19, which would normalise the layer's input once more for queries that have no latent.
         """
         names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
         return {name: getattr(submodules, name) for name in names}
 
 
 def use_latent_attention(block: TransformerBlockSubmodules) -> TransformerBlockSubmodules:
-    """A block's layers with `LatentSelfAttention`.
+    """A copy of a block's layer specs with `LatentSelfAttention`.
 
     Args:
-        block: With `MLASelfAttention` in every layer; it stays as it is.
+        block: Layer specs with `MLASelfAttention` in every layer.
     """
     return dataclasses.replace(block, layer_specs=[_with_latent_attention(layer) for layer in block.layer_specs])
 

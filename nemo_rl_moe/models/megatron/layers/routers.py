@@ -24,7 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def group_limited_topk(
     scores: Tensor, topk: int, num_groups: int, group_topk: int, best_of_group: int
 ) -> tuple[Tensor, Tensor]:
-    """Chooses groups, then experts of these groups.
+    """Group-limited top-k (DeepSeek-V2 and V3): the best groups of experts, then the best experts of these groups.
 
     Args:
         scores: What experts are chosen by, `[tokens, experts]`.
@@ -44,7 +44,7 @@ def group_limited_topk(
 
 
 class GroupLimitedChoice:
-    """Stands where a router without `RouterReplay` looks for one, and chooses instead of repeating a choice.
+    """Group-limited top-k in the place of a `RouterReplay`, where a router asks for its top experts.
 
     Args:
         best_of_group: As `group_limited_topk` has it.
@@ -61,12 +61,12 @@ class GroupLimitedChoice:
         group_topk: int,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """What a router calls for its top experts, `[tokens, experts]` to twice `[tokens, topk]`."""
+        """Top experts of each token, in place of `RouterReplay`'s: `[tokens, experts]` to twice `[tokens, topk]`."""
         return group_limited_topk(scores, topk, num_groups, group_topk, self._best_of_group)
 
 
 def limit_groups(model: nn.Module) -> None:
-    """Gives every router with groups DeepSeek's choice; routing that is replayed stays as recorded."""
+    """Gives every router with groups DeepSeek's group-limited top-k; replayed routing stays as recorded."""
     for router in model.modules():
         if not isinstance(router, TopKRouter) or not router.config.moe_router_group_topk:
             continue
@@ -80,7 +80,7 @@ def limit_groups(model: nn.Module) -> None:
 
 
 def _replay_or_choose(replay: Callable[..., Any], choice: GroupLimitedChoice, *arguments: Any) -> Any:
-    """Calls a `RouterReplay` with another function to choose by, which is the last of its arguments."""
+    """Calls a `RouterReplay` with group-limited top-k as its default, which is the last of its arguments."""
     return replay(*arguments[:-1], choice.get_replay_topk)
 
 
@@ -187,7 +187,7 @@ def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 class ExpertBias:
-    """Takes back the bias of an update that is left out.
+    """Saved expert bias, to undo its update where an optimizer step is skipped.
 
     The tokens that each expert got, from which the bias is moved, Megatron-Core sets to zero with every move.
 
@@ -206,11 +206,11 @@ class ExpertBias:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Before a step."""
+        """Saves the bias; called before a step."""
         self._kept = [router.expert_bias.clone() for router in self._routers]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """As it was kept."""
+        """Restores the saved bias."""
         for router, kept in zip(self._routers, self._kept, strict=True):
             router.expert_bias.copy_(kept)

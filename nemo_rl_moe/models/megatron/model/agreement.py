@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a job tell each other before they go on."""
+"""Agreement of ranks: failures and findings that all must know of before the next collective."""
 
 import hashlib
 import json
@@ -36,46 +36,47 @@ def union_of_ranks(mine: Mapping[str, Any]) -> dict[str, Any]:
     return union
 
 
-class Trouble:
-    """Whether a rank can go on.
+class SharedFailure:
+    """Failure of one rank that all ranks of a group learn of before their next collective.
 
-    What may fail on one rank alone, such as finding memory, is done before a collective; then the ranks of its group
-    ask each other. A rank in trouble does nothing but answer, and so do those that hear of it, until all have come to
-    the end and the first one can say what it was.
+    Survives an error on one rank alone, such as running out of memory or disk: its peers would wait for it in the next
+    collective for ever. So whatever can fail is done under `caught`, apart from collectives, and before each of these
+    the ranks of the group ask each other with `none_failed`. Ranks that failed, or learnt of a failure, only go on
+    answering, until all have come to the end, where the first failure is raised.
 
     Attributes:
-        text: The first thing that went wrong on this rank, on one line.
-        is_over: This rank has trouble, or has heard of another one's.
+        text: The first error on this rank, on one line.
+        has_failed: This rank has failed, or has learnt of another one's failure.
     """
 
     def __init__(self) -> None:
         self.text: str | None = None
-        self.is_over = False
+        self.has_failed = False
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keeps the error that ends a block. No collective may stand in it."""
+    def caught(self) -> Iterator[None]:
+        """Catches the error that ends a block, which must hold no collective."""
         try:
             yield
         except Exception as error:
             self.text = self.text or one_line(error)
-            self.is_over = True
+            self.has_failed = True
 
-    def all_can(self, group: Any, device: torch.device) -> bool:
-        """Whether every rank of a group can go on. All of them call it.
+    def none_failed(self, group: Any, device: torch.device) -> bool:
+        """True if no rank of a group has failed; a collective that all of them enter.
 
         Args:
             group: The process group.
-            device: Where its collectives run.
+            device: Device of its collectives.
         """
-        over = torch.tensor([self.is_over], dtype=torch.uint8, device=device)
-        dist.all_reduce(over, dist.ReduceOp.MAX, group=group)
-        self.is_over = bool(over.item())
-        return not self.is_over
+        failed = torch.tensor([self.has_failed], dtype=torch.uint8, device=device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+        self.has_failed = bool(failed.item())
+        return not self.has_failed
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:
-    """Every rank calls it before the first step that depends on what it has found: or some would wait for ever.
+    """Checks that all ranks have found the same model. Every rank calls it before the first step that depends on it.
 
     Args:
         config_json: Content of the model's `config.json`, as this rank has read it.

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds this rank's model chunks: Megatron-Core's GPTModel with the layer spec that the machine calls for."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
@@ -20,6 +23,7 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
+from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
 
 # isort: split
 from megatron.core import parallel_state
@@ -35,22 +39,42 @@ def padded_vocabulary_size(vocabulary_size: int, tensor_parallel_size: int) -> i
 
 
 class _PolicyOutput:
-    """What this project changes at the end of a GPTModel; mixed into its classes.
+    """Output of a policy model, as a mixin of GPTModel:
 
     - Padded rows of the vocabulary are left out of every softmax, so that tensor parallelism changes no number.
     - Logits are divided by the temperature that responses are sampled with: the policy that is trained is the one that
       they were drawn from.
     - A forward pass can end before the output layer, for those who compute logits a piece at a time.
+    - The batch's columns for the model are at hand during its forward pass, on every pipeline stage.
+    - Heads beside the log-probabilities, such as the entropy, are computed from the same logits where asked for.
 
     Attributes:
         real_vocabulary_size: Without padding.
         temperature: Divides the logits in the loss.
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
+        needs_entropy: Also compute the entropy where the loss is.
+        entropy: What was computed last, [batch, sequence], with its graph; taken by whoever asked for it.
+        model_columns: Columns of the microbatch that the forward pass runs, by name: `[rows, columns, ...]` on the
+            token axis, whole also under sequence parallelism. Empty outside of it, and so in what activation
+            checkpointing repeats in the backward pass: read them before the layers, or hand them to these.
     """
 
     real_vocabulary_size: int
     temperature: float = 1.0
     returns_hidden_states: bool = False
+    needs_entropy: bool = False
+    entropy: Tensor | None = None
+    model_columns: Mapping[str, Tensor] = MappingProxyType({})
+
+    def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
+        """The chunk's forward pass, with the columns of its microbatch at hand."""
+        if not model_columns:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        self.model_columns = model_columns
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.model_columns = MappingProxyType({})
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Negative log-probability of each label, [batch, sequence]."""
@@ -58,6 +82,10 @@ class _PolicyOutput:
         if self.temperature != 1.0:
             # In float32, as generation does it: in bfloat16 the division alone is off by 0.02 nats a token.
             logits = logits.float() / self.temperature
+        if self.needs_entropy:
+            # Before the loss, whose backward pass may reuse the memory of the logits.
+            group = parallel_state.get_tensor_model_parallel_group()
+            self.entropy = vocabulary_entropy(logits, group).transpose(0, 1)
         return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -156,5 +184,8 @@ def _block_spec(
     elif config.sequence_parallel and not use_transformer_engine(policy):
         # torch's norm refuses sequence parallelism; everything else stays Megatron's own.
         block = block_spec(config, block, fast=False)
-    change = family_of(hf_config).change_block
-    return block if change is None else change(config, block)
+    if config.multi_latent_attention:
+        block = use_latent_attention(block)
+    if family_of(hf_config).normalizes_all_heads:
+        block = normalize_all_heads(block)
+    return block

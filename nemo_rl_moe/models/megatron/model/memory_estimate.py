@@ -49,7 +49,7 @@ class Parameters:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How many ranks share a dense matrix, the experts of a layer, and an expert's matrix."""
+    """Number of ranks that share a dense matrix, the experts of a layer, and an expert's matrix."""
 
     tensor: int = 1
     expert: int = 1
@@ -136,7 +136,7 @@ def _attention_vectors(config: TransformerConfig, tensor: int) -> int:
 
 
 def _latent_attention(config: TransformerConfig, tensor: int) -> int:
-    """The same with latents: what leads down to them is whole on every rank."""
+    """Parameters of latent attention; the projections down to the latents are whole on every rank."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
     whole = hidden * (config.kv_lora_rank + config.qk_pos_emb_head_dim) + config.kv_lora_rank + 2 * hidden
@@ -149,7 +149,7 @@ def _latent_attention(config: TransformerConfig, tensor: int) -> int:
 
 
 def _shared_experts(config: TransformerConfig, tensor: int) -> int:
-    """What an MoE layer has for all tokens besides its router: shared experts, projections to and from latent space."""
+    """Parameters of an MoE layer that all tokens pass besides its router: shared experts, latent projections."""
     projections = 2 * config.hidden_size * (config.moe_latent_size or 0)
     if config.moe_shared_expert_intermediate_size is None:
         return int(projections)
@@ -180,9 +180,9 @@ class WorkerMemory:
             (expert-)data-parallel ranks by the distributed optimizer.
         activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
             layer and, on the last stage, logits in float32. Everything else is not counted.
-        float32_gradients: What the optimizer makes of gradients that are no float32, while it steps.
-        key_value_cache: Of generation.
-        reference_weights: In the host's memory.
+        float32_gradients: Copies of gradients that are no float32, while the optimizer steps.
+        key_value_cache: Keys and values of generation.
+        reference_weights: The reference model, in the host's memory.
     """
 
     weights: int
@@ -195,12 +195,12 @@ class WorkerMemory:
 
     @property
     def always(self) -> int:
-        """What is held all the time."""
+        """Bytes held all the time."""
         return self.weights + self.gradients + self.optimizer_state
 
     @property
     def peak_at_least(self) -> int:
-        """What is held at the fullest moment: in a backward pass, in the optimizer, or while generating."""
+        """Lower bound of the peak: in a backward pass, in the optimizer step, or while generating."""
         return self.always + max(self.activations_at_least, self.float32_gradients, self.key_value_cache)
 
 

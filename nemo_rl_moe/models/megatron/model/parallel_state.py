@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One network thread for all gloo process groups of a process, instead of one for each."""
+"""Process groups of the parallel layout, and a rank's coordinates in it."""
 
 import datetime
 import os
@@ -23,7 +23,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 @contextmanager
 def shared_gloo_device() -> Iterator[None]:
-    """Makes the gloo process groups that are made inside share one device.
+    """One network device, and so one thread, for all gloo process groups that are created inside.
 
     A device has a thread that wakes up a hundred times a second. Megatron-Core makes about twenty groups, whose threads
     take 4% of a core from a worker that computes on it. torch.distributed has no option for it.
@@ -49,10 +49,10 @@ def shared_gloo_device() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ParallelCoordinates:
-    """Where this rank stands in the layout.
+    """Coordinates of this rank in the parallel layout.
 
     Attributes:
-        data_parallel_rank: Which share of the batch this rank works on.
+        data_parallel_rank: Index of this rank's share of the batch.
         data_parallel_size: Number of such shares.
         pipeline_rank: Pipeline stage, without virtual stages.
         tensor_rank: Rank in the tensor-parallel group.

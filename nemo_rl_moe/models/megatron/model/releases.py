@@ -22,7 +22,7 @@ HAS_MOE_METRICS_TRACKER: bool = tuple(int(part) for part in MEGATRON_VERSION.spl
 
 
 def recorded_auxiliary_losses() -> dict[str, Tensor]:
-    """What this rank's routers recorded since the last clear.
+    """Auxiliary losses that this rank's routers recorded since the last clear.
 
     Returns:
         Name to a tensor with one entry for each decoder layer, the sum over the microbatches, not reduced over ranks.
@@ -87,9 +87,9 @@ def mark_expert_parameters(model: nn.Module) -> None:
 
 
 def mark_attention_sinks(model: nn.Module) -> None:
-    """Says of the sinks of attention, a number for each head, that tensor-parallel ranks hold those of their heads.
+    """Marks attention sinks, one number for each head, as cut along the heads by tensor parallelism.
 
-    Megatron cuts them and does not say so: they would be taken for copies, and only the first rank's count in the
+    Megatron cuts them without marking them: they would be taken for replicas, and only the first rank's count in the
     gradient norm (0.16.1 to 0.19.2).
     """
     for name, parameter in model.named_parameters():
@@ -112,7 +112,7 @@ def correct_expert_bias_with_padding() -> None:
 
 
 def needs_padding_mask(config: TransformerConfig) -> bool:
-    """Whether a microbatch needs a padding mask though it has no padding.
+    """True where a microbatch needs a padding mask even without padding.
 
     Without a mask the router takes its own number of tokens times the number of ranks for that of all ranks. The
     global-batch loss spans the data-parallel ranks, whose microbatches differ in size.
@@ -124,7 +124,7 @@ def needs_padding_mask(config: TransformerConfig) -> bool:
 def padding_mask_for_stage(
     padding_mask: Tensor | None, *, is_first_stage: bool, tensor_rank: int, tensor_size: int
 ) -> Tensor | None:
-    """The padding mask as this pipeline stage needs it.
+    """Padding mask in the shape that this pipeline stage needs.
 
     Megatron cuts the mask for sequence parallelism in the embedding: later stages get it whole, and fail on its shape.
 

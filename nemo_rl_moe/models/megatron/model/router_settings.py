@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where each router setting in force comes from, and the `config.json` that says the same to transformers.
+"""Origin of each router setting in force, and the `config.json` of exported weights that has the same ones.
 
 A model computes something else with another top-k, score function or normalisation, and trains differently with
 another auxiliary loss; which of them a program has taken from where is seen nowhere in its weights.
@@ -50,7 +50,7 @@ _KEY = "policy.megatron_cfg."
 def setting_sources(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> dict[str, str]:
-    """Who has set each entry of `effective_moe_configuration`; those that nobody has set are left out.
+    """Origin of each entry of `effective_moe_configuration`: user, model or this project; defaults are left out.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -89,7 +89,7 @@ def _source_in_model(field: str | None, family: str, hf_config: Any, config_json
 
 
 def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
-    """Whether the file has a field, maybe under the other name that transformers knows for it."""
+    """True where the file has a field, also under another name that transformers knows for it."""
     other_names: Mapping[str, str] = hf_config.attribute_map
     names = {field, other_names.get(field), *(new for new, old in other_names.items() if old == field)}
     return any(name in config_json for name in names if name is not None)
@@ -98,7 +98,7 @@ def _is_in_file(field: str, hf_config: Any, config_json: _CONFIG_DICT) -> bool:
 def setting_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> list[str]:
-    """What of the router settings a user should know before a run, a line each. Arguments as of `setting_sources`."""
+    """Warnings about the router settings of a run, a line each. Arguments as of `setting_sources`."""
     if config.num_moe_experts is None:
         return []
     family, chosen = family_of(hf_config), policy.megatron_cfg.moe_transformer_fields
@@ -136,7 +136,7 @@ class ExportedConfig:
 def exported_config(
     policy: PolicyConfig, hf_config: Any, config_json: _CONFIG_DICT, config: TransformerConfig
 ) -> ExportedConfig:
-    """Says to transformers what is in force here. Arguments as of `setting_sources`."""
+    """The `config.json` of exported weights, with the settings in force. Arguments as of `setting_sources`."""
     family = family_of(hf_config)
     # Files with code of the model's own are not copied, and are not needed: transformers knows the family.
     content = {name: value for name, value in config_json.items() if name != "auto_map"}

@@ -1,11 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers have experts, which pipeline stage holds them, and which auxiliary losses their routers record."""
+"""The effective TransformerConfig, and what follows from it: MoE layers, their stages, auxiliary losses."""
 
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
@@ -15,6 +17,7 @@ from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, fo
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
 
 # isort: split
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 Z_LOSS = "z_loss"
@@ -24,6 +27,8 @@ _NAME_OF_BALANCING_TYPE = {
     "seq_aux_loss": "seq_load_balancing_loss",
     "global_aux_loss": GLOBAL_BATCH_LOSS,
 }
+AUXILIARY_LOSSES = (*_NAME_OF_BALANCING_TYPE.values(), Z_LOSS)
+"""All auxiliary losses of Megatron-Core's routers, by their names in its tracker."""
 
 
 def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
@@ -46,7 +51,7 @@ def moe_layer_indices(config: TransformerConfig) -> list[int]:
 
 
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
-    """For each model chunk of a pipeline stage, the global 0-based indices of its decoder layers."""
+    """Global 0-based indices of the decoder layers of each model chunk of a pipeline stage."""
     stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
     layers_of_chunk = config.num_layers // (stages * chunks)
     # Interleaved: the first chunks of all stages hold the first layers, then come the second chunks.
@@ -55,11 +60,13 @@ def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[rang
 
 
 def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
-    """For each model chunk of a pipeline stage, the positions of its layers in `moe_layer_indices`."""
+    """Positions in `moe_layer_indices` of the MoE layers of each model chunk of a pipeline stage."""
     positions = {index: position for position, index in enumerate(moe_layer_indices(config))}
     return [[positions[i] for i in layers if i in positions] for layers in layers_of_chunks(config, pipeline_rank)]
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functional.silu, "quick_gelu": quick_gelu}
+"""Functions by the names that model families give them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -75,7 +82,7 @@ def has_transformer_engine() -> bool:
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:
-    """Whether this policy's layers are Transformer Engine's."""
+    """True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
 
 
@@ -132,6 +139,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     """
     family = family_of(hf_config)
     fields = family.transformer_fields(hf_config)
+    fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
     fields |= _implementation_fields(policy) | _layout_fields(policy)
     if fields["add_bias_linear"]:
         # Transformer Engine's experts refuse it with biases.

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
-from nemo_rl_moe.models.interfaces import LossFunction, LossInputs
+from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
@@ -91,10 +91,11 @@ class ForwardBackward:
         """
 
         def measure(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> MicrobatchMetrics:
-            outputs = loss_function(_loss_inputs(shard, microbatch, statistics.logprobs, statistics.greedy_matches))
+            outputs = loss_function(_loss_inputs(shard, microbatch, statistics))
             return outputs.metrics | {"loss": (outputs.loss, Reduction.SHARE)}
 
-        return self._run_forward(chunks, shard.microbatches, measure)
+        with_entropy = Head.ENTROPY in needs_of(loss_function)
+        return self._run_forward(chunks, shard.microbatches, measure, with_entropy=with_entropy)
 
     def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
         """Forward passes only.
@@ -114,10 +115,12 @@ class ForwardBackward:
         chunks: Sequence[MegatronModule],
         microbatches: Sequence[TokenBatch],
         measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
+        *,
+        with_entropy: bool = False,
     ) -> list[Result]:
         bare = [unwrap_model(chunk) for chunk in chunks]
         with hidden_states_only(bare):
-            step = partial(self._forward_step, measure)
+            step = partial(self._forward_step, measure, with_entropy)
             return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
 
     def _run(
@@ -159,15 +162,19 @@ class ForwardBackward:
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, MicrobatchMetrics]]]:
         number, microbatch = next(data_iterator)
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+        bare = unwrap_model(model)
+        bare.needs_entropy = Head.ENTROPY in needs_of(loss_function)
         with nullcontext() if self.recorder is None else self.recorder.training_forward(chunk, number):
             output = self._run_model(model, microbatch, labels=microbatch.labels)
         if self.recorder is not None:
             self.recorder.watch_backward(output, chunk, number)
-        return output, partial(_training_loss, shard, loss_function, microbatch)
+        entropy, bare.entropy = bare.entropy, None
+        return output, partial(_training_loss, shard, loss_function, microbatch, entropy)
 
     def _forward_step(
         self,
         measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
+        with_entropy: bool,
         data_iterator: Iterator[tuple[int, ModelMicrobatch]],
         model: MegatronModule,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Result]]]:
@@ -175,7 +182,9 @@ class ForwardBackward:
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
             bare = unwrap_model(model)
-            statistics = token_statistics_in_pieces(bare, hidden_states, microbatch.labels, self.temperature)
+            statistics = token_statistics_in_pieces(
+                bare, hidden_states, microbatch.labels, self.temperature, with_entropy=with_entropy
+            )
             # The schedule divides the loss that it is given in place, and does nothing else with this one.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
 
@@ -190,6 +199,7 @@ class ForwardBackward:
             microbatch.position_ids,
             self._attention_mask(microbatch),
             labels=labels,
+            model_columns=microbatch.model_columns,
             packed_seq_params=microbatch.packed_seq_params,
             padding_mask=padding_mask_for_stage(
                 padding_mask,
@@ -208,26 +218,30 @@ class ForwardBackward:
 
 
 def _training_loss(
-    shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
+    shard: GlobalBatchShard,
+    loss_function: LossFunction,
+    microbatch: ModelMicrobatch,
+    entropy: Tensor | None,
+    output: Tensor,
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    outputs = loss_function(_loss_inputs(shard, microbatch, logprobs=-output))
+    outputs = loss_function(_loss_inputs(shard, microbatch, TokenStatistics(-output, None, entropy)))
     # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
     # is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
     scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
     return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SHARE)}
 
 
-def _loss_inputs(
-    shard: GlobalBatchShard, microbatch: ModelMicrobatch, logprobs: Tensor, greedy_matches: Tensor | None = None
-) -> LossInputs:
+def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistics: TokenStatistics) -> LossInputs:
+    greedy_matches, entropy = statistics.greedy_matches, statistics.entropy
+    columns = microbatch.batch.columns_for(Destination.LOSS)
     return LossInputs(
-        logprobs=microbatch.per_sequence(logprobs),
+        logprobs=microbatch.per_sequence(statistics.logprobs),
         token_mask=microbatch.batch.token_mask[:, 1:],
         global_valid_tokens=shard.global_valid_tokens,
         global_sequences=shard.global_sequences,
         greedy_matches=None if greedy_matches is None else microbatch.per_sequence(greedy_matches),
-        # Like the mask, what there is one of for each token is brought in line with the targets.
-        extras={name: value if value.ndim == 1 else value[:, 1:] for name, value in microbatch.batch.extras.items()},
+        columns={name: column.of_targets() for name, column in columns.items()},
+        entropy=None if entropy is None else microbatch.per_sequence(entropy),
     )
 
 

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a microbatch of sequences to the tensors that Megatron-Core's GPTModel takes, padded or packed."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
@@ -28,6 +28,9 @@ class ModelMicrobatch:
         packed_seq_params: Where each packed sequence begins; None when padded.
         sequence_start: Flat position of each sequence's first token.
         batch: The sequences themselves, on the device.
+        model_columns: The batch's columns for the model: `[rows, columns, ...]` on the token axis, with the column's
+            fill value on padding; `[rows, ...]` or, packed, `[sequences, ...]` on the sequence axis; where ragged, all
+            sequences' values behind one another.
     """
 
     input_ids: Int[Tensor, "rows columns"]
@@ -37,6 +40,7 @@ class ModelMicrobatch:
     packed_seq_params: PackedSeqParams | None
     sequence_start: Int[Tensor, " batch"]
     batch: TokenBatch
+    model_columns: Mapping[str, Tensor]
 
     def per_sequence(self, values: Tensor) -> Tensor:
         """Brings values of flat positions back to one row a sequence.
@@ -97,7 +101,11 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
         padding_mask=_mask_or_none(positions >= lengths[:, None], device),
         packed_seq_params=None,
         sequence_start=torch.arange(len(batch), device=device) * columns,
-        batch=_to_device(batch, device),
+        batch=batch.to(device),
+        model_columns={
+            name: _padded(column, rows, columns).to(device, non_blocking=True)
+            for name, column in batch.columns_for(Destination.MODEL).items()
+        },
     )
 
 
@@ -129,7 +137,11 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
             max_seqlen_kv=max(segments),
         ),
         sequence_start=torch.tensor(starts[:-1], device=device),
-        batch=_to_device(batch, device),
+        batch=batch.to(device),
+        model_columns={
+            name: _packed(column, lengths, columns).to(device, non_blocking=True)
+            for name, column in batch.columns_for(Destination.MODEL).items()
+        },
     )
 
 
@@ -145,11 +157,28 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _to_device(batch: TokenBatch, device: torch.device) -> TokenBatch:
-    return TokenBatch(
-        input_ids=batch.input_ids.to(device, non_blocking=True),
-        lengths=batch.lengths.to(device, non_blocking=True),
-        token_mask=batch.token_mask.to(device, non_blocking=True),
-        sample_ids=batch.sample_ids,
-        extras={name: value.to(device, non_blocking=True) for name, value in batch.extras.items()},
-    )
+def _padded(column: Column, rows: int, columns: int) -> Tensor:
+    """A column for the model, one row a sequence."""
+    values = column.values
+    if column.axis is Axis.RAGGED:
+        return values
+    shape = (rows, columns, *values.shape[2:]) if column.axis is Axis.TOKEN else (rows, *values.shape[1:])
+    padded = values.new_full(shape, column.fill)
+    if column.axis is Axis.TOKEN:
+        padded[: values.shape[0], : values.shape[1]] = values
+    else:
+        padded[: values.shape[0]] = values
+    return padded
+
+
+def _packed(column: Column, lengths: Sequence[int], columns: int) -> Tensor:
+    """A column for the model, all sequences behind one another in one row."""
+    values = column.values
+    if column.axis is not Axis.TOKEN:
+        return values
+    packed = values.new_full((1, columns, *values.shape[2:]), column.fill)
+    start = 0
+    for row, length in enumerate(lengths):
+        packed[0, start : start + length] = values[row, :length]
+        start += length
+    return packed

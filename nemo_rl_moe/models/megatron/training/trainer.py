@@ -3,6 +3,7 @@
 """One rank's model, optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,12 @@ import torch.distributed as dist
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
-from nemo_rl_moe.models.megatron.common import MoEReport, MoEReportOptions, collect_moe_report
+from nemo_rl_moe.models.megatron.common import get_moe_metrics
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
@@ -37,6 +38,7 @@ from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights, set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class RankTrainResult:
         num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
             rank.
         skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
+        weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
     """
 
     global_loss: float
@@ -65,6 +68,7 @@ class RankTrainResult:
     expert_load: ExpertLoad | None
     num_skipped_updates: int
     skipped_in_a_row: int
+    weight_version: int
 
 
 class MegatronTrainer:
@@ -156,18 +160,19 @@ class MegatronTrainer:
             skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
             num_skipped += not is_updated
         self._calls += 1
-        report = self._moe_report(num_microbatches)
+        moe_metrics = self._moe_metrics(num_microbatches)
         return RankTrainResult(
             global_loss=sum(losses) / len(losses),
             grad_norm=sum(grad_norms) / len(grad_norms),
             lr=lr,
             num_microbatches=num_microbatches,
             microbatch_metrics=_mean_over_global_batches(series),
-            moe_metrics=report.metrics,
+            moe_metrics=moe_metrics,
             # Once is enough: the driver reads the first rank's.
-            expert_load=report.expert_load if dist.get_rank() == 0 else None,
+            expert_load=self._recorder.expert_load if self._recorder is not None and dist.get_rank() == 0 else None,
             num_skipped_updates=num_skipped,
             skipped_in_a_row=skipped_in_a_row,
+            weight_version=self.num_updates,
         )
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
@@ -195,14 +200,27 @@ class MegatronTrainer:
         with self._reference.in_place():
             return self.logprobs(microbatches)
 
-    def generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
         self._evaluation_mode()
         return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
 
-    def export_weights(self) -> dict[str, torch.Tensor]:
-        """The full tensors that this rank is to hand out, by their Hugging Face names. Every rank calls it."""
-        return dict(tensors_of_this_rank(self.chunks, self.config, self.hf_config))
+    def send_weights(self, transfer: TransportSpec) -> int:
+        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
+            RuntimeError: A rank ran out of memory, say. The same on every rank.
+        """
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            return transfer.send(tensors, dist.get_rank(), self.num_updates)
+        finally:
+            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
+            deque(tensors, maxlen=0)
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.
@@ -262,27 +280,22 @@ class MegatronTrainer:
         for chunk in self.ddp_chunks:
             chunk.eval()
 
-    def _moe_report(self, num_microbatches: int) -> MoEReport:
-        if not self.policy.megatron_cfg.track_moe_metrics:
-            return MoEReport({}, None)
-        return collect_moe_report(
-            1 / num_microbatches,
-            self._report_options(),
+    def _moe_metrics(self, num_microbatches: int) -> dict[str, float]:
+        megatron = self.policy.megatron_cfg
+        if not megatron.track_moe_metrics:
+            return {}
+        chosen = megatron.moe_metrics
+        every = chosen.detailed_every_steps
+        return get_moe_metrics(
+            loss_scale=1 / num_microbatches,
+            per_layer_logging=megatron.moe_per_layer_logging,
             config=self.config,
             device=self.device,
             recorder=self._recorder,
-        )
-
-    def _report_options(self) -> MoEReportOptions:
-        megatron = self.policy.megatron_cfg
-        chosen = megatron.moe_metrics
-        every = chosen.detailed_every_steps
-        return MoEReportOptions(
-            per_layer=megatron.moe_per_layer_logging,
             detailed=chosen.mode == "detailed" or (every is not None and self._calls % every == 0),
             top_k_experts=chosen.top_k_experts,
             overload=megatron.log_moe_overload_factor,
-            what_if_expert_parallel_sizes=tuple(chosen.what_if_expert_parallel_sizes),
+            what_if_expert_parallel_sizes=chosen.what_if_expert_parallel_sizes,
         )
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a model as a Hugging Face folder, tensor by tensor, and hands its tensors to engines that keep a copy."""
+"""Export of the weights under Hugging Face names, tensor by tensor: to a folder, or to engines that keep a copy."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.models.megatron.model.agreement import Trouble
+from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, bring_together, plan_deliveries
 from nemo_rl_moe.models.safetensors_files import (
     SafetensorsWriter,
@@ -30,7 +30,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of a file, as transformers has it."""
+"""Largest file of an exported folder; transformers' default."""
 
 
 def save_weights(
@@ -88,12 +88,12 @@ def tensors_of_this_rank(
         RuntimeError: A rank ran out of memory, say; at the end, on every rank.
     """
     deliveries, _ = plan_deliveries(chunks, config, hf_config)
-    trouble = Trouble()
+    failure = SharedFailure()
     for delivery in deliveries:
-        entries = list(bring_together(delivery, hf_config, trouble))
+        entries = list(bring_together(delivery, hf_config, failure))
         whole = None
-        with trouble.kept():
-            if delivery.is_mine and not trouble.is_over:
+        with failure.caught():
+            if delivery.is_mine and not failure.has_failed:
                 # A copy: the model goes on learning.
                 whole = (
                     torch.stack(entries)
@@ -102,7 +102,7 @@ def tensors_of_this_rank(
                 )
         if whole is not None:
             yield delivery.header.name, whole
-    if problems := _problems_of_all(trouble.text):
+    if problems := _problems_of_all(failure.text):
         raise RuntimeError(f"the weights cannot be handed out: {problems}")
 
 
@@ -126,19 +126,19 @@ def _write(
     progress: Callable[[float], None],
 ) -> str | None:
     """Writes this rank's files; returns what went wrong. Goes on taking part in what the others need it for."""
-    writer, trouble = SafetensorsWriter(staging, files), Trouble()
-    with trouble.kept():
+    writer, failure = SafetensorsWriter(staging, files), SharedFailure()
+    with failure.caught():
         if files and not staging.is_dir():
             raise FileNotFoundError(f"there is no folder {staging}; all ranks must share it")
     for number, delivery in enumerate(deliveries, start=1):
-        for entry in bring_together(delivery, hf_config, trouble):
-            with trouble.kept():
+        for entry in bring_together(delivery, hf_config, failure):
+            with failure.caught():
                 writer.write(entry)
         progress(number / len(deliveries))
-    with trouble.kept():
+    with failure.caught():
         writer.close()
-    # Where another rank has trouble it is that one's to say so.
-    return trouble.text or (None if writer.is_complete or trouble.is_over else "its files are not complete")
+    # The failure of another rank is reported by that one.
+    return failure.text or (None if writer.is_complete or failure.has_failed else "its files are not complete")
 
 
 def _on_rank_0(function: Callable[[], None]) -> str | None:

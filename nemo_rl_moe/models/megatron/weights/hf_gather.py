@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Brings each Hugging Face tensor together on one rank, one at a time, from the ranks that hold pieces of it.
+"""Gathering of Hugging Face tensors, one at a time, from the ranks that hold pieces of it to the one that writes it.
 
 All ranks of a pipeline stage make the same plan out of names and sizes. Every tensor goes to the rank that has the
 least to write so far; data-parallel replicas hold the same weights, and share the work.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.models.families.rules import Rule
-from nemo_rl_moe.models.megatron.model.agreement import Trouble
+from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_sources import rule_of, source_parts
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.safetensors_files import TensorHeader
@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 @dataclass(frozen=True)
 class Delivery:
-    """One Hugging Face tensor, and how it comes to the rank that writes it.
+    """One Hugging Face tensor, and the rank that it is gathered on.
 
     Attributes:
         header: Its name, shape and type.
@@ -50,14 +50,14 @@ class Delivery:
 
     @property
     def is_mine(self) -> bool:
-        """Whether it comes to this rank."""
+        """True where this rank receives the tensor."""
         shard_rank, _ = _shards(self.items[0][0].is_expert)
         is_owner = not self.is_stacked or self.owner == parallel_state.get_expert_model_parallel_rank()
         return self.takes_part and shard_rank == self.shard and is_owner
 
 
 class _Spread:
-    """Gives each tensor to the place that has the fewest bytes so far."""
+    """Greedy balance of bytes: each tensor goes to the place that has the fewest so far."""
 
     def __init__(self, *sizes: int):
         self._sizes, self._bytes = sizes, [0] * math.prod(sizes)
@@ -84,7 +84,7 @@ def _shards(is_expert: bool) -> tuple[int, int]:
 
 
 def _replicas(is_expert: bool) -> tuple[int, int]:
-    """Which copy of a parameter this rank has a share in, and how many copies there are."""
+    """Index of the replica of a parameter that this rank holds a part of, and the number of replicas."""
     if is_expert:
         return parallel_state.get_expert_data_parallel_rank(), parallel_state.get_expert_data_parallel_world_size()
     return (
@@ -96,7 +96,7 @@ def _replicas(is_expert: bool) -> tuple[int, int]:
 def plan_deliveries(
     chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any
 ) -> tuple[list[Delivery], list[str]]:
-    """What tensors this rank has a part in, in the order in which all ranks bring them together.
+    """Tensors that this rank holds a part of, in the order in which all ranks gather them.
 
     Returns:
         The deliveries; and the parameters that the family has no tensor for.
@@ -139,7 +139,7 @@ def _assigned(
     return deliveries
 
 
-def bring_together(delivery: Delivery, hf_config: Any, trouble: Trouble) -> Iterator[Tensor]:
+def bring_together(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
     """Yields the tensor on the host of the rank that it comes to, a stacked one expert by expert; elsewhere nothing.
 
     Every rank runs through all deliveries, in order, and through each of them to its end.
@@ -147,44 +147,44 @@ def bring_together(delivery: Delivery, hf_config: Any, trouble: Trouble) -> Iter
     Args:
         delivery: The tensor.
         hf_config: The model's Hugging Face configuration.
-        trouble: Keeps what goes wrong; nothing more is yielded then, and at the end the caller has to look.
+        failure: Catches errors; nothing more is yielded then, and at the end the caller has to look.
     """
     if not delivery.takes_part:
         return
     if not delivery.is_stacked:
         ((piece, rule),) = delivery.items
-        yield from _on_host(_gathered(delivery, piece, rule, hf_config, trouble), trouble)
+        yield from _on_host(_gathered(delivery, piece, rule, hf_config, failure), failure)
         return
     rank = parallel_state.get_expert_model_parallel_rank()
     for expert in range(delivery.header.shape[0]):
         holder, index = divmod(expert, len(delivery.items))
-        entry = _gathered(delivery, *delivery.items[index], hf_config, trouble) if holder == rank else None
+        entry = _gathered(delivery, *delivery.items[index], hf_config, failure) if holder == rank else None
         if holder != delivery.owner:
-            entry = _handed_over(delivery, holder, entry, trouble)
-        yield from _on_host(entry, trouble)
+            entry = _handed_over(delivery, holder, entry, failure)
+        yield from _on_host(entry, failure)
 
 
-def _on_host(entry: Tensor | None, trouble: Trouble) -> Iterator[Tensor]:
-    """What has come to this rank, if anything has."""
+def _on_host(entry: Tensor | None, failure: SharedFailure) -> Iterator[Tensor]:
+    """A host copy of the tensor that this rank received, if any."""
     on_host = None
-    with trouble.kept():
+    with failure.caught():
         on_host = None if entry is None else entry.cpu()
     if on_host is not None:
         yield on_host
 
 
-def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, trouble: Trouble) -> Tensor | None:
+def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, failure: SharedFailure) -> Tensor | None:
     """The next expert of a stacked tensor on the rank that it comes to, from the rank that holds it."""
     group, like = parallel_state.get_expert_model_parallel_group(), delivery.items[0][0].local
     shard_rank, _ = _shards(is_expert=True)
     if shard_rank != delivery.shard:
         return None
     message = None
-    with trouble.kept():
-        if delivery.is_mine and not trouble.is_over:
+    with failure.caught():
+        if delivery.is_mine and not failure.has_failed:
             entry = torch.empty(delivery.header.shape[1:], dtype=delivery.header.dtype, device=like.device)
         message = None if entry is None else _as_bytes(entry)
-    if not trouble.all_can(group, like.device) or message is None:
+    if not failure.none_failed(group, like.device) or message is None:
         return None
     if delivery.is_mine:
         dist.recv(message, dist.get_global_rank(group, holder), group=group)
@@ -193,17 +193,19 @@ def _handed_over(delivery: Delivery, holder: int, entry: Tensor | None, trouble:
     return None
 
 
-def _gathered(delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, trouble: Trouble) -> Tensor | None:
-    """What a parameter has of a tensor, as it stands in its file, on the rank of the group that it comes to."""
+def _gathered(
+    delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: Any, failure: SharedFailure
+) -> Tensor | None:
+    """Part of a tensor that one parameter holds, in file order, on the receiving rank of the group; else None."""
     rank, _ = _shards(piece.is_expert)
     is_cut = piece.shard_dimension is not None and piece.num_shards > 1
-    if is_cut and trouble.is_over:
-        trouble.all_can(_shard_group(piece.is_expert), piece.local.device)
-    if trouble.is_over or (not is_cut and rank != delivery.shard):
+    if is_cut and failure.has_failed:
+        failure.none_failed(_shard_group(piece.is_expert), piece.local.device)
+    if failure.has_failed or (not is_cut and rank != delivery.shard):
         return None
     parts: list[Tensor] = []
     shards: list[Tensor] = []
-    with trouble.kept():
+    with failure.caught():
         of_sources = zip(rule.sources, rule.layout.split(piece.local, len(rule.sources), hf_config), strict=True)
         mine = [(source, part) for source, part in of_sources if source.name == delivery.header.name]
         mine.sort(key=lambda of_source: of_source[0].half or 0)
@@ -211,20 +213,20 @@ def _gathered(delivery: Delivery, piece: ParameterPiece, rule: Rule, hf_config: 
         if is_cut and rank == delivery.shard:
             shards = [part.new_empty((piece.num_shards, *part.shape)) for part in parts]
     if is_cut:
-        if not trouble.all_can(_shard_group(piece.is_expert), piece.local.device):
+        if not failure.none_failed(_shard_group(piece.is_expert), piece.local.device):
             return None
         for number, part in enumerate(parts):
             _gather(piece.is_expert, part, shards[number] if shards else None, delivery.shard)
-    if trouble.is_over or rank != delivery.shard:
+    if failure.has_failed or rank != delivery.shard:
         return None
     entry: Tensor | None = None
-    with trouble.kept():
+    with failure.caught():
         whole = [_joined(piece, shard) for shard in shards] if is_cut else parts
         entry = torch.cat(whole) if len(whole) > 1 else whole[0]
         if piece.is_vocabulary:
             entry = entry[: hf_config.vocab_size]
         entry = entry.transpose(0, 1) if mine[0][0].is_transposed else entry
-    return None if trouble.is_over else entry
+    return None if failure.has_failed else entry
 
 
 def _shard_group(is_expert: bool) -> Any:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a folder holds the tensors that the model needs, and nothing that it has no place for."""
+"""Import of Hugging Face weights: every rank reads its slices, once all ranks know that the folder fits the model."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +55,7 @@ def unused_patterns(hf_config: Any) -> dict[str, str]:
 def sort_out(
     folder: SafetensorsFolder, wanted: Mapping[str, tuple[int, ...]], unused: Mapping[str, str]
 ) -> tuple[list[str], list[LeftOut]]:
-    """Compares a folder with what the ranks of a job need.
+    """Comparison of a folder's tensors with those that the ranks of a job need.
 
     Args:
         folder: The folder.
@@ -113,7 +113,7 @@ def _count(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A piece of a parameter, and what it is put together from."""
+    """A piece of a parameter, and the source slices that it is joined from."""
 
     piece: ParameterPiece
     rule: Rule
@@ -122,11 +122,11 @@ class _Reading:
 
 @dataclass
 class _Plan:
-    """What one rank will read.
+    """Reads planned by one rank.
 
     Attributes:
-        folder: Where from; None where it cannot be read.
-        problems: What stands in the way, a line each.
+        folder: Folder of the weights; None where it cannot be read.
+        problems: Reasons why the weights cannot be read, a line each.
         readings: File by file.
     """
 
@@ -239,7 +239,7 @@ def _raise_together(problems: Sequence[str]) -> None:
 
 
 def _read(reading: _Reading, reader: SliceReader, hf_config: Any) -> None:
-    """Fills one piece."""
+    """Fills one piece of a parameter."""
     local = reading.piece.local
     if reading.piece.is_vocabulary:
         local.zero_()  # the padding stays so

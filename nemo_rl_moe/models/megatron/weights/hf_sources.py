@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of which Hugging Face tensor a rank's piece of a parameter is made of. Shapes and numbers alone."""
+"""Parts of Hugging Face tensors that a rank's piece of a parameter consists of: shapes and index ranges, no data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece
 
 @dataclass(frozen=True)
 class SourcePart:
-    """What a rank needs of one source.
+    """Slice of a source tensor that a rank's piece needs.
 
     Attributes:
         source: The source.

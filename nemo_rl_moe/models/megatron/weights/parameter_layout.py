@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which full, layout-independent tensor each local parameter is a piece of."""
+"""Layout-independent names and shapes of parameters, and the slice of each that a rank holds."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Random weights that depend on the seed and the parameter's name alone, never on the layout."""
+"""Starting weights: random ones, those of a checkpoint or of a Hugging Face folder; and the copy kept as reference.
+
+Random weights depend on the seed and the parameter's name alone, never on the layout.
+"""
 
 import math
 import zlib
@@ -69,7 +72,7 @@ def set_starting_weights(
         progress: Gets the share that has been read of Hugging Face files.
 
     Returns:
-        What a user should know of it, a line each; the same on every rank.
+        Notices for the user, a line each; the same on every rank.
 
     Raises:
         UserError: The folder's weights cannot be used; the same on every rank.

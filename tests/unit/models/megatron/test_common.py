@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron.common import get_moe_metrics
+from nemo_rl_moe.models.megatron.common import MAX_TRACKED_LAYERS, get_moe_metrics
 from nemo_rl_moe.models.megatron.model.releases import record_auxiliary_loss, recorded_auxiliary_losses
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     auxiliary_loss_names,
     build_transformer_config,
     moe_layer_indices,
 )
-from tests.support.gloo_ranks import run_ranks
+from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
+from tests.support.gloo_ranks import RankError, run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_hf_config, tiny_policy
 
 # Rank to (name, global 0-based layer, one value for each microbatch).
@@ -207,6 +208,124 @@ def accumulate(policy: PolicyConfig) -> dict[str, float]:
             record_auxiliary_loss(LOSS, torch.tensor(value), 1, 4)
             get_moe_metrics(1.0, totals, per_layer_logging=True, config=config, device=torch.device("cpu"))
     return totals
+
+
+# Without a configuration: what Megatron-Core's tracker and its parallel state tell is enough.
+
+
+def record_and_report_in_any_loop(
+    sizes: Mapping[str, int], num_layers: int, steps: Sequence[Records], per_layer_logging: bool
+) -> dict[str, Any]:
+    """Metrics of each step on one rank, the totals after them, and the collectives that all of it took."""
+    policy = tiny_policy(len(steps[0]), **layout(**sizes))
+    operations, all_reduce = [], dist.all_reduce
+    totals: dict[str, float] = {"lm loss": 7.0}
+
+    def counted(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        operations.append(tensor.numel())
+        return all_reduce(tensor, *args, **options)
+
+    with parallel_job(policy) as rank, mock.patch.object(dist, "all_reduce", counted):
+        metrics = []
+        for records in steps:
+            for name, layer, values in records[rank]:
+                for value in values:
+                    record_auxiliary_loss(name, torch.tensor(value), layer + 1, num_layers)
+            metrics.append(get_moe_metrics(0.5, totals, per_layer_logging))
+        return {"metrics": metrics, "totals": totals, "shapes": operations}
+
+
+def report_in_any_loop(
+    *steps: Records, sizes: Mapping[str, int] | None = None, num_layers: int = 4, per_layer_logging: bool = False
+) -> dict[str, Any]:
+    """The first rank's answer, after checking that all ranks say the same and take one collective a step."""
+    world_size = len(steps[0])
+    answers = run_ranks(
+        record_and_report_in_any_loop, world_size, sizes or {}, num_layers, steps, per_layer_logging, timeout_s=60.0
+    )
+    for answer in answers:
+        assert answer == answers[0], "every rank reports the same, to the last bit"
+        assert len(answer["shapes"]) == (len(steps) if world_size > 1 else 0)
+        assert len(set(answer["shapes"])) <= 1, "the shape is the same whatever was recorded"
+    return dict(answers[0])
+
+
+def test_any_loop_averages_over_data_parallel_ranks() -> None:
+    # Layers 1 and 3 of four: sums 2.4 and 4.6, mean 3.5, halved: 1.75; 1 and 2: 0.75. The z-loss: 6 and 14, halved: 5.
+    records: Records = [
+        [(LOSS, 1, [1.0, 1.4]), (LOSS, 3, [0.5, 0.5]), (Z, 1, [2.0, 4.0])],
+        [(LOSS, 1, [2.0, 2.6]), (LOSS, 3, [1.0, 1.0]), (Z, 1, [6.0, 8.0])],
+    ]
+    answer = report_in_any_loop(records, records, per_layer_logging=True)
+    expected = approximately(
+        load_balancing_loss=1.25,
+        load_balancing_loss_layer_1=1.75,
+        load_balancing_loss_layer_3=0.75,
+        z_loss=5.0,
+        z_loss_layer_1=5.0,
+    )
+    assert answer["metrics"] == [expected, expected], "the tracker is cleared in between"
+    assert answer["totals"] == approximately(**{"lm loss": 7.0, LOSS: 2.5, Z: 10.0})
+
+
+def test_any_loop_with_a_stage_without_experts() -> None:
+    # Rank 0 holds dense layers alone: its tracker is empty, and knows neither names nor the number of layers.
+    records: Records = [[], [(LOSS, 2, [1.0, 2.0]), (LOSS, 3, [3.0, 4.0]), (Z, 3, [8.0])]]
+    answer = report_in_any_loop(records, sizes={"pp": 2}, per_layer_logging=True)
+    assert answer["metrics"] == [
+        approximately(
+            load_balancing_loss=2.5,
+            load_balancing_loss_layer_2=1.5,
+            load_balancing_loss_layer_3=3.5,
+            z_loss=4.0,
+            z_loss_layer_3=4.0,
+        )
+    ]
+
+
+def test_any_loop_whose_stages_have_other_losses() -> None:
+    # Each rank's tracker holds the one name that the other's lacks.
+    name = "seq_load_balancing_loss"
+    answer = report_in_any_loop([[(name, 0, [3.0])], [(LOSS, 3, [5.0])]], sizes={"pp": 2})
+    assert answer["metrics"] == [approximately(**{LOSS: 2.5, name: 1.5})]
+
+
+def test_any_loop_with_tensor_parallelism() -> None:
+    # Parts of one sum for the balancing losses, means over the ranks' own tokens for the z-loss.
+    name = "global_load_balancing_loss"
+    records: Records = [
+        [(LOSS, 0, [0.3, 0.5]), (name, 0, [0.5]), (Z, 0, [2.0, 4.0])],
+        [(LOSS, 0, [0.9, 0.7]), (name, 0, [1.5]), (Z, 0, [6.0, 8.0])],
+    ]
+    answer = report_in_any_loop(records, sizes={"tp": 2})
+    assert answer["metrics"] == [approximately(**{LOSS: 1.2, name: 1.0, Z: 5.0})]
+
+
+def test_any_loop_has_no_key_for_a_loss_that_nobody_recorded() -> None:
+    # The second step records nothing: the first step's entries are still in the tracker, as zeros.
+    answer = report_in_any_loop([[], [(LOSS, 0, [1.0])]], [[], []])
+    assert answer["metrics"] == [approximately(load_balancing_loss=0.25), {}]
+    assert answer["totals"] == approximately(**{"lm loss": 7.0, LOSS: 0.25})
+
+
+def test_any_loop_on_one_rank_needs_no_collective() -> None:
+    answer = report_in_any_loop([[(LOSS, 0, [1.0, 2.0])]])
+    assert answer["metrics"] == [approximately(load_balancing_loss=1.5)]
+
+
+def test_any_loop_fails_on_all_ranks_for_a_tracker_that_is_too_long() -> None:
+    # The rank that recorded nothing fails too, and does not wait for the other.
+    records: Records = [[], [(LOSS, 0, [1.0])]]
+    arguments = ({"pp": 2}, MAX_TRACKED_LAYERS + 1, [records], False)
+    with pytest.raises(RankError) as error:
+        run_ranks(record_and_report_in_any_loop, 2, *arguments, timeout_s=60.0)
+    assert str(error.value).count("ValueError: a tracker has more than 1024 layers") == 2
+
+
+def test_recorder_without_a_configuration_is_refused() -> None:
+    recorder = ExpertLoadRecorder(1, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="a recorder needs the model's configuration"):
+        get_moe_metrics(1.0, recorder=recorder)
 
 
 @pytest.mark.parametrize(

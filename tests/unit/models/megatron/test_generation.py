@@ -13,7 +13,8 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
+from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from tests.support.generation_run import (
     PROMPT_LENGTHS,
@@ -68,7 +69,7 @@ def greedy_tokens(policy: PolicyConfig) -> list[tuple[list[int], list[int]]]:
         sequences = generator_of(trainer).generate(request, weight_version=0)
         trainer.hf_config.save_pretrained(folder)
         model = AutoModelForCausalLM.from_config(trainer.hf_config)
-        save_weights(trainer.export_weights(), Path(folder))
+        save_weights(dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config)), Path(folder))
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         pairs = []
         for prompt, sequence in zip(request.prompts, sequences, strict=True):
@@ -162,19 +163,19 @@ def test_stop_strings_end_responses() -> None:
 
 
 FINE = SamplingParameters(max_new_tokens=4)
-ONE_PROMPT = GenerationRequest(((1, 2),), (1,), FINE)
+ONE_PROMPT = GenerationBatch(((1, 2),), (1,), FINE)
 
 
-def changed_sampling(**changes: Any) -> GenerationRequest:
+def changed_sampling(**changes: Any) -> GenerationBatch:
     return dataclasses.replace(ONE_PROMPT, sampling=dataclasses.replace(FINE, **changes))
 
 
 REFUSED = [
-    (GenerationRequest(((1,) * 29,), (1,), FINE), "33, more than the model's max_total_sequence_length 32"),
-    (GenerationRequest(((1, 2), ()), (1, 2), FINE), "prompt 1 is empty"),
-    (GenerationRequest(((1, 64),), (1,), FINE), "outside of 0 to 63"),
-    (GenerationRequest(((1, 2),), (1, 2), FINE), "1 prompts and 2 seeds"),
-    (GenerationRequest(((1, 2),), (-1,), FINE), "seed 0: got -1"),
+    (GenerationBatch(((1,) * 29,), (1,), FINE), "33, more than the model's max_total_sequence_length 32"),
+    (GenerationBatch(((1, 2), ()), (1, 2), FINE), "prompt 1 is empty"),
+    (GenerationBatch(((1, 64),), (1,), FINE), "outside of 0 to 63"),
+    (GenerationBatch(((1, 2),), (1, 2), FINE), "1 prompts and 2 seeds"),
+    (GenerationBatch(((1, 2),), (-1,), FINE), "seed 0: got -1"),
     (changed_sampling(max_new_tokens=0), "max_new_tokens: got 0"),
     (changed_sampling(temperature=-1.0), "temperature: got -1.0"),
     (changed_sampling(top_k=0), "top_k: got 0"),
@@ -193,9 +194,9 @@ def refuse_and_serve(policy: PolicyConfig) -> None:
         with pytest.raises(ValueError, match="max_batch_size: got 0"):
             engine.generate(ONE_PROMPT, weight_version=0, max_batch_size=0)
         # What just fits is served, and nothing at all is no error.
-        longest = GenerationRequest(((1,) * 28,), (1,), FINE)
+        longest = GenerationBatch(((1,) * 28,), (1,), FINE)
         assert len(engine.generate(longest, weight_version=0)[0].token_ids) == 4
-        assert engine.generate(GenerationRequest((), (), FINE), weight_version=0) == []
+        assert engine.generate(GenerationBatch((), (), FINE), weight_version=0) == []
 
 
 def test_refuses_what_it_cannot_serve() -> None:

@@ -13,7 +13,7 @@ from nemo_rl_moe.models.safetensors_folder import INDEX_FILE
 from tests.support.family_reference import assert_same_tensors
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import stacked, tiny_tensors, write_folder
-from tests.support.hf_runs import NOTE, load_and_save, names_handed_out, outcomes_with_trouble, save_twice
+from tests.support.hf_runs import NOTE, load_and_save, names_handed_out, outcomes_with_failure, save_twice
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
 
 
@@ -114,7 +114,7 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
 def test_rank_without_memory_keeps_nobody_waiting(sizes: dict[str, int], function: str, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     policy = tiny_policy(2, **layout(**sizes))
-    first, second = run_ranks(outcomes_with_trouble, 2, policy, str(folder), function, timeout_s=60)
+    first, second = run_ranks(outcomes_with_failure, 2, policy, str(folder), function, timeout_s=60)
     assert first == second
     handed_out, written, last = first
     problem = "rank 1: not enough memory: you tried to allocate 7 bytes"

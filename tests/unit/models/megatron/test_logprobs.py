@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.metrics import Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training import token_statistics
@@ -202,12 +202,19 @@ class Listening:
 
 
 def training_inputs(policy: PolicyConfig, folder: str) -> list[tuple[Array, Array, Array, dict[str, Array]]]:
-    """Of each microbatch: log-probabilities of training and of `logprobs`, the mask, and the extras."""
+    """Of each microbatch: log-probabilities of training and of `logprobs`, the mask, and the columns."""
     with parallel_job(policy):
         trainer = make_trainer(policy, folder)
         whole = batch()
         rows = torch.arange(float(len(whole)))
-        whole = replace(whole, extras={"ids": whole.input_ids.float(), "row": rows, "mask": whole.token_mask})
+        whole = replace(
+            whole,
+            columns={
+                "ids": per_token(whole.input_ids.float()),
+                "row": per_sequence(rows),
+                "mask": per_token(whole.token_mask),
+            },
+        )
         shard = shard_of_rank(whole)
         before = trainer.logprobs(shard.microbatches)
         loss = Listening()
@@ -217,7 +224,7 @@ def training_inputs(policy: PolicyConfig, folder: str) -> list[tuple[Array, Arra
                 inputs.logprobs.numpy(),
                 logprobs[:, 1:].numpy(),
                 inputs.token_mask.numpy(),
-                {name: value.numpy() for name, value in inputs.extras.items()},
+                {name: column.values.numpy() for name, column in inputs.columns.items()},
             )
             for inputs, logprobs in zip(loss.heard, before, strict=True)
         ]
@@ -227,15 +234,15 @@ IN_BFLOAT16 = {"precision": "bfloat16", "generation__temperature": 0.7}
 
 
 @pytest.mark.parametrize("changes", [{}, PACKED, {"generation__temperature": 1.0}, IN_BFLOAT16])
-def test_training_sees_the_same_and_extras_in_line(changes: dict[str, Any], model_folder: str) -> None:
+def test_training_sees_the_same_and_columns_in_line(changes: dict[str, Any], model_folder: str) -> None:
     (microbatches,) = run_ranks(training_inputs, 1, policy_for(**changes), model_folder)
     assert len(microbatches) == len(MICROBATCHES)
-    for rows, (trained, logprobs, mask, extras) in zip(MICROBATCHES, microbatches, strict=True):
+    for rows, (trained, logprobs, mask, columns) in zip(MICROBATCHES, microbatches, strict=True):
         np.testing.assert_allclose(trained[mask], logprobs[mask], atol=1e-6)
         targets = batch().select(rows).input_ids[:, 1:].numpy()
-        np.testing.assert_array_equal(extras["ids"], targets, "the extra of a token stands at its place as a target")
-        np.testing.assert_array_equal(extras["mask"], mask)
-        np.testing.assert_array_equal(extras["row"], rows)
+        np.testing.assert_array_equal(columns["ids"], targets, "the column of a token stands at its place as a target")
+        np.testing.assert_array_equal(columns["mask"], mask)
+        np.testing.assert_array_equal(columns["row"], rows)
 
 
 def reference_run(policy: PolicyConfig) -> tuple[list[Array], list[bool], list[float], list[float]]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -82,12 +82,16 @@ def test_common_shape() -> None:
     assert common_shape([TWO, other], packed=True, column_multiple=2) == MicrobatchShape(2, rows=1, columns=8)
 
 
-def test_extras_follow_their_sequences() -> None:
+def test_columns_follow_their_sequences() -> None:
     batch = TokenBatch(
-        TWO.input_ids, TWO.lengths, TWO.token_mask, TWO.sample_ids, extras={"advantages": torch.tensor([0.5, -0.5])}
+        TWO.input_ids,
+        TWO.lengths,
+        TWO.token_mask,
+        TWO.sample_ids,
+        columns={"advantages": per_sequence(torch.tensor([0.5, -0.5]))},
     )
     made = pack_microbatch(batch, MicrobatchShape(1), CPU)
-    assert made.batch.extras["advantages"].tolist() == [0.5, -0.5]
+    assert made.batch.columns["advantages"].values.tolist() == [0.5, -0.5]
 
 
 @settings(max_examples=60, deadline=None)

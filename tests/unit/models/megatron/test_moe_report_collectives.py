@@ -64,13 +64,13 @@ def logged_report(job: Job) -> dict[str, Any]:
     """One step on every rank: what the report did, and what it said."""
     policy = tiny_policy(job.world_size, **layout(**job.sizes), **job.changes)
     collectives, waits = CollectiveLog(), WaitLog()
-    collect = trainer_module.collect_moe_report
+    collect = trainer_module.get_moe_metrics
 
     def logged(*args: Any, **kwargs: Any) -> Any:
         with collectives, waits:
             return collect(*args, **kwargs)
 
-    with parallel_job(policy), mock.patch.object(trainer_module, "collect_moe_report", logged):
+    with parallel_job(policy), mock.patch.object(trainer_module, "get_moe_metrics", logged):
         trainer = MegatronTrainer(policy, tiny_hf_config(**job.model), None, num_steps=10)
         place = trainer.coordinates
         shard = shard_of_rank(tiny_batch(1), place.data_parallel_rank, place.data_parallel_size, job.microbatches)

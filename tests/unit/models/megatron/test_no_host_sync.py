@@ -93,13 +93,13 @@ def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]
         trainer = build_trainer(settings)
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         shard = shard_of_step(trainer, settings, 1)
-        waits, report = Waits(), trainer._moe_report
+        waits, report = Waits(), trainer._moe_metrics
 
         def stop_and_report(num_microbatches: int) -> Any:
             waits.stop()
             return report(num_microbatches)
 
-        trainer._moe_report = stop_and_report  # type: ignore[method-assign]
+        trainer._moe_metrics = stop_and_report  # type: ignore[method-assign]
         with waits:
             trainer.train([shard], sft_loss)
         return waits.until_stop, dict(waits.counts)

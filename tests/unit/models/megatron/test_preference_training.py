@@ -12,7 +12,7 @@ from nemo_rl_moe.algorithms.dpo import measured_in_step
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
-from nemo_rl_moe.distributed.batch import TokenBatch, make_shard
+from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence
 from nemo_rl_moe.distributed.microbatches import plan_evaluation, plan_microbatches
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
@@ -80,7 +80,9 @@ def train(policy: PolicyConfig, reference: list[list[float]] | None) -> tuple[Tr
             if reference is None:
                 batch = measured_in_step(OneRank(trainer), batch, PhaseClock())  # type: ignore[arg-type]
             else:
-                batch = replace(batch, extras={REFERENCE_SUMS: torch.tensor(reference[step], dtype=torch.float64)})
+                batch = replace(
+                    batch, columns={REFERENCE_SUMS: per_sequence(torch.tensor(reference[step], dtype=torch.float64))}
+                )
             plan = plan_microbatches(
                 batch.lengths.tolist(),
                 num_data_parallel_ranks=place.data_parallel_size,
@@ -93,7 +95,7 @@ def train(policy: PolicyConfig, reference: list[list[float]] | None) -> tuple[Tr
             losses.append(result.global_loss)
             norms.append(result.grad_norm)
             metrics.append({name: series.reduce() for name, series in result.microbatch_metrics.items()})
-            sums.append(batch.extras[REFERENCE_SUMS].tolist())
+            sums.append(batch.columns[REFERENCE_SUMS].values.tolist())
         return Training(losses, norms, metrics), sums
 
 

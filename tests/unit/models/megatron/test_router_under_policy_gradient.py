@@ -16,7 +16,7 @@ import torch
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence, per_token
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
@@ -72,7 +72,10 @@ def rl_batch(advantages: tuple[float, ...], seed: int = 3, *, repeats: bool = Fa
     if repeats:
         batch = batch.select([0, 1] * 4)
     logprobs = torch.full(batch.input_ids.shape, -3.0)
-    return replace(batch, extras={"advantages": torch.tensor(advantages), "generation_logprobs": logprobs})
+    return replace(
+        batch,
+        columns={"advantages": per_sequence(torch.tensor(advantages)), "generation_logprobs": per_token(logprobs)},
+    )
 
 
 def gradients(update: Update) -> Gradients:
@@ -153,7 +156,7 @@ def gradients_of_transformers(folder: str) -> list[Any]:
     logits = model(batch.input_ids).logits[:, :-1]
     logprobs = logits.log_softmax(-1).gather(-1, batch.input_ids[:, 1:, None])[..., 0]
     mask = batch.token_mask[:, 1:]
-    (-(logprobs * batch.extras["advantages"][:, None])[mask].sum() / mask.sum()).backward()
+    (-(logprobs * batch.columns["advantages"].values[:, None])[mask].sum() / mask.sum()).backward()
     return [layer.mlp.gate.weight.grad.numpy() for layer in model.model.layers]
 
 
@@ -211,7 +214,7 @@ def three_steps(policy: PolicyConfig) -> tuple[dict[str, bool], list[dict[str, f
 
 def checked_loss(inputs: LossInputs) -> LossOutputs:
     """The policy loss, of inputs that have something to learn from."""
-    assert inputs.extras["advantages"].any()
+    assert inputs.columns["advantages"].values.any()
     return loss_function()(inputs)
 
 

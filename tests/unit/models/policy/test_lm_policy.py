@@ -14,14 +14,14 @@ import torch
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import MasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
-from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
-from nemo_rl_moe.models.policy.megatron_policy_worker import WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, WeightsOutcome, WorkerDescription
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
 
@@ -44,6 +44,8 @@ class FakeWorkers:
     def __post_init__(self) -> None:
         self.is_stopped = False
         self.outcomes = [WeightsOutcome(left_out=["router.bias"]) for _ in range(2 * self.data_parallel_size)]
+        self.sent = [SendOutcome(num_bytes=rank) for rank in range(2 * self.data_parallel_size)]
+        self.weight_version = 0
         self.calls: list[tuple[str, Sequence[Any]]] = []
         self.places = [
             SimpleNamespace(
@@ -62,7 +64,9 @@ class FakeWorkers:
             ]
         if method == "save_weights":
             return self.outcomes
-        return [{f"weight {index}": torch.full((1,), float(index))} for index, _ in enumerate(self.places)]
+        if method == "send_weights":
+            return self.sent
+        return [self.weight_version if method == "weight_version" else None for _ in self.places]
 
     def shutdown(self) -> None:
         self.is_stopped = True
@@ -74,7 +78,7 @@ class FakeWorkers:
             answer(*given) if place.reports_loss else [] for place, given in zip(self.places, arguments, strict=True)
         ]
 
-    def _generate(self, request: GenerationRequest, max_batch_size: int | None) -> list[GeneratedSequence]:
+    def _generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         return [
             GeneratedSequence(np.array([*prompt, seed]), np.zeros(len(prompt) + 1), False, 0)
             for prompt, seed in zip(request.prompts, request.seeds, strict=True)
@@ -82,7 +86,7 @@ class FakeWorkers:
 
     def _logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> list[torch.Tensor]:
         """A number that tells the token and its place; rubbish on padding."""
-        assert all(not batch.extras for batch in microbatches)
+        assert all(not batch.columns for batch in microbatches)
         sign = 1.0 if reference else -1.0
         found = []
         for batch in microbatches:
@@ -106,7 +110,7 @@ def make_policy(
         return made[-1]
 
     monkeypatch.setattr(lm_policy, "WorkerGroup", start)
-    cluster: Any = None
+    cluster: Any = SimpleNamespace(is_local=False)
     return MegatronPolicy(
         config, cluster, seed=1, num_steps=2, source=ModelSource(Path("model"), None), model_files=FILES
     ), made[0]
@@ -133,7 +137,7 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
     policy, workers = make_policy(monkeypatch, small_config("policy.generation.max_batch_size=7"))
     sampling = SamplingParameters(max_new_tokens=3)
     prompts, seeds = tuple((index,) * (index + 1) for index in range(5)), tuple(range(50, 55))
-    found = policy.generate(GenerationRequest(prompts, seeds, sampling))
+    found = policy.generate(GenerationBatch(prompts, seeds, sampling))
     assert [response.token_ids.tolist() for response in found] == [
         [*prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)
     ]
@@ -147,7 +151,7 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
 
 def test_more_ranks_than_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, _ = make_policy(monkeypatch, small_config("policy.train_micro_batch_size=1"), data_parallel_size=3)
-    (response,) = policy.generate(GenerationRequest(((4,),), (9,), SamplingParameters(max_new_tokens=3)))
+    (response,) = policy.generate(GenerationBatch(((4,),), (9,), SamplingParameters(max_new_tokens=3)))
     assert response.token_ids.tolist() == [4, 9]
 
 
@@ -168,16 +172,41 @@ def test_logprobs_stand_at_their_places(
     config = small_config(override, "policy.train_micro_batch_size=1")
     policy, _ = make_policy(monkeypatch, config, data_parallel_size)
     batch = tiny_batch(4)
-    batch = replace(batch.select(range(num_sequences)), extras={"advantages": torch.zeros(num_sequences)})
+    batch = replace(
+        batch.select(range(num_sequences)), columns={"advantages": per_sequence(torch.zeros(num_sequences))}
+    )
     columns = torch.arange(batch.input_ids.shape[1])
     expected = (100.0 * columns + batch.input_ids).where(columns < batch.lengths[:, None], 0.0)
     assert torch.equal(policy.logprobs(batch), -expected)
     assert torch.equal(policy.reference_logprobs(batch), expected)
 
 
-def test_weights_are_those_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, _ = make_policy(monkeypatch, small_config())
-    assert {name: tensor.item() for name, tensor in policy.weights()} == {f"weight {rank}": rank for rank in range(4)}
+def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+    with policy.weight_transport() as transport:
+        spec = transport.open(num_receivers=2, version=3)
+        assert spec.num_senders == 4
+        assert spec.folder.parent == tmp_path, "several machines share no memory"
+        assert transport.send() == 1 + 2 + 3
+        assert workers.calls[-1] == ("send_weights", (spec,))
+        workers.sent[2] = SendOutcome(problem="receiver 0 is full")
+        with pytest.raises(WeightSyncError, match="receiver 0 is full"):
+            transport.send()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_need_a_folder_that_all_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, _ = make_policy(monkeypatch, small_config("checkpointing.checkpoint_dir=null"))
+    with pytest.raises(ConfigurationError, match=r"checkpointing\.checkpoint_dir: null"):
+        policy.weight_transport()
+
+
+def test_the_weight_version_is_the_workers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    policy, workers = make_policy(monkeypatch, small_config())
+    assert policy.weight_version == 0
+    workers.weight_version = 12
+    policy.load_checkpoint(tmp_path, with_optimizer=True)
+    assert policy.weight_version == 12
 
 
 @pytest.mark.parametrize(("stop_strings", "needed"), [("null", False), ("[]", False), ("['end']", True)])

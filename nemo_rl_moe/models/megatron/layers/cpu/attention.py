@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences: their lengths, and a padded batch of them."""
+"""Causal attention with torch's scaled dot product: one batch, packed sequences, masks and cached keys."""
 
 import itertools
 from collections.abc import Callable
@@ -43,13 +43,13 @@ def packed_lengths(packed: PackedSeqParams, total: int) -> list[int]:
 
 
 def worth_padding(lengths: list[int]) -> bool:
-    """Whether one padded batch of these sequences is faster than one call each."""
+    """True where one padded batch of these sequences is faster than one call each."""
     return max(lengths) * len(lengths) <= _LARGEST_PADDED_SHARE * sum(lengths)
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """Moves the tokens of a pack into a batch `[longest, sequences]` and back.
+    """Padded batch `[longest, sequences]` of the sequences of a pack.
 
     Padding stands behind each sequence, where causal attention of real tokens never looks.
 
@@ -65,7 +65,7 @@ class PaddedBatch:
 
     @classmethod
     def of(cls, lengths: list[int]) -> "PaddedBatch":
-        """The batch for sequences of these lengths."""
+        """Batch for sequences of these lengths."""
         # The same few tensors for every layer of a microbatch are cheaper to make than to keep.
         places = [torch.arange(length).mul_(len(lengths)).add_(index) for index, length in enumerate(lengths)]
         return cls(max(lengths), len(lengths), torch.cat(places))

@@ -28,7 +28,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 @dataclass
 class LayerCache:
-    """What one attention layer keeps.
+    """Key-value cache of one attention layer.
 
     Attributes:
         keys_and_values: Keys normalised and rotated, values as they come.
@@ -41,7 +41,7 @@ class LayerCache:
     sines: Float[Tensor, "slots 1 1 heads dim"]
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Lets all other rows leave."""
+        """Drops all other rows of the batch."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
 
@@ -64,7 +64,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask: tuple[tuple[int, int], Tensor] | None = None
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Lets all other rows leave."""
+        """Drops all other rows of the batch."""
         for cache in self.key_value_memory_dict.values():
             cache.keep_rows(rows)
         if self._hidden_slots is not None:
@@ -72,7 +72,7 @@ class PaddedInferenceContext(StaticInferenceContext):
         self._mask = None
 
     def added_mask(self, queries: int, dtype: torch.dtype) -> Float[Tensor, "rows 1 queries keys"] | None:
-        """What is added to the scores of the next `queries` slots: minus infinity for padding and for later slots.
+        """Additive mask of the next `queries` slots: minus infinity for padding and for later slots.
 
         Args:
             queries: How many there are.
@@ -172,7 +172,7 @@ Apply = Callable[[Tensor], Tensor]
 
 
 def has_cached_forward(chunk: Any) -> bool:
-    """Whether a GPTModel chunk consists of what `CachedForward` knows."""
+    """True for a GPTModel chunk whose modules `CachedForward` supports."""
     return (
         eligible("cached_forward", chunk.config)
         and chunk.position_embedding_type == "rope"
@@ -308,7 +308,7 @@ def add_experts(
     weights_1: Float[Tensor, "experts two_ffn hidden"],
     weights_2: Float[Tensor, "experts hidden ffn"],
 ) -> None:
-    """Adds to a tensor what dispatcher, `GroupedExperts` and combination make of routed tokens.
+    """Adds the routed experts' output to a tensor: dispatch, `GroupedExperts` and combination in one.
 
     Args:
         residual: Is added to.

@@ -29,7 +29,7 @@ LONGEST_SEQUENCE = 192
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """How Megatron-Core mixes queries, keys and values: for each group its query heads, its key and its value.
+    """Layout of Megatron-Core's fused queries, keys and values: for each group its query heads, its key, its value.
 
     Attributes:
         groups: Query groups on this rank.
@@ -143,7 +143,7 @@ class FastSelfAttention(SelfAttention):
 
     @property
     def has_own_norms(self) -> bool:
-        """Whether queries and keys are normalised by this project's norm, as cached and fused attention want it."""
+        """True where queries and keys have this project's norm, which cached and fused attention need."""
         return isinstance(self.q_layernorm, RMSNorm) and isinstance(self.k_layernorm, RMSNorm)
 
     @property

@@ -62,11 +62,11 @@ def sink_attention(
 
 
 class SinkAttention(SDPAttention):
-    """Core attention with what `window_size`, `window_attn_skip_freq` and `softmax_type` of the configuration say.
+    """Core attention under `window_size`, `window_attn_skip_freq` and `softmax_type` of the configuration.
 
     Attributes:
         softmax_offset: `[heads of this rank]`, the sinks, under the name that Megatron-Core gives them; None without.
-        window: How many keys a query of this layer sees, its own included; None: all up to its own.
+        window: Number of keys that a query of this layer sees, its own included; None: all up to its own.
 
     Args:
         config: The model's configuration.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which configurations the fast modules were made for; everything else keeps Megatron-Core's own modules."""
+"""Layer spec with fast modules for CPUs, where the configuration is one that they support; else Megatron-Core's own."""
 
 import dataclasses
 import functools
@@ -166,7 +166,7 @@ _FURTHER: Mapping[FastModule, Callable[[TransformerConfig], bool]] = {
 
 
 def eligible(module: FastModule, config: TransformerConfig) -> bool:
-    """Whether a fast module computes what the stock one does under this configuration.
+    """True where a fast module computes what the stock one does under this configuration.
 
     Args:
         module: Which one. `local_routing` is the index router together with the local dispatcher.
@@ -180,7 +180,7 @@ def eligible(module: FastModule, config: TransformerConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class BuildableSpec:
-    """What a `ModuleSpec` says, without being one.
+    """Stand-in for a `ModuleSpec`, with the same content.
 
     The older TransformerLayer warns of every ModuleSpec whose class it does not know; it builds this all the same.
     """

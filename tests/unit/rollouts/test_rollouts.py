@@ -8,12 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.generation.interface import GeneratedSequence
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.rollouts import (
-    Rollout,
-    correctness_of,
-    response_lengths,
-    rewards_of,
+from nemo_rl_moe.rollouts.trajectory import (
+    Trajectory,
+    group_correctness,
+    group_rewards,
+    group_sampled_tokens,
     rollout_metrics,
     training_batch,
 )
@@ -23,9 +24,9 @@ from tests.support.grpo_fakes import (
     SAMPLING,
     FakeEngine,
     FakeScorer,
-    make_roller,
+    make_worker,
     prompts,
-    rollout,
+    trajectory,
 )
 
 
@@ -33,30 +34,31 @@ def test_every_prompt_gets_its_responses_one_after_the_other() -> None:
     engine, scorer = FakeEngine(), FakeScorer()
     asked = prompts(2)
     clock = PhaseClock()
-    rollouts = make_roller(engine, scorer).roll_out(asked, 3, SAMPLING, (1, 2), clock)
+    rollouts = make_worker(engine, scorer).run(asked, 3, SAMPLING, (1, 2), clock)
     (request,) = engine.requests
     assert request.prompts == (asked[0].token_ids,) * 3 + (asked[1].token_ids,) * 3
     assert request.sampling is SAMPLING
-    assert [found.prompt for found in rollouts] == [asked[0]] * 3 + [asked[1]] * 3
+    assert [found.sample_id for found in rollouts] == [asked[0].sample_id] * 3 + [asked[1].sample_id] * 3
+    assert len({found.group_id for found in rollouts}) == 2
     assert [item.sample_id for item in scorer.items] == ["train:0"] * 3 + ["train:1"] * 3
     assert [item.prompt for item in scorer.items] == ["train 0"] * 3 + ["train 1"] * 3
     assert [item.record for item in scorer.items] == [{"answer": "0"}] * 3 + [{"answer": "1"}] * 3
-    assert [item.response for item in scorer.items] == [found.text for found in rollouts]
-    assert [found.score.reward for found in rollouts] == [scorer.reward(item) for item in scorer.items]
+    assert [item.response for item in scorer.items] == [found.response_text for found in rollouts]
+    assert [found.reward for found in rollouts] == [scorer.reward(item) for item in scorer.items]
     metrics = clock.metrics()
     assert metrics.keys() == {
         "timing/generation/seconds",
         "timing/generation/tokens_per_second",
         "timing/rewards/seconds",
     }
-    generated = sum(len(found.response.token_ids) for found in rollouts)
+    generated = sum(found.num_sampled_tokens for found in rollouts)
     speed = metrics["timing/generation/tokens_per_second"]
     assert speed * metrics["timing/generation/seconds"] == pytest.approx(generated)
 
 
 def seeds(*key: int, count: int = 4) -> tuple[int, ...]:
     engine = FakeEngine()
-    make_roller(engine, FakeScorer()).roll_out(prompts(count), 1, SAMPLING, key, PhaseClock())
+    make_worker(engine, FakeScorer()).run(prompts(count), 1, SAMPLING, key, PhaseClock())
     return engine.requests[0].seeds
 
 
@@ -76,42 +78,42 @@ def test_seeds_depend_on_the_key_alone_and_differ_from_each_other() -> None:
 def test_the_end_token_is_no_part_of_the_text(token_ids: list[int], text: str) -> None:
     class FixedEngine(FakeEngine):
         def _respond(self, seed: int):  # type: ignore[no-untyped-def]
-            return rollout(response_ids=token_ids).response
+            return GeneratedSequence(np.array(token_ids, dtype=np.int64), np.zeros(len(token_ids)), False, 0)
 
     scorer = FakeScorer(reward=lambda _: 0.0)
-    (found,) = make_roller(FixedEngine(), scorer).roll_out(prompts(1), 1, SAMPLING, (0,), PhaseClock())
-    assert found.text == scorer.items[0].response == text
-    assert found.response.token_ids.tolist() == token_ids, "the tokens stay as they were drawn"
+    (found,) = make_worker(FixedEngine(), scorer).run(prompts(1), 1, SAMPLING, (0,), PhaseClock())
+    assert found.response_text == scorer.items[0].response == text
+    assert found.token_ids[found.loss_mask].tolist() == token_ids, "the tokens stay as they were drawn"
 
 
 def test_whether_it_was_cut_off_reaches_the_environment() -> None:
     scorer = FakeScorer()
-    roller = make_roller(FakeEngine(truncates=True), scorer)
-    rollouts = roller.roll_out(prompts(8), 1, SAMPLING, (0,), PhaseClock())
-    cut = [found.response.is_truncated for found in rollouts]
+    worker = make_worker(FakeEngine(truncates=True), scorer)
+    rollouts = worker.run(prompts(8), 1, SAMPLING, (0,), PhaseClock())
+    cut = [found.is_truncated for found in rollouts]
     assert [item.is_truncated for item in scorer.items] == cut
     assert {True, False} == set(cut)
 
 
 def test_tables_have_one_row_a_prompt() -> None:
     rollouts = [
-        rollout(reward=1.5, is_correct=True, response_ids=[5]),
-        rollout(reward=-1.0, response_ids=[5, 6]),
-        rollout(reward=0.1, response_ids=[5, 6, 7]),
-        rollout(reward=2.0, is_correct=True, response_ids=[5, 6, 7, 8]),
+        trajectory(reward=1.5, is_correct=True, response_ids=[5]),
+        trajectory(reward=-1.0, response_ids=[5, 6]),
+        trajectory(reward=0.1, response_ids=[5, 6, 7]),
+        trajectory(reward=2.0, is_correct=True, response_ids=[5, 6, 7, 8]),
     ]
-    assert rewards_of(rollouts, 2).tolist() == [[1.5, -1.0], [0.1, 2.0]]
-    assert rewards_of(rollouts, 2).dtype == torch.float64
-    assert correctness_of(rollouts, 2).tolist() == [[True, False], [False, True]]
-    assert response_lengths(rollouts, 2).tolist() == [[1, 2], [3, 4]]
+    assert group_rewards(rollouts, 2).tolist() == [[1.5, -1.0], [0.1, 2.0]]
+    assert group_rewards(rollouts, 2).dtype == torch.float64
+    assert group_correctness(rollouts, 2).tolist() == [[True, False], [False, True]]
+    assert group_sampled_tokens(rollouts, 2).tolist() == [[1, 2], [3, 4]]
 
 
 def test_batch_by_hand() -> None:
     rollouts = [
-        rollout([10, 11], [5, 6, 1], [-0.1, -0.2, -0.3], sample_id="a"),
-        rollout([12], [7], [-0.4], sample_id="a"),
-        rollout([13, 14, 15], [8, 9], [-0.5, -0.6], is_truncated=True, sample_id="b"),
-        rollout([16], [], [], sample_id="b"),
+        trajectory([10, 11], [5, 6, 1], [-0.1, -0.2, -0.3], sample_id="a"),
+        trajectory([12], [7], [-0.4], sample_id="a"),
+        trajectory([13, 14, 15], [8, 9], [-0.5, -0.6], is_truncated=True, sample_id="b"),
+        trajectory([16], [], [], sample_id="b"),
     ]
     advantages = torch.tensor([[1.0, -1.0], [0.5, -0.5]], dtype=torch.float64)
     batch = training_batch(rollouts, advantages, PAD_TOKEN, leave_out_truncated=False)
@@ -129,18 +131,18 @@ def test_batch_by_hand() -> None:
         [0, 0, 0, 0, 0],
     ]
     assert batch.sample_ids == ("a", "a", "b", "b")
-    assert batch.extras["advantages"].tolist() == [1.0, -1.0, 0.5, -0.5]
+    assert batch.columns["advantages"].values.tolist() == [1.0, -1.0, 0.5, -0.5]
     expected = torch.tensor([[0, 0, -0.1, -0.2, -0.3], [0, -0.4, 0, 0, 0], [0, 0, 0, -0.5, -0.6], [0, 0, 0, 0, 0]])
-    assert torch.equal(batch.extras["generation_logprobs"], expected)
-    assert {value.dtype for value in batch.extras.values()} == {torch.float32}
+    assert torch.equal(batch.columns["generation_logprobs"].values, expected)
+    assert {column.values.dtype for column in batch.columns.values()} == {torch.float32}
 
 
 def test_filtering_leaves_cut_responses_out_of_the_loss_and_changes_nothing_else() -> None:
     rollouts = [
-        rollout([10], [5, 6], is_truncated=True),
-        rollout([10], [5, 1]),
-        rollout([10, 11], [5], is_truncated=True),
-        rollout([10], [5, 6, 1]),
+        trajectory([10], [5, 6], is_truncated=True),
+        trajectory([10], [5, 1]),
+        trajectory([10, 11], [5], is_truncated=True),
+        trajectory([10], [5, 6, 1]),
     ]
     advantages = torch.zeros(2, 2)
     kept = training_batch(rollouts, advantages, PAD_TOKEN, leave_out_truncated=False)
@@ -148,42 +150,44 @@ def test_filtering_leaves_cut_responses_out_of_the_loss_and_changes_nothing_else
     assert filtered.token_mask.any(dim=1).tolist() == [False, True, False, True]
     assert torch.equal(filtered.token_mask[[1, 3]], kept.token_mask[[1, 3]])
     assert torch.equal(filtered.input_ids, kept.input_ids)
-    assert torch.equal(filtered.extras["generation_logprobs"], kept.extras["generation_logprobs"])
+    assert torch.equal(filtered.columns["generation_logprobs"].values, kept.columns["generation_logprobs"].values)
     assert (kept.num_valid_tokens(), filtered.num_valid_tokens()) == (2 + 2 + 1 + 3, 2 + 3)
 
 
 @st.composite
-def random_rollouts(draw: st.DrawFn) -> list[Rollout]:
-    def one() -> Rollout:
+def random_rollouts(draw: st.DrawFn) -> list[Trajectory]:
+    def one() -> Trajectory:
         prompt = draw(st.lists(st.integers(2, 50), min_size=1, max_size=6))
         response = draw(st.lists(st.integers(2, 50), min_size=1, max_size=6))
         logprobs = [-(index + 1) / 8 for index in range(len(response))]
-        return rollout(prompt, response, logprobs, is_truncated=draw(st.booleans()))
+        return trajectory(prompt, response, logprobs, is_truncated=draw(st.booleans()))
 
     return [one() for _ in range(2 * draw(st.integers(1, 3)))]
 
 
 @given(rollouts=random_rollouts(), leave_out=st.booleans())
-def test_each_trained_token_stands_beside_its_own_logprob(rollouts: list[Rollout], leave_out: bool) -> None:
+def test_each_trained_token_stands_beside_its_own_logprob(rollouts: list[Trajectory], leave_out: bool) -> None:
     batch = training_batch(rollouts, torch.zeros(len(rollouts) // 2, 2), PAD_TOKEN, leave_out_truncated=leave_out)
     assert batch.input_ids.shape[1] == int(batch.lengths.max())
     for row, found in enumerate(rollouts):
         mask = batch.token_mask[row]
-        if leave_out and found.response.is_truncated:
+        if leave_out and found.is_truncated:
             assert not mask.any()
             continue
-        assert batch.input_ids[row][mask].tolist() == found.response.token_ids.tolist()
-        assert batch.extras["generation_logprobs"][row][mask].tolist() == found.response.logprobs.tolist()
-        assert not batch.extras["generation_logprobs"][row][~mask].any()
+        assert batch.input_ids[row][mask].tolist() == found.token_ids[found.loss_mask].tolist()
+        assert (
+            batch.columns["generation_logprobs"].values[row][mask].tolist() == found.logprobs[found.loss_mask].tolist()
+        )
+        assert not batch.columns["generation_logprobs"].values[row][~mask].any()
         assert not mask[0], "the first token has nothing before it"
 
 
 def test_metrics_by_hand() -> None:
     rollouts = [
-        rollout(reward=1.0, is_correct=True, response_ids=[5, 1]),
-        rollout(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True),
-        rollout(reward=0.5, response_ids=[5, 6, 1]),
-        rollout(reward=1.5, is_correct=True, response_ids=[1]),
+        trajectory(reward=1.0, is_correct=True, response_ids=[5, 1]),
+        trajectory(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True),
+        trajectory(reward=0.5, response_ids=[5, 6, 1]),
+        trajectory(reward=1.5, is_correct=True, response_ids=[1]),
     ]
     assert rollout_metrics(rollouts) == {
         "reward": 0.75,
@@ -196,4 +200,4 @@ def test_metrics_by_hand() -> None:
 
 
 def test_a_single_response_has_no_spread() -> None:
-    assert rollout_metrics([rollout(reward=0.3)])["reward_std"] == 0.0
+    assert rollout_metrics([trajectory(reward=0.3)])["reward_std"] == 0.0

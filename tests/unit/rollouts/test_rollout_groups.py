@@ -5,8 +5,10 @@
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.source import PromptStream, RolloutGroups, collect_groups
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_roller, prompts, small_config
+from nemo_rl_moe.rollouts.source import RolloutGroups, SynchronousSource
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.worker import RolloutWorker
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")
 
@@ -25,18 +27,32 @@ class ScorerOfPrompts(FakeScorer):
         super().__init__(reward)
 
 
+def source_of(worker: RolloutWorker, *overrides: str, num_prompts: int = 12) -> SynchronousSource:
+    loader = PromptLoader(prompts(num_prompts), 2, seed=0, shuffle=False)
+    return SynchronousSource(small_config("grpo.max_num_epochs=1", *overrides).grpo, worker, loader, SAMPLING)
+
+
 def collect(
     informative: set[int], *overrides: str, num_prompts: int = 12, step: int = 0, engine: FakeEngine | None = None
-) -> tuple[RolloutGroups, PromptStream]:
-    config = small_config(*overrides)
-    stream = PromptStream(PromptLoader(prompts(num_prompts), 2, seed=0, shuffle=False), num_epochs=1)
-    roller = make_roller(engine or FakeEngine(), ScorerOfPrompts(informative))
-    return collect_groups(config.grpo, roller, stream, SAMPLING, step, PhaseClock()), stream
+) -> tuple[RolloutGroups, SynchronousSource]:
+    worker = make_worker(engine or FakeEngine(), ScorerOfPrompts(informative))
+    source = source_of(worker, *overrides, num_prompts=num_prompts)
+    return source.next(step, PhaseClock()), source
+
+
+def next_prompts(source: SynchronousSource) -> list[str]:
+    """The prompts that the next step begins with."""
+    groups = source.next(99, PhaseClock())
+    return list(dict.fromkeys(found.sample_id for found in groups.generated))[:2]
+
+
+def answer_of(found: Trajectory) -> int:
+    return int(found.sample_id.split(":")[1])
 
 
 def trained(groups: RolloutGroups) -> list[int]:
     """The prompt of each trained group; every group is whole."""
-    answers = [int(found.prompt.record["answer"]) for found in groups.trained]
+    answers = [answer_of(found) for found in groups.trained]
     assert answers == [answer for answer in answers[::3] for _ in range(3)]
     return answers[::3]
 
@@ -46,21 +62,21 @@ def test_without_dynamic_sampling_groups_are_taken_as_they_come() -> None:
     assert trained(groups) == [0, 1]
     assert groups.generated == groups.trained
     assert (groups.num_generations, groups.num_rounds, groups.num_filled) == (3, 1, 0)
-    assert [prompt.sample_id for prompt in stream.take()] == ["train:2", "train:3"]
+    assert next_prompts(stream) == ["train:2", "train:3"]
 
 
 def test_enough_after_the_first_round() -> None:
     groups, stream = collect({0, 1, 2}, *DYNAMIC)
     assert trained(groups) == [0, 1]
     assert (groups.num_rounds, groups.num_filled) == (1, 0)
-    assert [prompt.sample_id for prompt in stream.take()] == ["train:2", "train:3"], "no prompt is wasted"
+    assert next_prompts(stream) == ["train:2", "train:3"], "no prompt is wasted"
 
 
 def test_enough_after_three_rounds() -> None:
     groups, _ = collect({1, 5}, *DYNAMIC)
     assert trained(groups) == [1, 5]
     assert (groups.num_rounds, groups.num_filled) == (3, 0)
-    assert [int(found.prompt.record["answer"]) for found in groups.generated][::3] == [0, 1, 2, 3, 4, 5]
+    assert [answer_of(found) for found in groups.generated][::3] == [0, 1, 2, 3, 4, 5]
 
 
 def test_more_than_needed_are_left_out() -> None:
@@ -106,9 +122,7 @@ def test_seeds_depend_on_the_configured_one() -> None:
 
 def test_phases_of_all_rounds_count() -> None:
     engine, clock = FakeEngine(), PhaseClock()
-    stream = PromptStream(PromptLoader(prompts(12), 2, seed=0, shuffle=False), num_epochs=1)
-    roller = make_roller(engine, ScorerOfPrompts(set()))
-    groups = collect_groups(small_config(*DYNAMIC).grpo, roller, stream, SAMPLING, 0, clock)
+    groups = source_of(make_worker(engine, ScorerOfPrompts(set())), *DYNAMIC).next(0, clock)
     metrics = clock.metrics()
     generated = metrics["timing/generation/tokens_per_second"] * metrics["timing/generation/seconds"]
-    assert round(generated) == sum(len(found.response.token_ids) for found in groups.generated)
+    assert round(generated) == sum(found.num_sampled_tokens for found in groups.generated)

@@ -1,0 +1,207 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loading of a whole data set before training, the same for examples, pairs and prompts, and a report of its lines."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, Literal, TypeVar
+
+from nemo_rl_moe.data.records import BadLine
+from nemo_rl_moe.data.sources import LineSource, Parsed
+from nemo_rl_moe.errors import DataError
+
+LINES_AT_ONCE = 1000
+MAX_PROBLEMS_SHOWN = 20
+
+Item = TypeVar("Item")
+OnBadLine = Literal["stop", "skip"]
+Progress = Callable[[int, int], None]
+"""Gets the lines read so far and the lines in all."""
+
+
+@dataclass(frozen=True)
+class ItemSize:
+    """Tokens of one item.
+
+    Attributes:
+        num_tokens: All of its tokens.
+        num_trained_tokens: Those of them that count in the loss.
+        is_truncated: It was cut at the maximum length.
+    """
+
+    num_tokens: int
+    num_trained_tokens: int = 0
+    is_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class ReportWords:
+    """Words of the report for one kind of item.
+
+    Attributes:
+        noun: Name of an item: example, pair or prompt.
+        trained_tokens: Follows the number of trained tokens; None: that number is not reported.
+        dropped: Reason for which items are dropped.
+    """
+
+    noun: str
+    trained_tokens: str | None
+    dropped: str
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """Numbers of the items of a data set that were kept, cut, dropped, or could not be read.
+
+    Attributes:
+        name: The data set.
+        words: Words for its kind of item.
+        num_kept: Items to train on or to validate with.
+        num_tokens: Tokens of these.
+        num_trained_tokens: Those of the tokens that count in the loss.
+        num_truncated: Kept items that were cut at the maximum length.
+        num_dropped: Items left out for the reason in `words`.
+        num_repeated: Prompts left out because they had been read or drawn before.
+        num_training_prompts: Held-out prompts left out because they are training prompts.
+        num_bad_lines: Lines left out because they could not be used.
+        bad_lines: The first of the bad lines, one text each.
+    """
+
+    name: str
+    words: ReportWords
+    num_kept: int
+    num_tokens: int = 0
+    num_trained_tokens: int = 0
+    num_truncated: int = 0
+    num_dropped: int = 0
+    num_repeated: int = 0
+    num_training_prompts: int = 0
+    num_bad_lines: int = 0
+    bad_lines: tuple[str, ...] = ()
+
+    def summary(self) -> str:
+        """The report on one line; numbers that are 0 are not mentioned."""
+        tokens = counted(self.num_tokens, "token")
+        if self.words.trained_tokens is not None:
+            tokens += f" ({self.num_trained_tokens:,} {self.words.trained_tokens})"
+        parts = [counted(self.num_kept, self.words.noun), tokens]
+        if self.num_truncated:
+            parts.append(f"{self.num_truncated:,} cut at the maximum length")
+        if self.num_dropped:
+            parts.append(f"{self.num_dropped:,} left out: {self.words.dropped}")
+        if self.num_repeated:
+            parts.append(f"{counted(self.num_repeated, f'repeated {self.words.noun}')} left out")
+        if self.num_training_prompts:
+            parts.append(f"{self.num_training_prompts:,} left out: they are training prompts")
+        if self.num_bad_lines:
+            parts.append(f"{counted(self.num_bad_lines, 'bad line')} left out, the first: {self.bad_lines[0]}")
+        return f"{self.name}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class ItemKind(Generic[Parsed, Item]):
+    """Treatment of one kind of item.
+
+    Attributes:
+        words: For the report.
+        tokenize: From parsed lines to items, or to what is wrong with each.
+        size_of: Tokens of an item; None for one that is dropped.
+        why_none_is_left: Follows the number of dropped items in the error that says that nothing is left.
+    """
+
+    words: ReportWords
+    tokenize: Callable[[Sequence[Parsed]], Sequence[Item | BadLine]]
+    size_of: Callable[[Item], ItemSize | None]
+    why_none_is_left: Callable[[str], str]
+
+
+def read_items(
+    source: LineSource[Parsed], kind: ItemKind[Parsed, Item], on_bad_line: OnBadLine, progress: Progress | None = None
+) -> tuple[list[Item], DataReport]:
+    """Reads and tokenizes a data set.
+
+    Args:
+        source: Its lines.
+        kind: Their treatment.
+        on_bad_line: `stop` raises when the first bad line has been met and the rest has been looked through for more;
+            `skip` leaves bad lines out and counts them.
+        progress: Called now and then.
+
+    Raises:
+        DataError: It has bad lines, of which the first 20 are listed; or no item is left.
+    """
+    kept: list[Item] = []
+    sizes: list[ItemSize] = []
+    bad = _BadLines()
+    num_dropped = num_read = 0
+    while lines := list(islice(source.lines, LINES_AT_ONCE)):
+        # Once the run is going to stop, only look for further bad lines.
+        skip_tokens = bad.count > 0 and on_bad_line == "stop"
+        for result in _bad_ones(lines) if skip_tokens else _tokenized(lines, kind.tokenize):
+            if isinstance(result, BadLine):
+                bad.add(result)
+            elif (size := kind.size_of(result)) is not None:
+                kept.append(result)
+                sizes.append(size)
+            else:
+                num_dropped += 1
+        num_read += len(lines)
+        if progress is not None:
+            progress(num_read, source.num_lines)
+    if on_bad_line == "stop" and bad.count:
+        raise DataError(bad.problems(source.name))
+    report = DataReport(
+        name=source.name,
+        words=kind.words,
+        num_kept=len(kept),
+        num_tokens=sum(size.num_tokens for size in sizes),
+        num_trained_tokens=sum(size.num_trained_tokens for size in sizes),
+        num_truncated=sum(size.is_truncated for size in sizes),
+        num_dropped=num_dropped,
+        num_bad_lines=bad.count,
+        bad_lines=tuple(bad.shown),
+    )
+    if not kept:
+        reasons = list(bad.shown)
+        if num_dropped:
+            reasons.append(f"{source.name}: {kind.why_none_is_left(counted(num_dropped, kind.words.noun))}")
+        first = f"{source.name}: no {kind.words.noun} is left to use"
+        raise DataError([first, *(reasons or [f"{source.name}: it has no lines"])])
+    return kept, report
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 example`, `2,000 examples`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+class _BadLines:
+    """Number of bad lines, and the text of the first 20."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.shown: list[str] = []
+
+    def add(self, line: BadLine) -> None:
+        self.count += 1
+        if len(self.shown) < MAX_PROBLEMS_SHOWN:
+            self.shown.append(str(line))
+
+    def problems(self, name: str) -> list[str]:
+        """Lines of the error for `data.on_bad_line: stop`."""
+        more = self.count - len(self.shown)
+        last = [f"{name}: and {counted(more, 'more bad line')}"] if more else []
+        return [*self.shown, *last, f"{name}: data.on_bad_line=skip leaves such lines out and counts them"]
+
+
+def _tokenized(
+    lines: Sequence[Parsed | BadLine], tokenize: Callable[[Sequence[Parsed]], Sequence[Item | BadLine]]
+) -> Iterator[Item | BadLine]:
+    """The lines in their order, the good ones tokenized in one go."""
+    items = iter(tokenize([line for line in lines if not isinstance(line, BadLine)]))
+    return (line if isinstance(line, BadLine) else next(items) for line in lines)
+
+
+def _bad_ones(lines: Sequence[Parsed | BadLine]) -> Iterator[BadLine]:
+    return (line for line in lines if isinstance(line, BadLine))

@@ -1,0 +1,63 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Generation engines by the value of `policy.generation.backend`: those of this package, and those of others."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.megatron import GeneratingPolicy, MegatronGeneration
+from nemo_rl_moe.models.hf_files import ModelSource
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema import GRPOMasterConfig
+    from nemo_rl_moe.distributed.cluster import RayCluster
+
+KEY = "policy.generation.backend"
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is made from.
+
+    Attributes:
+        config: The whole configuration.
+        cluster: Ray, started. An engine brings its own actors; the cluster's places are the trainer's.
+        source: Where the model is read from; `source.folder()` has its `config.json` on each machine.
+        hf_config: The model's Hugging Face configuration.
+        tokenizer: Decodes tokens, for stop strings.
+        policy: The trainer, for an engine that shares its weights.
+    """
+
+    config: "GRPOMasterConfig"
+    cluster: "RayCluster"
+    source: ModelSource
+    hf_config: Any
+    tokenizer: Any
+    policy: GeneratingPolicy
+
+
+EngineFactory = Callable[[EngineSetup], GenerationEngine]
+ENGINES: dict[str, EngineFactory] = {"megatron": lambda setup: MegatronGeneration(setup.policy)}
+
+
+def find_engine(backend: str) -> EngineFactory:
+    """The factory of an engine; one of another package is imported.
+
+    Args:
+        backend: One of `ENGINES`, or `package.module:function`, a function of an `EngineSetup`. The working folder is
+            searched too.
+
+    Raises:
+        ConfigurationError: There is no such function.
+    """
+    if backend in ENGINES:
+        return ENGINES[backend]
+    found = import_attribute(KEY, backend)
+    if not callable(found):
+        raise ConfigurationError(f"{KEY}: {backend} is {described(found)}, expected a function of an EngineSetup")
+    factory: EngineFactory = found
+    return factory

@@ -1,0 +1,242 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
+
+Decode = Callable[[Sequence[int]], str]
+Encode = Callable[[str], Sequence[int]]
+SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
+SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One response of the model.
+
+    Attributes:
+        token_ids: Its sampled tokens, the end token included where there is one.
+        text: The same as text, without the end token.
+        is_truncated: It was cut at a limit on its tokens.
+    """
+
+    token_ids: TokenIds
+    text: str
+    is_truncated: bool
+
+
+@dataclass
+class Session:
+    """A trajectory while it grows: what an environment asks to generate, and the tokens that it adds itself.
+
+    Attributes:
+        prompt: What the trajectory begins with.
+        group_id: Trajectories of one group are compared with each other.
+        sampling: How tokens are drawn.
+        seed: Of the first response; later ones have seeds that follow from it.
+        max_tokens: Most tokens of the whole sequence.
+        submit_request: Has one sequence continued.
+        submit_item: Has one response scored by the scorer that the configuration names.
+        decode: From token ids to text.
+        encode: From text to token ids, special tokens in the text included.
+        model_inputs: Further inputs of the model; an environment may add some between turns.
+    """
+
+    prompt: Prompt
+    group_id: str
+    sampling: SamplingParameters
+    seed: int
+    max_tokens: int
+    submit_request: SubmitRequest
+    submit_item: SubmitItem
+    decode: Decode
+    encode: Encode
+    model_inputs: dict[str, ModelInput] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._token_ids: list[int] = list(self.prompt.token_ids)
+        size = len(self._token_ids)
+        self._loss_mask, self._logprobs, self._versions = [False] * size, [0.0] * size, [NOT_SAMPLED] * size
+        self._routed_experts: np.ndarray | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return len(self._token_ids)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another token fits."""
+        return self.num_tokens < self.max_tokens
+
+    async def generate(self) -> Turn:
+        """Continues the sequence by a response of the model; its tokens are trained on.
+
+        Raises:
+            ValueError: The sequence is full; see `has_room`.
+        """
+        room = self.max_tokens - self.num_tokens
+        if room <= 0:
+            raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, at {self.max_tokens} tokens")
+        sampling = self.sampling
+        if room < sampling.max_new_tokens:
+            sampling = replace(sampling, max_new_tokens=room)
+        request = GenerationRequest(
+            token_ids=tuple(self._token_ids),
+            seed=_seed_of_turn(self.seed, len(self.turns)),
+            sampling=sampling,
+            model_inputs=dict(self.model_inputs),
+        )
+        found = await self.submit_request(request)
+        token_ids = tuple(found.token_ids.tolist())
+        size = len(token_ids)
+        self._token_ids += token_ids
+        self._loss_mask += [True] * size
+        self._logprobs += found.logprobs.tolist()
+        self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
+        self._routed_experts = found.routed_experts
+        turn = Turn(token_ids, self._text(token_ids), found.is_truncated)
+        self.turns.append(turn)
+        return turn
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens of the environment, such as an observation or the next user turn; they are not trained on."""
+        size = len(token_ids)
+        self._token_ids += token_ids
+        self._loss_mask += [False] * size
+        self._logprobs += [0.0] * size
+        self._versions += [NOT_SAMPLED] * size
+
+    def append_text(self, text: str) -> None:
+        """Adds text of the environment; it is not trained on."""
+        self.append(self.encode(text))
+
+    async def score(self, response: str | None = None) -> Score:
+        """Asks the scorer that the configuration names.
+
+        Args:
+            response: What is scored; None: the last response of the model.
+        """
+        last = self.turns[-1]
+        text = last.text if response is None else response
+        item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
+        return await self.submit_item(item)
+
+    def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
+        """The trajectory as it is now.
+
+        Args:
+            score: What it is worth.
+            metrics: Further numbers, logged as means over trajectories.
+        """
+        # An engine numbers what it has seen; tokens behind its last request have no routes.
+        routed = self._routed_experts
+        if routed is not None and len(routed) < self.num_tokens:
+            unknown = np.full((self.num_tokens - len(routed), *routed.shape[1:]), -1, dtype=np.int16)
+            routed = np.concatenate([routed.astype(np.int16), unknown])
+        return Trajectory(
+            sample_id=self.prompt.sample_id,
+            group_id=self.group_id,
+            token_ids=np.array(self._token_ids, dtype=np.int64),
+            loss_mask=np.array(self._loss_mask, dtype=np.bool_),
+            logprobs=np.array(self._logprobs, dtype=np.float32),
+            weight_versions=np.array(self._versions, dtype=np.int64),
+            reward=score.reward,
+            is_correct=score.is_correct,
+            finish_reason="length" if self.turns and self.turns[-1].is_truncated else "stop",
+            num_turns=len(self.turns),
+            prompt_text=self.prompt.text,
+            response_text=self.decode(self._token_ids[len(self.prompt.token_ids) :])
+            if len(self.turns) > 1
+            else "".join(turn.text for turn in self.turns),
+            fault=score.fault,
+            fault_message=score.message,
+            routed_experts=routed,
+            model_inputs=dict(self.model_inputs),
+            metrics=dict(metrics or {}),
+        )
+
+    def _text(self, token_ids: TokenIds) -> str:
+        if token_ids and token_ids[-1] in self.sampling.stop_token_ids:
+            token_ids = token_ids[:-1]
+        return self.decode(token_ids)
+
+
+class Environment(Protocol):
+    """Drives trajectories. One object serves all of them, at the same time; what belongs to one is in its session."""
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Makes one trajectory: generates, answers with further tokens or not, and ends with `session.finish`.
+
+        It asks the session for one thing at a time. An error ends the run.
+        """
+        ...
+
+
+class SingleTurn:
+    """One response to the prompt, scored by the scorer that the configuration names."""
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Makes one trajectory."""
+        await session.generate()
+        return session.finish(await session.score())
+
+
+class RolloutFunction:
+    """An environment of a user's own, as a coroutine function of a session.
+
+    Args:
+        function: Makes one trajectory.
+    """
+
+    def __init__(self, function: Callable[[Session], Awaitable[Trajectory]]):
+        self._function = function
+
+    async def rollout(self, session: Session) -> Trajectory:
+        """Makes one trajectory; where the function raises it ends as it is, with reward 0 and the fault."""
+        try:
+            return await self._function(session)
+        except Exception as error:
+            return session.finish(Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error)))
+
+
+ROLLOUT_KEY = "env.rollout"
+
+
+def make_environment(config: EnvironmentConfig) -> Environment:
+    """The environment that a configuration describes: one turn, or a coroutine function of the user's own.
+
+    Raises:
+        ConfigurationError: There is no such function, or it is something else.
+    """
+    if config.rollout is None:
+        return SingleTurn()
+    function = import_attribute(ROLLOUT_KEY, config.rollout, form="package.module:function")
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigurationError(
+            f"{ROLLOUT_KEY}: {config.rollout} is {described(function)}, expected a coroutine function (async def) that"
+            " takes a Session and returns its Trajectory"
+        )
+    return RolloutFunction(function)
+
+
+def _seed_of_turn(seed: int, turn: int) -> int:
+    """The trajectory's own seed for its first response; for later ones, numbers that no other trajectory has."""
+    if turn == 0:
+        return seed
+    return int(np.random.SeedSequence([seed, turn]).generate_state(1, np.uint64)[0])

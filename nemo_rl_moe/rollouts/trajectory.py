@@ -1,0 +1,173 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories: token sequences with a mask of what is trained on, and the batch that a policy is trained with."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import Column, ModelInput, TokenBatch, collate_inputs, per_sequence, per_token
+from nemo_rl_moe.environments.interface import Fault
+
+FinishReason = Literal["stop", "length"]
+"""stop: the model or the environment ended it; length: it was cut at a limit on its tokens."""
+NOT_SAMPLED = -1
+"""Weight version of a token that no model drew."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One token sequence that a policy and an environment have made together, over any number of turns.
+
+    There is no split into prompt and completion: the mask says which tokens are trained on.
+
+    Attributes:
+        sample_id: Where its prompt came from.
+        group_id: Trajectories of one group are compared with each other; the others of its group have the same.
+        token_ids: The whole sequence.
+        loss_mask: True on tokens that are trained on, as targets.
+        logprobs: Log-probability of each sampled token by the engine that drew it, in nats; 0 on all other tokens.
+        weight_versions: Optimizer steps of the weights that drew each token; `NOT_SAMPLED` on all other tokens.
+        reward: What it is worth; finite.
+        is_correct: Whether it counts as right in `accuracy`.
+        finish_reason: Why it ended.
+        num_turns: Responses of the model.
+        prompt_text: What was asked, for the eye.
+        response_text: What came of it, for the eye.
+        fault: Why the environment gave no reward; None where it did.
+        fault_message: What went wrong, in one line.
+        routed_experts: Experts of each token in each MoE layer, int16, -1 where unknown; None where no engine reports
+            them.
+        model_inputs: Further inputs of the model, such as images.
+        metrics: Further numbers of the environment, logged as means over trajectories.
+    """
+
+    sample_id: str
+    group_id: str
+    token_ids: Int[np.ndarray, " tokens"]
+    loss_mask: Bool[np.ndarray, " tokens"]
+    logprobs: Float[np.ndarray, " tokens"]
+    weight_versions: Int[np.ndarray, " tokens"]
+    reward: float
+    is_correct: bool
+    finish_reason: FinishReason
+    num_turns: int = 1
+    prompt_text: str = ""
+    response_text: str = ""
+    fault: Fault | None = None
+    fault_message: str = ""
+    routed_experts: Int[np.ndarray, "tokens moe_layers topk"] | None = None
+    model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether it was cut at a limit on its tokens."""
+        return self.finish_reason == "length"
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Number of tokens that the model drew, end tokens included."""
+        return int((self.weight_versions != NOT_SAMPLED).sum())
+
+    @property
+    def weight_version(self) -> int:
+        """Optimizer steps of the newest weights that drew a token; `NOT_SAMPLED` where none did."""
+        return int(self.weight_versions.max(initial=NOT_SAMPLED))
+
+
+def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:
+    """Rewards as the environment gave them, one row a group; float64."""
+    rewards = [trajectory.reward for trajectory in trajectories]
+    return torch.tensor(rewards, dtype=torch.float64).view(-1, num_generations)
+
+
+def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
+    """Correctness of each trajectory, one row a group."""
+    return torch.tensor([trajectory.is_correct for trajectory in trajectories]).view(-1, num_generations)
+
+
+def group_sampled_tokens(trajectories: Sequence[Trajectory], num_generations: int) -> Int[Tensor, "groups generations"]:
+    """Number of sampled tokens of each trajectory, one row a group."""
+    counts = [trajectory.num_sampled_tokens for trajectory in trajectories]
+    return torch.tensor(counts).view(-1, num_generations)
+
+
+def training_batch(
+    trajectories: Sequence[Trajectory],
+    advantages: Float[Tensor, "groups generations"] | Sequence[Float[Tensor, " tokens"]],
+    pad_token_id: int,
+    *,
+    leave_out_truncated: bool,
+) -> TokenBatch:
+    """Batch of trajectories for the policy-gradient loss.
+
+    Args:
+        trajectories: In the order of the advantages.
+        advantages: One for each trajectory, or for each of its tokens.
+        pad_token_id: What stands after a sequence's end.
+        leave_out_truncated: Train on no token of a trajectory that was cut at a limit (DAPO's overlong filtering).
+
+    Returns:
+        A batch with the columns `advantages`, `generation_logprobs`, and the model's inputs.
+    """
+    lengths = [len(trajectory.token_ids) for trajectory in trajectories]
+    longest = max(lengths)
+    shape = (len(trajectories), longest)
+    input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
+    token_mask = torch.zeros(shape, dtype=torch.bool)
+    logprobs = torch.zeros(shape)
+    for row, (trajectory, length) in enumerate(zip(trajectories, lengths, strict=True)):
+        input_ids[row, :length] = torch.as_tensor(trajectory.token_ids)
+        if not (leave_out_truncated and trajectory.is_truncated):
+            token_mask[row, :length] = torch.as_tensor(trajectory.loss_mask)
+        logprobs[row, :length] = torch.as_tensor(trajectory.logprobs)
+    columns = {"advantages": _advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
+    for name in trajectories[0].model_inputs:
+        columns[name] = collate_inputs([trajectory.model_inputs[name] for trajectory in trajectories], longest)
+    return TokenBatch(
+        input_ids=input_ids,
+        lengths=torch.tensor(lengths),
+        token_mask=token_mask,
+        sample_ids=tuple(trajectory.sample_id for trajectory in trajectories),
+        columns=columns,
+    )
+
+
+def _advantage_column(advantages: Tensor | Sequence[Tensor], shape: tuple[int, int]) -> Column:
+    if isinstance(advantages, Tensor):
+        return per_sequence(advantages.reshape(-1).float())
+    values = torch.zeros(shape)
+    for row, of_tokens in enumerate(advantages):
+        values[row, : len(of_tokens)] = of_tokens
+    return per_token(values)
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Metrics of trajectories without regard to their groups; training and validation report the same.
+
+    `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens),
+    `truncation_rate`, `mean_turns_per_sample` where any has several turns, and the means of the environment's own.
+    """
+    rewards = np.array([trajectory.reward for trajectory in trajectories])
+    lengths = np.array([trajectory.num_sampled_tokens for trajectory in trajectories])
+    metrics = {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "accuracy": float(np.mean([trajectory.is_correct for trajectory in trajectories])),
+        "mean_gen_tokens_per_sample": float(lengths.mean()),
+        "max_gen_tokens_per_sample": float(lengths.max()),
+        "truncation_rate": float(np.mean([trajectory.is_truncated for trajectory in trajectories])),
+    }
+    turns = [trajectory.num_turns for trajectory in trajectories]
+    if max(turns) > 1:
+        metrics["mean_turns_per_sample"] = float(np.mean(turns))
+    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
+        found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
+        metrics[name] = float(np.mean(found))
+    return metrics

@@ -1,0 +1,432 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A weight transport through safetensors files in a folder: shared memory on one machine, or a disk that all reach.
+
+Files of a transfer, all of which get their names when they are complete:
+
+    0003-000012.safetensors             bucket 12 of sender 3
+    0003-000012.safetensors.taken-0001  receiver 1 has taken it; when all have, the sender deletes it
+    0003.end                            sender 3 has sent everything: buckets, tensors and version
+    failed                              the reason for which the transfer has ended early
+"""
+
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import psutil
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
+
+SHARED_MEMORY = Path("/dev/shm")
+BUCKET_BYTES = 64 * 2**20
+MAX_UNACKNOWLEDGED = 2
+STALL_TIMEOUT_S = 120.0
+_PREFIX = "nemo_rl_moe-weights"
+_FAILED = "failed"
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
+
+
+@dataclass(frozen=True)
+class FolderTransfer:
+    """A `TransportSpec` for one transfer through a folder.
+
+    Attributes:
+        folder: Its own, which all of its processes reach; empty at the start.
+        version: Optimizer steps of the weights.
+        num_senders: Trainer ranks.
+        num_receivers: Engine workers.
+        bucket_bytes: Most bytes of a bucket that holds more than one tensor.
+        max_unacknowledged: Buckets of one sender that lie in the folder at a time, at most.
+        stall_timeout_s: Seconds without any progress after which a process gives up on the others: they may have been
+            killed, which leaves no other trace.
+    """
+
+    folder: Path
+    version: int
+    num_senders: int
+    num_receivers: int
+    bucket_bytes: int = BUCKET_BYTES
+    max_unacknowledged: int = MAX_UNACKNOWLEDGED
+    stall_timeout_s: float = STALL_TIMEOUT_S
+
+    def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
+        """Sends this rank's tensors, and returns when every receiver has taken them.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            WeightSyncError: As `TransportSpec.send` says, or the folder has no space left.
+        """
+        with self._telling(f"sender {sender}"):
+            if version != self.version:
+                raise WeightSyncError(f"it has the weights of version {version}, expected {self.version}")
+            return _Sender(self, sender).send(tensors)
+
+    def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
+        """Gives the tensors of all senders to a loader, in the order in which they arrive.
+
+        Returns:
+            Bytes received.
+
+        Raises:
+            WeightSyncError: As `TransportSpec.receive` says, or a bucket is damaged.
+        """
+        with self._telling(f"receiver {receiver}"):
+            arrivals = _Receiver(self, receiver)
+            tensors = arrivals.tensors()
+            load(tensors)
+            if left := sum(1 for _ in tensors):
+                raise WeightSyncError(f"its loader ended before the last {left} tensors")
+            return arrivals.num_bytes
+
+    def abort(self, reason: str) -> None:
+        """Ends the transfer for all that take part in it; the first reason stays."""
+        try:
+            with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
+                file.write(reason)
+                file.flush()
+                os.link(file.name, self.folder / _FAILED)
+        except OSError:  # there is a reason already, or the driver has removed the folder: it has ended for all
+            pass
+
+    def names(self) -> set[str]:
+        """Names of the files that are there now.
+
+        Raises:
+            WeightSyncError: The transfer has been ended, with the reason.
+        """
+        try:
+            names = {path.name for path in self.folder.iterdir()}
+            reason = (self.folder / _FAILED).read_text(encoding="utf-8") if _FAILED in names else None
+        except OSError as error:
+            raise WeightSyncError(f"the folder of the transfer cannot be read: {error}") from error
+        if reason is not None:
+            raise _EndedByOther(reason)
+        return names
+
+    def receivers_without(self, name: str, names: set[str]) -> list[int]:
+        """The receivers that have not taken a bucket."""
+        return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
+
+    def place(self, name: str, write: Callable[[Path], object]) -> None:
+        """Writes a file that appears whole or not at all.
+
+        Raises:
+            WeightSyncError: The folder did not take it.
+        """
+        staging = self.folder / f"{name}.incomplete"
+        try:
+            write(staging)
+            staging.rename(self.folder / name)
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"{self.folder} did not take {name}: {error}") from error
+
+    @contextmanager
+    def _telling(self, who: str) -> Iterator[None]:
+        """Tells the others why this process ends."""
+        try:
+            yield
+        except _EndedByOther as error:
+            raise WeightSyncError(str(error)) from None
+        except WeightSyncError as error:
+            self.abort(f"{who}: {error}")
+            raise WeightSyncError(f"{who}: {error}") from error.__cause__
+        except BaseException as error:
+            self.abort(f"{who} raised {type(error).__name__}: {error}")
+            raise
+
+
+class _EndedByOther(WeightSyncError):
+    """The transfer was ended elsewhere; the text says where."""
+
+
+class _Stall:
+    """Pauses between two looks at the folder, until too much time has passed without progress."""
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self.progressed()
+
+    def progressed(self) -> None:
+        self._since, self._pause = time.monotonic(), _SHORTEST_PAUSE_S
+
+    def pause(self, waits_for: str) -> None:
+        """Waits a moment.
+
+        Raises:
+            WeightSyncError: It has waited for too long.
+        """
+        if time.monotonic() - self._since > self._timeout_s:
+            raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
+
+
+_BUCKET = re.compile(r"\d+-\d+\.safetensors")
+
+
+def _bucket_name(sender: int, bucket: int) -> str:
+    return f"{sender:04d}-{bucket:06d}.safetensors"
+
+
+def _taken_name(bucket_name: str, receiver: int) -> str:
+    return f"{bucket_name}.taken-{receiver:04d}"
+
+
+def _end_name(sender: int) -> str:
+    return f"{sender:04d}.end"
+
+
+class _Sender:
+    """One rank's part of a transfer."""
+
+    def __init__(self, transfer: FolderTransfer, sender: int):
+        self._transfer, self._sender = transfer, sender
+        self._unacknowledged: deque[str] = deque()
+        self._num_buckets = self._num_tensors = self._num_bytes = 0
+
+    def send(self, tensors: Iterable[NamedTensor]) -> int:
+        """Sends everything and waits until it has been taken; returns the number of bytes."""
+        bucket: list[NamedTensor] = []
+        num_bytes = 0
+        for name, given in tensors:
+            tensor = given.detach().cpu().contiguous()
+            if bucket and num_bytes + tensor.nbytes > self._transfer.bucket_bytes:
+                self._send_bucket(bucket)
+                bucket, num_bytes = [], 0
+            bucket.append((name, tensor))
+            num_bytes += tensor.nbytes
+        if bucket:
+            self._send_bucket(bucket)
+        end = {"buckets": self._num_buckets, "tensors": self._num_tensors, "version": self._transfer.version}
+        self._transfer.place(_end_name(self._sender), lambda path: path.write_text(json.dumps(end), encoding="utf-8"))
+        self._wait_for_room(0)
+        return self._num_bytes
+
+    def _send_bucket(self, bucket: list[NamedTensor]) -> None:
+        self._wait_for_room(self._transfer.max_unacknowledged - 1)
+        storages: set[int] = set()
+        content: dict[str, torch.Tensor] = {}
+        for name, tensor in bucket:
+            if name in content:
+                raise WeightSyncError(f"it has two tensors of the name {name}")
+            storage = tensor.untyped_storage().data_ptr()
+            # Tied weights under two names, or slices of one tensor: safetensors asks for memory of their own.
+            content[name] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+        name = _bucket_name(self._sender, self._num_buckets)
+        self._transfer.place(name, lambda path: save_file(content, path))
+        self._unacknowledged.append(name)
+        self._num_buckets += 1
+        self._num_tensors += len(content)
+        self._num_bytes += sum(tensor.nbytes for tensor in content.values())
+
+    def _wait_for_room(self, most: int) -> None:
+        """Deletes what all receivers have taken until at most so many buckets are left."""
+        transfer = self._transfer
+        stall = _Stall(transfer.stall_timeout_s)
+        acknowledged = -1
+        while True:
+            names = transfer.names()
+            while self._unacknowledged and not transfer.receivers_without(self._unacknowledged[0], names):
+                self._delete(self._unacknowledged.popleft())
+            if len(self._unacknowledged) <= most:
+                return
+            oldest = self._unacknowledged[0]
+            missing = transfer.receivers_without(oldest, names)
+            if oldest not in names:
+                raise WeightSyncError(f"{oldest} is gone before receivers {missing} have taken it")
+            if (found := sum(".taken-" in name for name in names)) != acknowledged:
+                acknowledged = found
+                stall.progressed()
+            stall.pause(f"receivers {missing} to take {oldest}")
+
+    def _delete(self, bucket: str) -> None:
+        for name in (bucket, *(_taken_name(bucket, each) for each in range(self._transfer.num_receivers))):
+            (self._transfer.folder / name).unlink(missing_ok=True)
+
+
+class _Receiver:
+    """One engine worker's part of a transfer.
+
+    Attributes:
+        num_bytes: Bytes of the tensors so far.
+    """
+
+    def __init__(self, transfer: FolderTransfer, receiver: int):
+        self._transfer, self._receiver = transfer, receiver
+        self._num_buckets = [0] * transfer.num_senders
+        self._num_tensors = [0] * transfer.num_senders
+        self._names: set[str] = set()
+        self.num_bytes = 0
+
+    def tensors(self) -> Iterator[NamedTensor]:
+        """All tensors, each once."""
+        pending = list(range(self._transfer.num_senders))
+        stall = _Stall(self._transfer.stall_timeout_s)
+        while pending:
+            names = self._transfer.names()
+            before = sum(self._num_buckets), len(pending)
+            for sender in pending:
+                while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
+                    yield from self._bucket(sender, name)
+                    self._num_buckets[sender] += 1
+                    self._transfer.place(_taken_name(name, self._receiver), Path.touch)
+            pending = [sender for sender in pending if not self._has_ended(sender, names)]
+            if (sum(self._num_buckets), len(pending)) != before:
+                stall.progressed()
+            elif pending:
+                stall.pause(self._waits_for(pending, names))
+
+    def _waits_for(self, senders: list[int], names: set[str]) -> str:
+        """The processes that do not go on: senders may be held up by another receiver."""
+        held_up = {
+            each for name in names if _BUCKET.fullmatch(name) for each in self._transfer.receivers_without(name, names)
+        }
+        return f"receivers {sorted(held_up)} to take their buckets" if held_up else f"tensors of senders {senders}"
+
+    def _bucket(self, sender: int, name: str) -> Iterator[NamedTensor]:
+        try:
+            with safe_open(self._transfer.folder / name, framework="pt") as file:
+                for key in file.keys():  # noqa: SIM118  (no mapping)
+                    if key in self._names:
+                        raise WeightSyncError(f"{key} was sent twice")
+                    self._names.add(key)
+                    tensor = file.get_tensor(key)
+                    self._num_tensors[sender] += 1
+                    self.num_bytes += tensor.nbytes
+                    yield key, tensor
+        except (OSError, SafetensorError) as error:
+            raise WeightSyncError(f"{name} cannot be read: {error}") from error
+
+    def _has_ended(self, sender: int, names: set[str]) -> bool:
+        """True when a sender has sent everything and all of it has arrived."""
+        if _end_name(sender) not in names:
+            return False
+        end = json.loads((self._transfer.folder / _end_name(sender)).read_text(encoding="utf-8"))
+        found = {
+            "buckets": self._num_buckets[sender],
+            "tensors": self._num_tensors[sender],
+            "version": self._transfer.version,
+        }
+        if found["buckets"] < end["buckets"]:  # the list of names may be older than the last buckets
+            return False
+        if found != end:
+            raise WeightSyncError(f"sender {sender} has sent {end}, and {found} arrived")
+        return True
+
+
+class FolderTransport:
+    """A `WeightTransport` through a folder of its own, which is there while this is open and never afterwards.
+
+    A driver that is killed leaves its folder behind; the next transport of the same machine removes it.
+
+    Args:
+        parent: Gets the folder. All processes that take part must reach it.
+        num_senders: Trainer ranks.
+        send: Has all of them send by a specification and returns when they have; the bytes of all.
+        bucket_bytes: Most bytes of a bucket that holds more than one tensor.
+        max_unacknowledged: Buckets of one sender that lie in the folder at a time, at most.
+        stall_timeout_s: Seconds without progress after which a process gives up on the others.
+    """
+
+    def __init__(
+        self,
+        parent: Path,
+        num_senders: int,
+        send: Callable[[TransportSpec], int],
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        max_unacknowledged: int = MAX_UNACKNOWLEDGED,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
+    ):
+        self._parent, self._num_senders, self._send = parent, num_senders, send
+        self._bucket_bytes, self._max_unacknowledged = bucket_bytes, max_unacknowledged
+        self._stall_timeout_s = stall_timeout_s
+        self._folder: Path | None = None
+        self._transfer: FolderTransfer | None = None
+
+    def __enter__(self) -> Self:
+        self._parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(self._parent)
+        self._folder = Path(
+            tempfile.mkdtemp(prefix=f"{_PREFIX}-{socket.gethostname()}-{os.getpid()}-", dir=self._parent)
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._folder is not None  # entered
+        if error is not None and self._transfer is not None:
+            self._transfer.abort(f"the driver raised {type(error).__name__}: {error}")
+        # A process that has not noticed the end may still write into it.
+        for _ in range(10):
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if not self._folder.exists():
+                return
+            time.sleep(_LONGEST_PAUSE_S)
+
+    def open(self, num_receivers: int, version: int) -> FolderTransfer:
+        """Opens the one transfer of this transport."""
+        if self._folder is None or self._transfer is not None:
+            raise RuntimeError("a transport is entered first and opened once")
+        self._transfer = FolderTransfer(
+            folder=self._folder,
+            version=version,
+            num_senders=self._num_senders,
+            num_receivers=num_receivers,
+            bucket_bytes=self._bucket_bytes,
+            max_unacknowledged=self._max_unacknowledged,
+            stall_timeout_s=self._stall_timeout_s,
+        )
+        return self._transfer
+
+    def send(self) -> int:
+        """Has all trainer ranks send; the receivers have been started.
+
+        Raises:
+            WeightSyncError: Not every tensor was sent and taken.
+        """
+        if self._transfer is None:
+            raise RuntimeError("a transport is opened before anything is sent")
+        try:
+            return self._send(self._transfer)
+        except BaseException as error:  # a sender that died has told nobody
+            self._transfer.abort(f"the trainer's ranks ended: {error}")
+            raise
+
+
+def folder_of_one_machine(num_senders: int) -> Path:
+    """Shared memory where there is room for twice the buckets under way, otherwise the folder of temporary files.
+
+    Containers have 64 MiB of shared memory unless they are given more.
+    """
+    needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
+    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
+    return SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Deletes the folders of drivers of this machine that run no more."""
+    for folder in parent.glob(f"{_PREFIX}-{socket.gethostname()}-*-*"):
+        pid = folder.name.rsplit("-", 2)[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,416 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Transfers through a folder between real processes: bits, versions, failures of each side, room, and leftovers."""
+
+import multiprocessing
+import os
+import pickle
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.weight_sync import folder as folder_module
+from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport, folder_of_one_machine
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
+
+BUCKET_BYTES = 4096
+VERSION = 7
+CONTEXT = multiprocessing.get_context("fork")  # a fresh interpreter would import torch for each process
+
+
+def tensors_of(sender: int) -> list[NamedTensor]:
+    """Tensors of all types and of sizes from nothing to four buckets; those of the last sender are none."""
+    if sender == 2:
+        return []
+    generator = torch.Generator().manual_seed(sender)
+    bits = partial(torch.randint, 0, 256, generator=generator, dtype=torch.uint8)
+    floats = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+    dtypes = [*floats, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
+    # All bit patterns, not-a-numbers with a payload and infinities among them.
+    found = [(f"{dtype}.{sender}", bits(size=(7, 24 * 8)).view(dtype)) for dtype in dtypes]
+    whole = torch.randn(6, 20, generator=generator)
+    return [
+        *found,
+        (f"bool.{sender}", bits(size=(5,)) < 128),
+        (f"empty.{sender}", torch.empty(0, 3, dtype=torch.bfloat16)),
+        (f"scalar.{sender}", torch.tensor(1.5, dtype=torch.bfloat16)),
+        (f"large.{sender}", torch.randn(4 * BUCKET_BYTES // 4 + 3, generator=generator)),
+        (f"transposed.{sender}", whole.T),
+        (f"tied.{sender}", whole),
+        (f"slice.{sender}", whole[2:4]),
+        *((f"small {index}.{sender}", torch.full((index,), float(index))) for index in range(1, 40)),
+    ]
+
+
+def bits_of(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, bytes]:
+    """A tensor with its numbers as bytes: NaN differs from itself."""
+    return tensor.dtype, tensor.shape, tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def run_processes(tasks: dict[str, Callable[[], Any]], timeout_s: float = 30.0) -> dict[str, Any]:
+    """Runs each in a process of its own at the same time; results, or the errors as text; None of one killed."""
+
+    def report(task: Callable[[], Any], connection: Any) -> None:
+        try:
+            result = task()
+        except BaseException as error:
+            result = f"{type(error).__name__}: {error}"
+        connection.send(result)
+        connection.close()
+        os._exit(0)
+
+    started = {}
+    for name, task in tasks.items():
+        receiving, sending = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=report, args=(task, sending))
+        process.start()
+        sending.close()
+        started[name] = process, receiving
+    results: dict[str, Any] = dict.fromkeys(tasks)
+    for name, (process, receiving) in started.items():
+        with suppress(EOFError):
+            assert receiving.poll(timeout_s), f"{name} neither ended nor failed"
+            results[name] = receiving.recv()
+        process.join(timeout_s)
+    return results
+
+
+def send(spec: TransportSpec, sender: int, tensors: Callable[[int], Any] = tensors_of, version: int = VERSION) -> int:
+    return spec.send(iter(tensors(sender)), sender, version)
+
+
+def receive(spec: TransportSpec, receiver: int) -> dict[str, Any]:
+    """All that arrived, in bits: copied, since the memory is the transport's."""
+    found = {}
+
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        for name, tensor in tensors:
+            assert name not in found
+            found[name] = bits_of(tensor)
+
+    spec.receive(receiver, load)
+    return found
+
+
+def transfer(
+    parent: Path,
+    senders: list[Callable[[TransportSpec], Any]],
+    receivers: list[Callable[[TransportSpec], Any]],
+    **settings: Any,
+) -> dict[str, Any]:
+    """One transfer between processes of all of these; nothing may be left of it."""
+    with FolderTransport(parent, len(senders), lambda spec: 0, bucket_bytes=BUCKET_BYTES, **settings) as transport:
+        spec = pickle.loads(pickle.dumps(transport.open(len(receivers), VERSION)))  # noqa: S301  (its own)
+        tasks = {f"sender {index}": partial(task, spec) for index, task in enumerate(senders)}
+        tasks |= {f"receiver {index}": partial(task, spec) for index, task in enumerate(receivers)}
+        found = run_processes(tasks)
+    assert list(parent.iterdir()) == []
+    return found
+
+
+def all_senders(count: int = 3) -> list[Callable[[TransportSpec], Any]]:
+    return [partial(send, sender=sender) for sender in range(count)]
+
+
+def all_receivers(count: int = 2) -> list[Callable[[TransportSpec], Any]]:
+    return [partial(receive, receiver=receiver) for receiver in range(count)]
+
+
+@pytest.mark.parametrize("max_unacknowledged", [1, 2])
+@pytest.mark.parametrize(("num_senders", "num_receivers"), [(1, 1), (3, 2)])
+def test_every_receiver_gets_the_bits_of_every_sender(
+    num_senders: int, num_receivers: int, max_unacknowledged: int, tmp_path: Path
+) -> None:
+    found = transfer(
+        tmp_path, all_senders(num_senders), all_receivers(num_receivers), max_unacknowledged=max_unacknowledged
+    )
+    expected = {name: bits_of(tensor) for sender in range(num_senders) for name, tensor in tensors_of(sender)}
+    assert len(expected) > 50
+    for receiver in range(num_receivers):
+        assert found[f"receiver {receiver}"] == expected
+    for sender in range(num_senders):
+        assert found[f"sender {sender}"] == sum(tensor.nbytes for _, tensor in tensors_of(sender))
+
+
+def test_a_buckets_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket holds at most its bytes, or one tensor; and there are no more of them than needed."""
+    sizes: list[tuple[int, int]] = []
+
+    def record(content: dict[str, torch.Tensor], path: Path) -> None:
+        sizes.append((len(content), sum(tensor.nbytes for tensor in content.values())))
+        path.touch()
+
+    monkeypatch.setattr(folder_module, "save_file", record)
+    spec = FolderTransfer(tmp_path, VERSION, num_senders=1, num_receivers=0, bucket_bytes=100)
+    spec.send(
+        [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (40, 60, 1, 300, 100, 99, 1, 1)], 0, VERSION
+    )
+    assert sizes == [(2, 100), (1, 1), (1, 300), (1, 100), (2, 100), (1, 1)]
+
+
+def watched_send(spec: FolderTransfer, sender: int, *, log: Path) -> None:
+    """Sends many tensors of a quarter of a bucket, and notes before each how many bytes lie in the folder."""
+
+    def tensors() -> Iterator[NamedTensor]:
+        with log.open("a") as file:
+            for index in range(80):
+                files = [path for path in spec.folder.iterdir() if path.name.startswith(f"{sender:04d}-")]
+                held = 0
+                for path in files:
+                    with suppress(FileNotFoundError):
+                        held += path.stat().st_size
+                file.write(f"{held}\n")
+                yield f"{index}.{sender}", torch.zeros(BUCKET_BYTES // 16)
+
+    spec.send(tensors(), sender, VERSION)
+
+
+def slow_receive(spec: TransportSpec, receiver: int) -> None:
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        for index, _ in enumerate(tensors):
+            if index % 8 == 0:
+                time.sleep(0.01)
+
+    spec.receive(receiver, load)
+
+
+@pytest.mark.parametrize("max_unacknowledged", [1, 2, 5])
+def test_the_bytes_in_flight_are_bounded(max_unacknowledged: int, tmp_path: Path) -> None:
+    """With a receiver that is slower than the senders, they wait for it."""
+    log, folder = tmp_path / "held", tmp_path / "transfers"
+    log.touch()
+    found = transfer(
+        folder,
+        [partial(watched_send, sender=sender, log=log) for sender in range(2)],
+        [partial(slow_receive, receiver=0), partial(receive, receiver=1)],
+        max_unacknowledged=max_unacknowledged,
+    )
+    assert found["sender 0"] is None
+    held = [int(line) for line in log.read_text().splitlines()]
+    header = 1024
+    assert max(held) <= max_unacknowledged * (BUCKET_BYTES + header)
+    assert max(held) >= max_unacknowledged * BUCKET_BYTES, "the senders were held up"
+
+
+def failing_send(spec: TransportSpec, sender: int) -> None:
+    def tensors() -> Iterator[NamedTensor]:
+        yield from tensors_of(sender)
+        raise MemoryError("rank out of memory")
+
+    spec.send(tensors(), sender, VERSION)
+
+
+def test_a_sender_that_raises_ends_all(tmp_path: Path) -> None:
+    found = transfer(tmp_path, [*all_senders(1), partial(failing_send, sender=1)], all_receivers())
+    reason = "sender 1 raised MemoryError: rank out of memory"
+    assert found["sender 1"] == "MemoryError: rank out of memory"
+    for receiver in range(2):
+        assert found[f"receiver {receiver}"] == f"WeightSyncError: {reason}"
+
+
+def failing_receive(spec: TransportSpec, receiver: int) -> None:
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        next(tensors)
+        raise ValueError("no parameter of this name")
+
+    spec.receive(receiver, load)
+
+
+def test_a_receiver_that_raises_ends_all(tmp_path: Path) -> None:
+    found = transfer(tmp_path, all_senders(2), [*all_receivers(1), partial(failing_receive, receiver=1)])
+    assert found["receiver 1"] == "ValueError: no parameter of this name"
+    for name in ("sender 0", "sender 1", "receiver 0"):
+        assert found[name] == "WeightSyncError: receiver 1 raised ValueError: no parameter of this name"
+
+
+def lazy_receive(spec: TransportSpec, receiver: int) -> None:
+    spec.receive(receiver, lambda tensors: [next(tensors) for _ in range(3)])
+
+
+def test_a_loader_takes_all_tensors(tmp_path: Path) -> None:
+    found = transfer(tmp_path, all_senders(1), [partial(lazy_receive, receiver=0)])
+    num_left = len(tensors_of(0)) - 3
+    assert found["receiver 0"] == f"WeightSyncError: receiver 0: its loader ended before the last {num_left} tensors"
+
+
+def killed_send(spec: TransportSpec, sender: int) -> None:
+    def tensors() -> Iterator[NamedTensor]:
+        yield from tensors_of(sender)
+        os.kill(os.getpid(), 9)
+
+    spec.send(tensors(), sender, VERSION)
+
+
+def killed_receive(spec: TransportSpec, receiver: int) -> None:
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        next(tensors)
+        os.kill(os.getpid(), 9)
+
+    spec.receive(receiver, load)
+
+
+def test_a_killed_sender_is_noticed(tmp_path: Path) -> None:
+    found = transfer(tmp_path, [*all_senders(1), partial(killed_send, sender=1)], all_receivers(1), stall_timeout_s=0.5)
+    assert found["sender 1"] is None, "it is dead"
+    assert found["receiver 0"] == "WeightSyncError: receiver 0: waited for 0.5 s for tensors of senders [1]"
+
+
+def test_a_killed_receiver_is_noticed(tmp_path: Path) -> None:
+    found = transfer(
+        tmp_path, all_senders(1), [*all_receivers(1), partial(killed_receive, receiver=1)], stall_timeout_s=0.5
+    )
+    assert found["receiver 1"] is None, "it is dead"
+    assert found["sender 0"] == found["receiver 0"]
+    # Whoever notices it first.
+    assert re.fullmatch(r"WeightSyncError: \w+ 0: waited for 0\.5 s for receivers \[1\] to take .*", found["sender 0"])
+
+
+def robbed_send(spec: FolderTransfer, sender: int) -> None:
+    """Sends while somebody deletes one of its buckets, before any receiver has begun."""
+
+    def tensors() -> Iterator[NamedTensor]:
+        yield "first", torch.zeros(BUCKET_BYTES // 4)
+        yield "second", torch.zeros(BUCKET_BYTES // 4)
+        (spec.folder / "0000-000000.safetensors").unlink()
+        yield "third", torch.zeros(1)
+
+    spec.send(tensors(), sender, VERSION)
+
+
+def test_a_lost_bucket_is_told(tmp_path: Path) -> None:
+    def wait_and_receive(spec: FolderTransfer) -> Any:
+        time.sleep(0.3)
+        return receive(spec, 0)
+
+    found = transfer(tmp_path, [partial(robbed_send, sender=0)], [wait_and_receive])
+    reason = "0000-000000.safetensors is gone before receivers [0] have taken it"
+    assert found["sender 0"] == found["receiver 0"] == f"WeightSyncError: sender 0: {reason}"
+
+
+def damaging_send(spec: FolderTransfer, sender: int) -> None:
+    def damage(content: Any, path: Path) -> None:
+        path.write_bytes(b"\x10\0\0\0\0\0\0\0 no manifest")
+
+    folder_module.save_file = damage  # of this process alone
+    spec.send([("weight", torch.zeros(3))], sender, VERSION)
+
+
+def test_a_damaged_bucket_is_told(tmp_path: Path) -> None:
+    found = transfer(tmp_path, [partial(damaging_send, sender=0)], all_receivers(1))
+    assert "receiver 0: 0000-000000.safetensors cannot be read" in found["receiver 0"]
+    assert found["sender 0"] == found["receiver 0"]
+
+
+def forgetful_send(spec: FolderTransfer, sender: int) -> None:
+    """Leaves a tensor out of a bucket."""
+
+    def forget(content: dict[str, torch.Tensor], path: Path) -> None:
+        content = dict(content)
+        content.popitem()
+        original(content, path)
+
+    original, folder_module.save_file = folder_module.save_file, forget
+    spec.send([("one", torch.zeros(3)), ("two", torch.zeros(3))], sender, VERSION)
+
+
+def test_a_missing_tensor_is_told(tmp_path: Path) -> None:
+    found = transfer(tmp_path, [partial(forgetful_send, sender=0)], all_receivers(1))
+    assert "sender 0 has sent {'buckets': 1, 'tensors': 2, 'version': 7}" in found["receiver 0"]
+
+
+def test_another_version_is_told(tmp_path: Path) -> None:
+    found = transfer(tmp_path, [*all_senders(1), partial(send, sender=1, version=6)], all_receivers(1))
+    reason = "sender 1: it has the weights of version 6, expected 7"
+    assert found["sender 1"] == found["receiver 0"] == f"WeightSyncError: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (lambda sender: [("same", torch.zeros(3))], "receiver 0: same was sent twice"),
+        (lambda sender: [(f"own {sender}", torch.zeros(3))] * 2, "it has two tensors of the name own"),
+    ],
+)
+def test_a_name_stands_for_one_tensor(tensors: Any, reason: str, tmp_path: Path) -> None:
+    found = transfer(tmp_path, [partial(send, sender=each, tensors=tensors) for each in range(2)], all_receivers(1))
+    assert reason in found["receiver 0"]
+
+
+def test_a_full_folder_is_told(tmp_path: Path) -> None:
+    def send_into_full_disk(spec: TransportSpec) -> int:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * BUCKET_BYTES, 2 * BUCKET_BYTES))
+        return send(spec, 0)
+
+    found = transfer(tmp_path, [send_into_full_disk], all_receivers(1))
+    assert "did not take 0000-0000" in found["sender 0"]
+    assert "File too large" in found["sender 0"]
+    assert found["receiver 0"] == found["sender 0"]
+
+
+def test_the_driver_ends_the_transfer_when_the_trainer_died(tmp_path: Path) -> None:
+    def die(spec: TransportSpec) -> int:
+        raise RuntimeError("rank 1 died")
+
+    with FolderTransport(tmp_path, 1, die) as transport:
+        spec = transport.open(1, VERSION)
+        with pytest.raises(RuntimeError, match="rank 1 died"):
+            transport.send()
+        with pytest.raises(WeightSyncError, match="the trainer's ranks ended: rank 1 died"):
+            receive(spec, 0)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(WeightSyncError, match="the folder of the transfer cannot be read"):
+        receive(spec, 0)
+
+
+def test_a_driver_that_raises_leaves_nothing(tmp_path: Path) -> None:
+    transport = FolderTransport(tmp_path, 1, lambda spec: 0)
+    with pytest.raises(RuntimeError, match="entered first"):
+        transport.open(1, VERSION)
+    with pytest.raises(KeyError), transport:
+        transport.open(1, VERSION).place("bucket", Path.touch)
+        assert len(list(tmp_path.iterdir())) == 1
+        raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_driver_left_is_removed(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    prefix = f"nemo_rl_moe-weights-{socket.gethostname()}"
+    for name in (
+        f"{prefix}-{process.pid}-abc",
+        f"{prefix}-{os.getpid()}-abc",
+        "nemo_rl_moe-weights-other-1-abc",
+        "mine",
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0000-000000.safetensors").touch()
+    with FolderTransport(tmp_path, 1, lambda spec: 0):
+        pass
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {f"{prefix}-{os.getpid()}-abc", "nemo_rl_moe-weights-other-1-abc", "mine"}
+
+
+def test_shared_memory_is_taken_where_it_has_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(folder_module, "SHARED_MEMORY", tmp_path)
+    free = folder_module.shutil.disk_usage(tmp_path).free
+    assert free > 2**28
+    assert folder_of_one_machine(1) == tmp_path
+    assert folder_of_one_machine(free // 2**27) != tmp_path
+    monkeypatch.setattr(folder_module, "SHARED_MEMORY", tmp_path / "none")
+    assert folder_of_one_machine(1) not in (tmp_path, tmp_path / "none")
