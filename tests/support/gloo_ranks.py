@@ -163,12 +163,13 @@ def _take(count: int) -> list[_Rank]:
     return taken + _start(count - len(taken))
 
 
-def _end_idle() -> None:
+def end_idle_ranks() -> None:
+    """Ends the processes that wait for a call."""
     while _idle:
         _idle.pop().end()
 
 
-atexit.register(_end_idle)
+atexit.register(end_idle_ranks)
 
 
 def _send(call: _Call, ranks: Sequence[_Rank]) -> None:

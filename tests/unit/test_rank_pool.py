@@ -15,12 +15,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import tiny_model
+from tests.support import gloo_ranks, tiny_model
 from tests.support.gloo_ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.megatron
 
 NOTED: list[int] = []
+
+
+@pytest.fixture(autouse=True)
+def no_other_ranks() -> None:
+    """So that a second call meets the processes of the first."""
+    gloo_ranks.end_idle_ranks()
 
 
 def disturb() -> int:
