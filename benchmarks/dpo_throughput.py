@@ -47,9 +47,8 @@ from nemo_rl_moe.data.preferences import WORDS, PreferenceDataset
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
-from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, MetricHistory, read_history
 
 OUTPUT = Path(__file__).resolve().parent / "images" / "demo.png"
 PANELS: dict[str, dict[str, str]] = {
@@ -52,7 +51,7 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="the run's folder")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="default: %(default)s")
     chosen = parser.parse_args()
-    draw(read_jsonl(chosen.run / METRICS_FILE_NAME), chosen.output)
+    draw(read_history(chosen.run / METRICS_FILE_NAME), chosen.output)
 
 
 if __name__ == "__main__":

@@ -79,10 +79,8 @@ def _metrics_of_step(run: Path, step: int) -> dict[str, float]:
 
 
 def _utilization(run: Path, step: int) -> NDArray[np.float64]:
-    rows = read_expert_load(run).to_pandas()
-    counts = (
-        rows[rows["step"] == step].pivot_table(index="layer", columns="expert", values="count").to_numpy(np.float64)
-    )
+    load = read_expert_load(run)
+    counts = load.counts[load.steps.tolist().index(step)]
     utilization: NDArray[np.float64] = counts / counts.mean(axis=1, keepdims=True)
     return utilization
 

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, MetricHistory, read_history
 
 OUTPUT = Path(__file__).resolve().parent / "images" / "grpo.png"
 PANELS = {
@@ -61,7 +60,7 @@ def draw(runs: Mapping[str, MetricHistory], output: Path) -> None:
 def named_runs(seeds: Sequence[Path], control: Path) -> dict[str, MetricHistory]:
     """What the runs logged, under the names that table and picture give them."""
     named = {f"seed {number}": folder for number, folder in enumerate(seeds)} | {CONTROL: control}
-    return {name: read_jsonl(folder / METRICS_FILE_NAME) for name, folder in named.items()}
+    return {name: read_history(folder / METRICS_FILE_NAME) for name, folder in named.items()}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that appear whole or not at all, and are on the disk when they have appeared."""
+"""Atomic writes: files and folders that appear whole or not at all, whenever the program is killed."""
 
 import os
 import shutil
@@ -8,8 +8,23 @@ from contextlib import suppress
 from pathlib import Path
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file that a kill or a full disk leaves as it was before.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    staging = path.with_name(f".{path.name}.incomplete")
+    try:
+        staging.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        staging.replace(path)
+    except OSError:
+        staging.unlink(missing_ok=True)
+        raise
+
+
 def delete(path: Path) -> None:
-    """Removes a file, a link or a whole folder; nothing where there is nothing.
+    """Removes a file, a link or a whole folder, if there is one.
 
     Raises:
         OSError: It cannot be removed.
@@ -21,7 +36,7 @@ def delete(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or a folder's list of files, is on the disk.
+    """Waits until a file, or a folder's list of files, is on the disk (fsync).
 
     Raises:
         OSError: The disk did not take it.
@@ -34,7 +49,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """The same of everything in a folder."""
+    """Waits until a folder and everything in it is on the disk."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             sync(Path(parent) / name)
@@ -42,12 +57,15 @@ def sync_tree(folder: Path) -> None:
 
 
 def put_in_place(staging: Path, target: Path, replaced: Path) -> None:
-    """Gives a folder that is complete its name; one that had it before is there until then, and comes back on failure.
+    """Renames a complete folder to its final name, replacing the folder that had the name.
+
+    Survives a kill or a power failure at any point: the old folder or the new one is whole. On an error the old one
+    gets its name back.
 
     Args:
-        staging: The folder.
-        target: Its name, on the same file system.
-        replaced: Where the one before stands meanwhile; whatever is there is deleted.
+        staging: The complete folder.
+        target: Its final name, on the same file system.
+        replaced: Name for the old folder meanwhile; anything under this name is deleted.
 
     Raises:
         OSError: The disk did not take it.

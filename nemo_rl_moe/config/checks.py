@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
-from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, LOOP_RULES
+from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, LOOP_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
 
@@ -31,6 +31,16 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
     if megatron_version is not None:
         problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)
     return problems
+
+
+def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
+    """One line for each local file or folder of the configuration that is not there.
+
+    Args:
+        config: The configuration, or the valid part of it.
+        is_whole: False when values are missing from it; rules that need them are skipped.
+    """
+    return apply_rules(PATH_RULES, config, is_whole=is_whole)
 
 
 def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) -> list[str]:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Algorithm, algorithm_of, find_algorithm
-from nemo_rl_moe.config.checks import combination_problems
-from nemo_rl_moe.config.checks_paths import path_problems
+from nemo_rl_moe.config.checks import combination_problems, path_problems
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig

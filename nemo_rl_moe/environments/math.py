@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Mathematical answers, compared as mathematics by the math-verify library."""
+"""Mathematical answers, compared for equality by the math-verify library."""
 
 import logging
 from functools import lru_cache

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of a response counts, the same for all environments."""
+"""Registry of environments, and the part of a response that is scored, the same for all of them."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +15,13 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 class AnswerEnvironment:
-    """Shows an environment only the answer, and does not ask it about responses that have none.
+    """Environment that passes only the answer of a response on to another one.
 
     Args:
-        environment: What scores.
-        answer_after: The answer is what follows the last such text, or the whole response without it; None: always the
+        environment: The other one.
+        answer_after: The answer is the text after the last of these, or the whole response without it; None: always the
             whole response.
-        score_truncated: Ask about responses that were cut at the length limit; otherwise they are wrong, with reward 0.
+        score_truncated: Score responses that were cut at the length limit; otherwise they are wrong, with reward 0.
     """
 
     def __init__(self, environment: Scorer, answer_after: str | None, score_truncated: bool):
@@ -37,7 +37,7 @@ class AnswerEnvironment:
 
 
 def answer_in(response: str, answer_after: str | None) -> str:
-    """What follows the last `answer_after`; the whole response where it is missing or None."""
+    """The text after the last `answer_after`; the whole response where it is missing or None."""
     return response if answer_after is None else response.rpartition(answer_after)[2]
 
 
@@ -56,7 +56,7 @@ def make_scorer(config: EnvironmentConfig) -> Scorer:
 
 
 def validate_environment(config: EnvironmentConfig) -> None:
-    """Finds on the driver whatever is wrong with an environment, before a worker starts: makes it once.
+    """Makes an environment once on the driver, so that its errors are raised before a worker starts.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.

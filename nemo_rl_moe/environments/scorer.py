@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Scores many responses in a pool of worker processes, and outlives whatever happens in them."""
+"""Pool of environment workers (Ray actors) that scores many responses and survives the loss of a worker."""
 
 import sys
 import time
@@ -25,7 +25,7 @@ from nemo_rl_moe.errors import WorkerDiedError
 
 START_TIMEOUT_S = 300.0
 CALL_SLACK_S = 30.0
-"""What a call may take beyond the time of its responses, before its worker is taken for dead."""
+"""Seconds that a call may take beyond the limits of its responses, before its worker is taken for dead."""
 LONGEST_MESSAGE = 300
 WORKER_ENVIRONMENT = {
     # The policy workers have the cores and the GPUs.
@@ -41,42 +41,44 @@ class _Share:
     """Responses that one call scores.
 
     Attributes:
-        indices: Which.
-        is_on_trial: It is one response, of a share whose worker was lost: if the next one is lost too, it is its fault.
+        indices: Their places in the batch.
+        is_retry: A single response of a share whose worker was lost. If its worker is lost too, it gets the fault.
     """
 
     indices: tuple[int, ...]
-    is_on_trial: bool = False
+    is_retry: bool = False
 
 
 @dataclass(frozen=True)
 class _Call:
-    """What a worker is doing.
+    """A running call of a worker.
 
     Attributes:
-        worker: Its number.
-        share: What it scores; None while it starts.
-        sign_of_life: A call that it answers before it begins with the share, where that is on trial.
+        worker: The worker's number.
+        share: The responses that it scores; None while it starts.
+        ping: Of a retry: a call that the worker answers before it scores. If that failed too, the worker had been lost
+            before (killed from outside between two calls) and the response is not at fault.
         started_at: Seconds, by the monotonic clock.
-        deadline: When the worker is taken for dead.
+        deadline: Time at which the worker is taken for dead.
     """
 
     worker: int
     share: _Share | None
-    sign_of_life: Any
+    ping: Any
     started_at: float
     deadline: float
 
 
 class EnvironmentScorer:
-    """A pool of environment workers; a context manager. Ray must be running.
+    """Pool of environment workers; a context manager. Ray must be running.
 
-    In the good case a batch is one call to each worker. A response that raises or takes too long is told by its worker.
-    One that takes its worker with it, or does not let go of it, costs the worker: it is replaced, and the responses of
-    its share are scored again one by one, so that the others get their scores. The time for a batch is bounded: each
-    response is tried twice at most.
+    A batch is one call to each worker. A worker reports a response that raises or exceeds its time limit. Survives
+    responses that end their worker (a segmentation fault, `os._exit`, memory) or block it outside of the interpreter:
+    the worker is replaced, and the responses of its share are scored again one by one, so that only the one at fault
+    loses its score. The time for a batch is bounded: each response is scored twice at most.
 
-    Scores do not depend on how responses are shared among workers, unless the environment remembers earlier ones.
+    The workers are spread over the nodes of the cluster, and Ray ends them when the driver is killed, even those that
+    are blocked. Scores do not depend on how responses are shared among workers, unless the environment keeps state.
 
     Args:
         config: The environment and the number of workers. They take no place from the policy workers.
@@ -152,7 +154,7 @@ class EnvironmentScorer:
                     scores.update(zip(doing.share.indices, result, strict=True))
                 else:
                     self._start(doing.worker)
-                    self._give_up(doing, result, waiting, scores)
+                    self._retry_or_fail(doing, result, waiting, scores)
         return [scores[index] for index in range(len(items))]
 
     def _start(self, worker: int) -> None:
@@ -170,10 +172,10 @@ class EnvironmentScorer:
         worker = self._idle.pop()
         allowed_s = len(share.indices) * (self._config.timeout_s + LONGEST_HOLD_S) + CALL_SLACK_S
         actor = self._actors[worker]
-        sign_of_life = actor.place.remote() if share.is_on_trial else None
+        ping = actor.place.remote() if share.is_retry else None
         call = actor.call.remote("score", [items[index] for index in share.indices])
         now = time.monotonic()
-        self._calls[call] = _Call(worker, share, sign_of_life, now, now + allowed_s)
+        self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 
     def _wait(self) -> list[Any]:
         """Waits until a call has ended, or its time has; kills the worker of a call that is overdue, which ends it."""
@@ -198,13 +200,13 @@ class EnvironmentScorer:
             raise WorkerDiedError(f"{name} did not start within {START_TIMEOUT_S:g} s")
         raise WorkerDiedError(f"{name} died while starting:\n{_reason(result)}")
 
-    def _give_up(self, doing: _Call, result: Any, waiting: deque[_Share], scores: dict[int, Score]) -> None:
-        """Has the responses of a lost worker scored one by one, or holds the one that was alone to be guilty."""
+    def _retry_or_fail(self, doing: _Call, result: Any, waiting: deque[_Share], scores: dict[int, Score]) -> None:
+        """Queues the responses of a lost worker to be scored one by one; a retried one gets the fault."""
         assert doing.share is not None
-        if not doing.share.is_on_trial:
-            waiting.extend(_Share((index,), is_on_trial=True) for index in doing.share.indices)
+        if not doing.share.is_retry:
+            waiting.extend(_Share((index,), is_retry=True) for index in doing.share.indices)
             return
-        if isinstance(outcome(doing.sign_of_life), RayError):  # the worker had been lost before
+        if isinstance(outcome(doing.ping), RayError):  # the worker had been lost before
             waiting.append(doing.share)
             return
         (index,) = doing.share.indices
@@ -224,7 +226,7 @@ def _shares(num_items: int, num_workers: int) -> list[_Share]:
 
 
 def _kill(actor: Any) -> None:
-    # Ray has been stopped, or the actor has died, if it cannot be killed.
+    # Raised where Ray has been stopped or the actor has died already.
     with suppress(RayError, ValueError):
         if ray.is_initialized():
             ray.kill(actor, no_restart=True)

@@ -1,28 +1,30 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What an environment worker does with its share of a batch."""
+"""The environment worker: a process that scores its share of a batch, each response within its time limit."""
 
 import faulthandler
 import math
 import time
 from collections.abc import Sequence
 
+from nemo_rl_moe.alarms import TimeIsUp, call_within
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.registry import make_scorer
-from nemo_rl_moe.environments.time_limit import score_within
+from nemo_rl_moe.errors import one_line
 
 INTERRUPTION_S = 1.0
-"""What a response has left after the alarm: an environment that has not stopped then ends with its process."""
+"""Seconds after the alarm at which the process of an environment that has not stopped is ended."""
 REARMING_S = 1.0
-"""How much later that may be. To arm the end anew takes longer than many an environment takes for a response."""
+"""Most seconds by which that end is late: it is armed anew at most once in this time, as arming it takes longer than
+many environments take for a response."""
 LONGEST_HOLD_S = INTERRUPTION_S + REARMING_S
-"""The most by which a response exceeds its time."""
+"""Most seconds by which a response exceeds its time."""
 STDERR = 2
 
 
 class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
-    """Keeps an environment and scores one response after the other.
+    """An environment and the loop over the responses of a call.
 
     Args:
         rank: Number of the worker.
@@ -37,9 +39,9 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """One score for each response, in their order.
 
-        What runs outside of the interpreter, such as a loop in C, does not see an alarm before it comes back. A thread
-        of faulthandler's, which needs no interpreter lock, then writes the stack to stderr and ends the process, which
-        the driver sees.
+        Survives code that never returns to the interpreter, such as a loop in C or a regular expression, which no alarm
+        interrupts: a thread of faulthandler's, which needs no interpreter lock, writes the stack to stderr and ends the
+        process, which the driver sees.
         """
         armed_at = -math.inf
         scores = []
@@ -52,3 +54,37 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
         finally:
             faulthandler.cancel_dump_traceback_later()
         return scores
+
+
+def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
+    """Score of a response, or reward 0 with the fault. Only on the main thread of a process, which gets the alarm.
+
+    Args:
+        limit_s: Seconds that the environment may take. Code that never returns to the interpreter is not interrupted.
+        scorer: The environment.
+        item: The response.
+
+    Returns:
+        The environment's score, or reward 0 with the fault: it raised, took too long, or returned no finite reward.
+    """
+    try:
+        return call_within(limit_s, lambda: _score_or_error(scorer, item))
+    except TimeIsUp:
+        return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
+
+
+def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
+    try:
+        return _checked(scorer.score(item))
+    except TimeIsUp:
+        raise
+    except BaseException as error:  # SystemExit too: it would end the worker
+        return Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error))
+
+
+def _checked(score: Score) -> Score:
+    if not isinstance(score, Score):
+        raise TypeError(f"the environment returned {type(score).__name__}, expected Score")
+    if not math.isfinite(score.reward):
+        raise ValueError(f"the reward is {score.reward}, expected a finite number")
+    return Score(float(score.reward), bool(score.is_correct))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
-from nemo_rl_moe.config.checks_paths import model_folder_exists
+from nemo_rl_moe.config.checks_run import model_folder_exists
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings

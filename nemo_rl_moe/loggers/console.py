@@ -1,7 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""How one step reads as a line of text; pure, shared by the live display and the plain lines."""
+"""The console: steps as lines of text, messages, warnings, and notices that other threads leave for it."""
 
+import contextlib
+import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -64,14 +67,14 @@ def clock_text(seconds: float) -> str:
 
 
 class TimeLeft:
-    """Estimates the time left from the pace of the last steps, so that a slow first step is soon forgotten."""
+    """Estimate of the time left, from the pace of the last 20 steps: a slow first step is soon forgotten."""
 
     def __init__(self, total_steps: int):
         self._total_steps = total_steps
         self._seen: deque[tuple[int, float]] = deque(maxlen=_STEPS_REMEMBERED + 1)
 
     def update(self, step: int, now: float) -> float | None:
-        """Notes that a step ended; returns the seconds left, None while only one step is known.
+        """Seconds left after a step has ended; None while only one step is known.
 
         Args:
             step: The step that has just ended.
@@ -95,7 +98,7 @@ _BAR_WIDTH = 16
 
 
 class ConsoleLogger:
-    """The console as a `MetricLogger`, plus messages, warnings and phases that stay in order with the live line.
+    """Logger on the console, with messages, warnings and phases that stay in order with the live line.
 
     In a terminal the current step is one line that renews itself at the bottom; validation results, messages and the
     last step stay above it. Elsewhere every step is a line of its own, never wrapped. Text is shown as it is: no
@@ -135,15 +138,12 @@ class ConsoleLogger:
         return self._total_steps
 
     def begin(self, total_steps: int) -> None:
-        """Sets the step at which training will end, once the data say how many there are.
-
-        A resumed run needs no more: the time left is estimated from the steps that this console has seen.
-        """
+        """Sets the step at which training will end, which the length of the data set may decide."""
         self._total_steps = total_steps
         self._time_left = TimeLeft(total_steps)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows the step; the fields it looks for are listed in `step_text`."""
+        """Shows the step, as `train_line` and `validation_line` write it."""
         line = train_line(step, self._total_steps, metrics, None)
         if line:
             line = train_line(step, self._total_steps, metrics, self._time_left.update(step, self._clock()))
@@ -176,13 +176,13 @@ class ConsoleLogger:
 
     @contextmanager
     def phase(self, text: str) -> Iterator[Callable[[float], None]]:
-        """Tells the user what takes so long, and at its end how long it took.
+        """Phase of a run that takes long, shown with its duration at the end.
 
         Args:
-            text: What is being done, for example `starting workers`.
+            text: Name of the phase, for example `starting workers`.
 
         Yields:
-            Takes the share that is done, where that is known.
+            A function that shows which share of it is done, from 0 to 1.
         """
         started = last_shown = self._clock()
         spinner = Spinner("dots", Text(f"{printable(text)} ..."))
@@ -214,7 +214,7 @@ class ConsoleLogger:
         self._console.print(Text(printable(text), style=style), soft_wrap=True)
 
     def _refresh(self) -> None:
-        """Brings the live display in line with what there is to show: starts it, renews it or takes it away."""
+        """Starts, renews or removes the live display, depending on whether there is a phase or a step to show."""
         if self._phases or (self._step_line and self._is_live):
             if self._display is None:
                 # Transient: what should stay is printed, so nothing is left half drawn.
@@ -248,3 +248,58 @@ def printable(text: str, kept: str = "\n\t") -> str:
         kept: Characters that stay as they are.
     """
     return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextmanager
+def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
+    """Silences loggers of Python's `logging` below a level: packages' own lines would mix with the console's."""
+    loggers = [logging.getLogger(name) for name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(least)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class Notices:
+    """Messages and warnings of all threads, kept until the main thread shows them: the console is not thread-safe.
+
+    Survives a console that fails, such as a closed pipe behind standard output: standard error is used then.
+
+    Args:
+        message: Shows a line.
+        warn: Shows a warning.
+    """
+
+    def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):
+        self._message, self._warn = message, warn
+        self._lines: deque[tuple[bool, str]] = deque()
+
+    def message(self, text: str) -> None:
+        """Adds a line; may be called from any thread."""
+        self._lines.append((False, text))
+
+    def warn(self, text: str) -> None:
+        """Adds a warning; may be called from any thread."""
+        self._lines.append((True, text))
+
+    def show(self) -> None:
+        """Shows all of them in the order in which they were added."""
+        while self._lines:
+            is_warning, text = self._lines.popleft()
+            try:
+                (self._warn if is_warning else self._message)(text)
+            except Exception:
+                with contextlib.suppress(Exception):
+                    print(f"warning: {text}" if is_warning else text, file=sys.stderr)
+
+
+def reason_of(error: BaseException) -> str:
+    """Error as one line of text."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the package {error.name} is not installed"
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Sends every step to all loggers, and keeps the training alive when one of them fails."""
+"""All loggers of a run behind one: every step goes to each, and one that fails does not stop training."""
 
 import contextlib
 import time
@@ -12,33 +12,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.loggers.alerts import AlertWatch
+from nemo_rl_moe.loggers.console import Notices, reason_of
 from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
-from nemo_rl_moe.loggers.load_pictures import LoadPictures
-from nemo_rl_moe.loggers.notices import Notices, reason_of
+from nemo_rl_moe.loggers.pictures import LoadPictures
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 if TYPE_CHECKING:
-    # A logger needs no torch.
+    # Loggers work without torch.
     from nemo_rl_moe.moe.load_statistics import ExpertLoad
 
 _CLOSING_S = 10.0
 
 
 class FanOutLogger:
-    """A `MetricLogger` in front of many: one that fails warns once and is left out, and none holds up the caller.
+    """All loggers of a run. NaN and infinities are logged as they are.
 
-    Keys and values that are no text and no number are left out with a warning; all others go to the loggers as they
-    are, NaN and infinities included.
+    Survives a logger that raises, as with a closed terminal: it warns once and is left out. Survives a metric that is
+    not a number, as an environment may return: it warns once, and the other metrics are logged.
 
     Args:
         direct: Name to a function that opens a logger which runs in the caller's thread; called at once, in order.
-        notices: Where lines for the user wait, shown at each call.
+        notices: Lines for the user, shown at each call.
         isolated: Loggers with threads of their own; they are opening already.
-        earlier_run_ids: The run's ids at services of earlier attempts.
+        earlier_run_ids: Ids of the run at services, from before it was resumed.
         closing_s: Seconds that `close` waits for all isolated loggers together.
-        pictures: Draws the expert load for the isolated loggers; None: there are no pictures.
-        alerts: Watches the steps; None: there are no alerts.
+        pictures: Draws the expert load for the isolated loggers; None: no pictures.
+        alerts: Watches the steps; None: no alerts.
     """
 
     name = "all loggers"
@@ -71,16 +71,16 @@ class FanOutLogger:
 
     @property
     def active(self) -> tuple[str, ...]:
-        """The names of the loggers that still take part."""
+        """Names of the loggers that still take part."""
         return (*self._direct, *(logger.name for logger in self._isolated if logger.is_active))
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """Logger to the id by which its service finds the run again, for a checkpoint; those known so far."""
+        """Ids of the run at services, by logger, for a checkpoint; those known so far."""
         return self._earlier_run_ids | {logger.name: logger.run_id for logger in self._isolated if logger.run_id}
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Sends one step to every logger that still takes part; the direct ones have it when this returns."""
+        """Logs one step to every logger that still takes part; the direct ones have it when this returns."""
         numbers = self._numbers(step, metrics)
         self._for_each(f"failed at step {step}", lambda logger: logger.log_step(step, numbers))
         for isolated in self._isolated:
@@ -89,7 +89,7 @@ class FanOutLogger:
         self._notices.show()
 
     def log_expert_load(self, step: int, load: "ExpertLoad") -> None:
-        """Takes the load matrix of a step, before the step itself: its pictures belong into the step's row."""
+        """Logs the load matrix of a step, before the step itself: its pictures belong into the step's row."""
         counts = np.asarray(load.counts)
         self._load = step, load.layers, counts
         draw = self._pictures.of_step(step, load.layers, counts) if self._pictures is not None else None
@@ -98,22 +98,20 @@ class FanOutLogger:
                 isolated.log_pictures(step, draw)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Sends the configuration to every logger that still takes part."""
+        """Logs the configuration to every logger that still takes part."""
         self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
         for isolated in self._isolated:
             isolated.log_config(config)
         self._notices.show()
 
     def flush_to_disk(self) -> bool:
-        """Waits until the disk has every step that was logged, where a logger keeps them in a file of the run.
-
-        May be called from any thread.
+        """Waits until the disk has every logged step; may be called from any thread.
 
         Returns:
-            False where a logger holds some back that cannot be written yet.
+            False where some steps cannot be written yet.
         """
-        keeping = [logger for logger in list(self._direct.values()) if isinstance(logger, FlushesToDisk)]
-        return all(logger.flush_to_disk() for logger in keeping)
+        files = [logger for logger in list(self._direct.values()) if isinstance(logger, FlushesToDisk)]
+        return all(logger.flush_to_disk() for logger in files)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         """Closes every logger, in bounded time; a second call does nothing."""
@@ -145,29 +143,20 @@ class FanOutLogger:
         if self._alerts is None:
             return
         layers, counts = self._load[1:] if self._load is not None and self._load[0] == step else ((), None)
-        try:
-            alerts = self._alerts.observe(step, numbers, layers, counts)
-        except Exception as error:
-            self._alerts = None
-            self._notices.warn(f"no more alerts: the findings of step {step} failed: {reason_of(error)}")
-            return
-        for alert in alerts:
+        for alert in self._alerts.observe(step, numbers, layers, counts):
             self._notices.warn(alert.line)
             for isolated in self._isolated:
                 isolated.send_alert(alert.title, alert.text)
 
     def _numbers(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """A copy in plain floats, which no later change by the caller reaches."""
+        """Copy of the metrics in plain floats, for the threads of the isolated loggers."""
         numbers: dict[str, float] = {}
         for key, value in metrics.items():
             try:
-                if not isinstance(key, str):
-                    raise TypeError("a key has to be text")
-                key.encode()
                 numbers[key] = float(value)
-            except Exception as error:
-                if repr(key) not in self._warned_keys:
-                    self._warned_keys.add(repr(key))
+            except (TypeError, ValueError, RuntimeError) as error:
+                if key not in self._warned_keys:
+                    self._warned_keys.add(key)
                     self._notices.warn(f"metric {key!r} cannot be logged at step {step}: {reason_of(error)}")
         return numbers
 
@@ -178,7 +167,7 @@ class FanOutLogger:
             except Exception as error:
                 del self._direct[name]
                 self._report(name, failure, error)
-                # Frees its files; it has had its warning, so a second failure is of no interest.
+                # Frees its files; the user has had a warning, so a second failure is of no interest.
                 with contextlib.suppress(Exception):
                     logger.close()
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A backend in a thread of its own: whatever it does, the caller goes on at once."""
+"""A backend in a thread of its own, behind a queue: one that blocks, fails or dies never holds up training."""
 
 import contextlib
 import threading
@@ -10,26 +10,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nemo_rl_moe.loggers.accepted_keys import write_what_is_accepted
+from nemo_rl_moe.loggers.console import Notices, reason_of
 from nemo_rl_moe.loggers.interface import Backend, DrawPictures, SendsAlerts
-from nemo_rl_moe.loggers.load_pictures import PictureSender
-from nemo_rl_moe.loggers.notices import Notices, reason_of
 from nemo_rl_moe.run_folder.metrics import RunOutcome, StepRecord
 
-_REFUSALS_BEFORE_A_KEY_IS_LEFT_OUT = 3
-_KEYS_NAMED = 5
+_FAILURES_BEFORE_LEFT_OUT = 3
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a backend is waited for.
+    """Limits on waiting for a backend.
 
     Attributes:
         opening_s: Seconds that the start waits for a backend to open; it may still open later.
         silence_s: Seconds without an answer after which the user is told.
         closing_s: Seconds that the end waits for all backends together, where a backend itself does not ask for more.
-        most_waiting: Steps that wait for a backend before further ones are dropped.
-        most_pictures_waiting: Steps whose pictures wait before those of further ones are dropped.
+        most_waiting: Steps in the queue before further ones are dropped.
+        most_pictures_waiting: Steps whose pictures are in the queue before those of further ones are dropped.
     """
 
     opening_s: float = 60.0
@@ -47,21 +44,23 @@ class _Job:
 
 
 class IsolatedLogger:
-    """A `MetricLogger` in front of one `Backend` that may raise, block or reject keys.
+    """Logger in front of one `Backend` that may raise or block.
 
-    `log_step` only puts the step into a queue. A backend that blocks is told to the user once and finds its steps
-    when it answers again; one that rejects keys gets the others; one that fails in general is left out. All warnings
-    go to `notices`, which the caller shows.
+    `log_step` only puts the step into a queue. Survives, with a warning each:
+
+    - a server that does not answer: the steps wait in the queue, and are sent when it answers again;
+    - a step that the backend rejects, such as one with an invalid key: the step is missing there;
+    - a backend that rejects three steps in a row, as with a full disk or a dead server: it is left out;
+    - a backend that hangs at the end: it is left behind.
 
     Args:
-        name: What warnings call the backend.
+        name: Name of the backend in warnings.
         open_backend: Opens it; called in the thread.
-        notices: Where lines for the user go.
-        earlier_steps: Reads the steps that were logged before this attempt of the run; those that the backend lacks
-            are sent to it first.
-        abandon: Called where the backend blocks at the end: sees that the process can end all the same. Quick.
-        run_id: By what the service finds the run again, where that is known before it is open.
-        patience: How long it is waited for.
+        notices: Receives lines for the user.
+        earlier_steps: Reads the steps from before the run was resumed; those that the backend lacks are sent first.
+        abandon: Called where the backend hangs at the end: lets the process end all the same. Must be quick.
+        run_id: Id of the run at the service, where that is known before the backend is open.
+        patience: Limits on waiting.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class IsolatedLogger:
         self._patience = patience or Patience()
         self._run_id = run_id
         self._backend: Backend | None = None
-        # What the caller and the thread both touch; `_changed` guards it.
+        # Shared by the caller and the thread, guarded by `_changed`.
         self._changed = threading.Condition()
         self._waiting: deque[_Job] = deque()
         self._outcome: RunOutcome | None = None
@@ -90,9 +89,9 @@ class IsolatedLogger:
         self._busy: tuple[str, float] | None = ("opening", time.monotonic())
         self._is_active, self._is_silent = True, False
         self._dropped: Counter[str] = Counter()
-        # What only the thread touches.
-        self._refusals: Counter[str] = Counter()
-        self._picture_sender = PictureSender(name, notices)
+        # Used by the thread alone: failures in a row, by kind of job.
+        self._failures: Counter[str] = Counter()
+        self._has_warned: set[str] = set()
         self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
         self._thread.start()
@@ -104,11 +103,11 @@ class IsolatedLogger:
 
     @property
     def run_id(self) -> str | None:
-        """By what the service finds the run again; None while it is not known."""
+        """Id of the run at the service; None while it is not known."""
         return self._run_id
 
     def wait_until_open(self) -> None:
-        """Waits for the backend to open or to fail, at most as long as patience lasts."""
+        """Waits for the backend to open or to fail, up to `opening_s`."""
         if not self._is_open.wait(self._patience.opening_s):
             self._is_silent = True
             self._notices.warn(
@@ -117,12 +116,12 @@ class IsolatedLogger:
             )
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Queues one step; the mapping is not to be changed afterwards."""
+        """Queues one step; the mapping must not be changed afterwards."""
         self._put("step", f"step {step}", lambda backend: self._write_step(backend, step, metrics))
 
     def log_pictures(self, step: int, draw: DrawPictures) -> None:
-        """Queues the pictures of a step, to be drawn in the thread; called before the step itself."""
-        self._put("pictures", f"the pictures of step {step}", lambda b: self._picture_sender.send(b, step, draw))
+        """Queues the pictures of a step, which are drawn in the thread; called before the step itself."""
+        self._put("pictures", f"the pictures of step {step}", lambda b: self._write_pictures(b, step, draw))
 
     def send_alert(self, title: str, text: str) -> None:
         """Queues an alert, for a backend that sends any."""
@@ -138,14 +137,14 @@ class IsolatedLogger:
         self.wait_until_closed(time.monotonic() + self._patience.closing_s)
 
     def ask_to_close(self, outcome: RunOutcome) -> None:
-        """Lets the backend close when it has got all steps; returns at once."""
+        """Lets the backend close when it has all steps; returns at once."""
         with self._changed:
             self._outcome = outcome
             self._asked_at = time.monotonic()
             self._changed.notify()
 
     def wait_until_closed(self, deadline: float) -> None:
-        """Waits until the backend has closed, after `ask_to_close`; then it is let go, and the user told.
+        """Waits until the backend has closed, after `ask_to_close`; one that has not is left behind.
 
         Args:
             deadline: On the clock of `time.monotonic`. A backend that asks for more, as one that uploads, gets it if
@@ -168,7 +167,7 @@ class IsolatedLogger:
                     self._notices.warn(f"logger {self.name}: {number} {lost} were dropped while it was silent")
 
     def let_go(self) -> None:
-        """No longer waits for a backend that has not ended; tells what it lacks, and lets the process end."""
+        """Leaves a backend behind that has not ended, so that the process can end."""
         with self._changed:
             if not self._thread.is_alive() or not self._is_active:
                 return
@@ -205,7 +204,7 @@ class IsolatedLogger:
                     )
 
     def _work(self) -> None:
-        """The thread: opens, catches up, does what is queued, closes."""
+        """The thread: opens the backend, sends the steps that it lacks, then the queue, and closes it."""
         doing = "could not start"
         try:
             backend = self._open_backend()
@@ -217,14 +216,16 @@ class IsolatedLogger:
             doing = "failed at an earlier step"
             for record in self._earlier_steps():
                 if record.step > backend.last_step and self._is_active:
-                    self._set_busy(f"step {record.step}")
+                    with self._changed:
+                        self._busy = (f"step {record.step}", time.monotonic())
                     self._write_step(backend, record.step, record.metrics)
             while job := self._next_job():
                 doing = f"failed at {job.what}"
                 job.action(backend)
             if self._is_active:
                 doing = "failed to close"
-                self._set_busy("closing")
+                with self._changed:
+                    self._busy = ("closing", time.monotonic())
                 backend.close(self._outcome or "finished")
         except BaseException as error:  # a package may even call sys.exit
             self._leave_out(doing, error)
@@ -248,15 +249,10 @@ class IsolatedLogger:
             self._busy = (job.what, time.monotonic())
             return job
 
-    def _set_busy(self, what: str) -> None:
-        with self._changed:
-            self._busy = (what, time.monotonic())
-
     def _write_config(self, backend: Backend, config: Mapping[str, Any]) -> None:
         try:
             backend.log_config(config)
         except Exception as error:
-            # It may mind one value of the configuration, and take every step.
             self._notices.warn(f"logger {self.name} lacks the configuration: {reason_of(error)}")
 
     def _send_alert(self, backend: Backend, title: str, text: str) -> None:
@@ -268,20 +264,30 @@ class IsolatedLogger:
             self._notices.warn(f"logger {self.name} could not send an alert: {reason_of(error)}")
 
     def _write_step(self, backend: Backend, step: int, metrics: Mapping[str, float]) -> None:
-        left_out = {key for key, times in self._refusals.items() if times >= _REFUSALS_BEFORE_A_KEY_IS_LEFT_OUT}
-        metrics = {key: value for key, value in metrics.items() if key not in left_out} if left_out else metrics
         try:
             backend.log_step(step, metrics)
+            self._failures["step"] = 0
         except Exception as error:
-            rejected = write_what_is_accepted(lambda part: backend.log_step(step, part), metrics, error)
-            if news := sorted(key for key in rejected if key not in self._refusals):
-                more = [f"{len(news) - _KEYS_NAMED} more"] if len(news) > _KEYS_NAMED else []
-                named = ", ".join(news[:_KEYS_NAMED] + more)
-                self._notices.warn(
-                    f"logger {self.name} rejects at step {step}: {named} ({reason_of(rejected[news[0]])}); "
-                    "the other metrics are logged"
-                )
-            self._refusals.update(list(rejected))
+            self._failures["step"] += 1
+            if self._failures["step"] >= _FAILURES_BEFORE_LEFT_OUT:
+                raise
+            self._warn_once("step", f"logger {self.name} does not take step {step}: {reason_of(error)}")
+
+    def _write_pictures(self, backend: Backend, step: int, draw: DrawPictures) -> None:
+        if self._failures["pictures"] >= _FAILURES_BEFORE_LEFT_OUT or not (pictures := draw()):
+            return
+        try:
+            backend.log_pictures(step, pictures)
+            self._failures["pictures"] = 0
+        except Exception as error:
+            self._failures["pictures"] += 1
+            what = f"the pictures of step {step}: {reason_of(error)}; its metrics go on"
+            self._warn_once("pictures", f"logger {self.name} does not take {what}")
+
+    def _warn_once(self, kind: str, warning: str) -> None:
+        if kind not in self._has_warned:
+            self._has_warned.add(kind)
+            self._notices.warn(warning)
 
     def _leave_out(self, failure: str, error: BaseException) -> None:
         with self._changed:
@@ -291,6 +297,6 @@ class IsolatedLogger:
         if was_active:
             self._notices.warn(f"logger {self.name} {failure} and is left out from here on: {reason_of(error)}")
         if self._backend is not None and failure != "failed to close":
-            # Frees its files and threads; it has had its warning, so a second failure is of no interest.
+            # Frees its files and threads; the user has had a warning, so a second failure is of no interest.
             with contextlib.suppress(BaseException):
                 self._backend.close("failed")

@@ -11,7 +11,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.loggers.notices import quiet
+from nemo_rl_moe.loggers.console import quiet
+from nemo_rl_moe.run_folder.lines import flattened
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 # The most that one request may carry, and the lengths that servers in use accept.
@@ -30,15 +31,14 @@ class MlflowLogger:
 
     NaN is kept. A local store keeps infinities as plus and minus the largest float64.
 
-    A resumed run goes on in its MLflow run. MLflow cannot take values back: steps that an earlier attempt has logged
-    keep the values and pictures of that attempt, and are not logged again. A run that is no longer in the store gets a
-    new one.
+    A resumed run continues its MLflow run. MLflow cannot take values back: steps that were logged before the resume
+    keep their values and pictures, and are not logged again. Where the store no longer has the run, a new one starts.
 
     Args:
         tracking_uri: A server or store in MLflow's notation; `local_store_uri` makes one for a folder.
         experiment_name: Created where it does not exist yet.
         run_name: The run's name; None leaves it to MLflow.
-        resumed_run_id: The MLflow run that is gone on with; None starts one.
+        resumed_run_id: Id of the MLflow run to continue; None starts one.
     """
 
     name = "mlflow"
@@ -65,11 +65,11 @@ class MlflowLogger:
         if run is None:
             run = self._client.create_run(experiment_id, run_name=run_name)
         self.run_id: str = run.info.run_id
-        # One less: of the last step, a kill may have left a part.
+        # One less: a kill may have left the last step incomplete.
         self.last_step = max(self._last_steps.values(), default=0) - 1
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records all metrics of the step, in one request up to 1,000 of them; those it has are passed over."""
+        """Logs the metrics of the step, up to 1,000 in one request; those that the run has are skipped."""
         milliseconds = int(time.time() * 1000)
         new = {key: value for key, value in metrics.items() if step > self._last_steps.get(key, -1)}
         entries = [self._metric_type(key, float(value), milliseconds, step) for key, value in new.items()]
@@ -88,9 +88,9 @@ class MlflowLogger:
                 self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Stores the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
+        """Logs the configuration as parameters, such as `policy.megatron_cfg.track_moe_metrics`.
 
-        MLflow refuses to change a parameter: those that a resumed run has stay as they are.
+        MLflow refuses to change a parameter: those of a resumed run stay as they are.
         """
         parameters = flatten_config(config).items()
         entries = [self._param_type(key, value) for key, value in parameters if key not in self._stored_params]
@@ -102,7 +102,7 @@ class MlflowLogger:
         self._client.set_terminated(self.run_id, status=outcome.upper())
 
     def _resumed(self, run_id: str) -> Any:
-        """The earlier attempts' run, marked as running, and what it holds; None where the store does not know it."""
+        """The run to continue, marked as running again; None where the store does not have it."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -134,13 +134,13 @@ class MlflowLogger:
 
 
 def stored_pictures(client: Any, run_id: str) -> list[str]:
-    """The paths, below the run's artifacts, of the pictures that `MlflowLogger` has stored."""
+    """Paths, below the run's artifacts, of the pictures that `MlflowLogger` has stored."""
     paths = [entry.path for entry in client.list_artifacts(run_id, PICTURES_FOLDER)]
     return [path for path in paths if PICTURE_NAME.fullmatch(path.removeprefix(f"{PICTURES_FOLDER}/"))]
 
 
 def picture_of(path: str) -> tuple[str, int]:
-    """Key and step of such a path."""
+    """Key and step of the picture at a path that `stored_pictures` returns."""
     found = PICTURE_NAME.fullmatch(path.removeprefix(f"{PICTURES_FOLDER}/"))
     assert found is not None, path
     # A slash cannot stand in the name of a file.
@@ -148,37 +148,29 @@ def picture_of(path: str) -> tuple[str, int]:
 
 
 def local_store_uri(folder: Path) -> str:
-    """The tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
+    """Tracking URI of the SQLite store `mlflow.db` in a folder, which is created."""
     folder.mkdir(parents=True, exist_ok=True)
     return f"{_SQLITE_PREFIX}{(folder.resolve() / 'mlflow.db').as_posix()}"
 
 
 def flatten_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """A nested configuration as flat text: `a.b.c` to value, cut to the lengths that MLflow accepts."""
-    return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in _leaves(config, "")}
+    """Nested configuration as flat strings: `a.b.c` to value, cut to the lengths that MLflow accepts."""
+    return {key[:_LONGEST_KEY]: str(value)[:_LONGEST_VALUE] for key, value in flattened(config)}
 
 
 def _batches(entries: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
     return (entries[start : start + size] for start in range(0, len(entries), size))
 
 
-def _leaves(config: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
 def _local_artifact_folder(tracking_uri: str) -> Path | None:
-    """Artifacts of a SQLite store go beside it; MLflow's own choice would be the working directory."""
+    """Folder for the artifacts of a SQLite store: beside it; MLflow's default is the working directory."""
     if not tracking_uri.startswith(_SQLITE_PREFIX):
         return None
     return Path(tracking_uri.removeprefix(_SQLITE_PREFIX)).resolve().parent / "mlartifacts"
 
 
 def _set_environment_defaults() -> None:
-    """Settings that MLflow reads from the environment; what the user set stays."""
+    """Sets the defaults that MLflow reads from the environment; variables that the user has set stay."""
     # Metrics go to the store that the user chose and nowhere else.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     # Its bars would mix with the lines of the console.

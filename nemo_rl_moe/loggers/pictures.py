@@ -1,34 +1,39 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the expert load, drawn from the counts and sent to the loggers that show images."""
+"""Pictures of the expert load for the backends that show images: when they are due, and how they are drawn.
+
+matplotlib is imported when the first picture is drawn, in the thread of a backend: that takes seconds.
+"""
 
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Int
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
+from nemo_rl_moe.loggers.console import Notices, quiet, reason_of
+from nemo_rl_moe.loggers.interface import DrawPictures
 from nemo_rl_moe.moe.load_arrays import coefficient_of_variation, dead, utilization
 
-MOST_DOUBLINGS = 2
-"""Colours end at the fair share doubled so often, and halved so often."""
-ANCHORS = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
-"""Red, green and blue, 0 to 255, evenly spaced from the least to the most; the colour-blind can tell them apart."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
 
+MOST_DOUBLINGS = 2
+"""The colour scale ends at 2^2 times the fair share, and at a 2^2-th of it."""
+ANCHORS = ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43))
+"""Colours of the scale (RGB, 0 to 255), from the lowest load to the highest; safe for the colour-blind."""
 
 HEATMAP_KEY = "pictures/expert_load"
 SORTED_LOAD_KEY = "pictures/expert_load_sorted"
 
-COLORS = LinearSegmentedColormap.from_list("utilization", [tuple(c / 255 for c in rgb) for rgb in ANCHORS], N=255)
 DEAD_COLOR = (0.0, 0.0, 0.0)
 NO_LOAD_COLOR = (0.75, 0.75, 0.75)
 
@@ -41,9 +46,60 @@ _MOST_LINES = 8
 _LINEAR_UP_TO = 2.0
 
 
+def is_picture_step(step: int, every_steps: int | None) -> bool:
+    """Whether a step gets pictures: the first one and each multiple of `every_steps`; None or 0: never."""
+    return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
+
+
+class LoadPictures:
+    """Pictures of the steps at which they are due, drawn once for all backends.
+
+    Survives a matplotlib that cannot draw, for example without fonts: it warns once, and metrics go on.
+
+    Args:
+        every_steps: See `is_picture_step`.
+        notices: Receives the warning.
+    """
+
+    def __init__(self, every_steps: int | None, notices: Notices):
+        self._every_steps = every_steps
+        self._notices = notices
+        # Several backends may ask at once; matplotlib is not thread-safe.
+        self._lock = threading.Lock()
+        self._has_failed = False
+
+    def of_step(
+        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
+    ) -> DrawPictures | None:
+        """Function that draws the pictures of a step; None where none are due. The counts must not be changed."""
+        if not is_picture_step(step, self._every_steps):
+            return None
+        drawn: dict[str, bytes] | None = None
+
+        def draw() -> Mapping[str, bytes]:
+            nonlocal drawn
+            with self._lock:
+                if drawn is None:
+                    drawn = self._draw(step, layers, counts)
+            return drawn
+
+        return draw
+
+    def _draw(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> dict[str, bytes]:
+        try:
+            # At its first import, matplotlib logs lines about folders and fonts.
+            with quiet("matplotlib"):
+                return expert_load_pictures(step, layers, counts)
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._notices.warn(f"the expert load of step {step} cannot be drawn: {reason_of(error)}; metrics go on")
+            return {}
+
+
 @dataclass(frozen=True)
 class HeatmapGeometry:
-    """Where the cells of a heatmap are, in whole pixels from the picture's upper left corner.
+    """Positions of the cells of a heatmap, in whole pixels from the picture's upper left corner.
 
     Attributes:
         num_layers: Rows; the first one is at the top.
@@ -67,7 +123,7 @@ class HeatmapGeometry:
         return _LEFT + max(640, width * self.num_experts) + _RIGHT, _TOP + max(200, height * self.num_layers) + _BOTTOM
 
     def center(self, row: int, expert: int) -> tuple[int, int]:
-        """The pixel in the middle of a cell."""
+        """Pixel in the middle of a cell."""
         width, height = self.cell
         return _LEFT + width * expert + width // 2, _TOP + height * row + height // 2
 
@@ -75,12 +131,12 @@ class HeatmapGeometry:
 def expert_load_pictures(
     step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
 ) -> dict[str, bytes]:
-    """Both pictures as PNG, by the key under which they are logged.
+    """Both pictures as PNG files, by the key under which they are logged.
 
     Args:
-        step: The step that they are of.
+        step: Step of the counts.
         layers: Index of each MoE layer in the whole model.
-        counts: Assignments that each expert got.
+        counts: Assignments of each expert.
     """
     return {
         HEATMAP_KEY: as_png(draw_heatmap(step, layers, counts)),
@@ -88,23 +144,27 @@ def expert_load_pictures(
     }
 
 
-def as_png(figure: Figure) -> bytes:
-    """A figure as a PNG file, in its own size: a user's `savefig` settings would move the cells."""
+def as_png(figure: "Figure") -> bytes:
+    """Figure as a PNG file, in its own size: a user's `savefig` settings would move the cells."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     content = BytesIO()
     FigureCanvasAgg(figure).print_png(content)
     return content.getvalue()
 
 
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
-    """The colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead is black."""
-    colors: Float[np.ndarray, "layers experts rgb"] = COLORS(_scale()(_log_utilization(counts)))[..., :3]
+    """RGB colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead is black."""
+    log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
+    places = (log_utilization + MOST_DOUBLINGS) / (2 * MOST_DOUBLINGS)
+    colors: Float[np.ndarray, "layers experts rgb"] = _colormap()(places)[..., :3]
     colors[counts.sum(-1) == 0] = NO_LOAD_COLOR
     colors[dead(counts)] = DEAD_COLOR
     return colors
 
 
-def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> Figure:
-    """Layers x experts; colour is load over fair share."""
+def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
+    """Heatmap of layers x experts; the colour is load over fair share."""
     geometry = HeatmapGeometry(*counts.shape)
     figure = _figure(geometry.size)
     cell_width, cell_height = geometry.cell
@@ -113,9 +173,9 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
     axes.imshow(colors, aspect="auto", interpolation="nearest")
     axes.spines[:].set_position(("outward", 1))  # the frame is not to cover the outer cells
     axes.set(xlabel="expert", ylabel="layer")
-    axes.xaxis.set_major_locator(FixedLocator(_ticks(counts.shape[1], cell_width, 3 * _LEAST_LABEL_PIXELS)))
-    axes.yaxis.set_major_locator(FixedLocator(_ticks(counts.shape[0], cell_height, _LEAST_LABEL_PIXELS)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda row, _: str(layers[int(row)])))
+    axes.set_xticks(_ticks(counts.shape[1], cell_width, 3 * _LEAST_LABEL_PIXELS))
+    rows = _ticks(counts.shape[0], cell_height, _LEAST_LABEL_PIXELS)
+    axes.set_yticks(rows, labels=[str(layers[row]) for row in rows])
     if cell_width >= _LEAST_CELL_WITH_TEXT[0] and cell_height >= _LEAST_CELL_WITH_TEXT[1]:
         _write_values(axes, counts, colors)
     _title(figure, f"Expert load at step {step}", _summary(layers, counts))
@@ -123,8 +183,8 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
     return figure
 
 
-def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> Figure:
-    """Each layer's experts from the busiest to the idlest; of many layers, how they spread."""
+def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
+    """Loads of each layer's experts in descending order; for many layers, their quantiles."""
     num_experts = counts.shape[1]
     figure = _figure((1000, 560))
     axes = _axes(figure, 80, _TOP, 880, 560 - _TOP - _BOTTOM)
@@ -146,11 +206,12 @@ def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "
     axes.set_xlim(0.5, num_experts + 0.5)
     # An expert with thirty times its share must not press all others flat.
     axes.set_yscale("symlog", base=2, linthresh=_LINEAR_UP_TO, linscale=4)
-    axes.set_ylim(0.0, max(_LINEAR_UP_TO, 1.1 * float(descending.max(initial=0.0))))
-    axes.yaxis.set_major_locator(FixedLocator([0.0, 0.5, 1.0, 1.5, *(2.0**power for power in range(1, 13))]))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    highest = max(_LINEAR_UP_TO, 1.1 * float(descending.max(initial=0.0)))
+    marks = [0.0, 0.5, 1.0, 1.5, *(2.0**power for power in range(1, 13))]
+    axes.set_yticks(marks, labels=[f"{mark:g}" for mark in marks])
+    axes.set_ylim(0.0, highest)
     axes.minorticks_off()
-    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axes.locator_params(axis="x", nbins=12, integer=True)
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.legend(loc="upper right", frameon=False)
@@ -158,21 +219,30 @@ def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "
     return figure
 
 
-def _figure(size: tuple[int, int]) -> Figure:
+@cache
+def _colormap() -> "LinearSegmentedColormap":
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("utilization", [tuple(c / 255 for c in rgb) for rgb in ANCHORS], N=255)
+
+
+def _figure(size: tuple[int, int]) -> "Figure":
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(size[0] / _DPI, size[1] / _DPI), dpi=_DPI, facecolor="white")
     figure.set_layout_engine("none")  # a user's settings may ask for one, which would move the cells
     return figure
 
 
-def _axes(figure: Figure, left: int, top: int, width: int, height: int) -> Axes:
-    """Axes at a place in pixels, from the upper left corner."""
+def _axes(figure: "Figure", left: int, top: int, width: int, height: int) -> "Axes":
+    """Axes at a position in pixels from the upper left corner."""
     full_width, full_height = (round(inches * _DPI) for inches in figure.get_size_inches())
     return figure.add_axes(
         (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
     )
 
 
-def _title(figure: Figure, title: str, summary: str) -> None:
+def _title(figure: "Figure", title: str, summary: str) -> None:
     height = figure.get_size_inches()[1] * _DPI
     left = _LEFT / (figure.get_size_inches()[0] * _DPI)
     figure.text(left, 1 - 30 / height, title, fontsize=14, fontweight="bold")
@@ -180,7 +250,7 @@ def _title(figure: Figure, title: str, summary: str) -> None:
 
 
 def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> str:
-    """What a reader would look for first."""
+    """Busiest expert and number of dead experts, in one line."""
     loads = utilization(counts)
     row, expert = divmod(int(loads.argmax()), loads.shape[1])
     is_dead = dead(counts)
@@ -190,22 +260,13 @@ def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -
     return f"busiest: layer {layers[row]}, expert {expert}, {loads.max():.2f} times its fair share;  dead: {died}"
 
 
-def _log_utilization(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts"]:
-    """Base 2, cut to the scale; of no load at all, its lower end."""
-    least, most = 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS
-    loads: Float[np.ndarray, "layers experts"] = np.log2(np.clip(utilization(counts), least, most))
-    return loads
+def _draw_scale(figure: "Figure", geometry: HeatmapGeometry, counts: Int[np.ndarray, "layers experts"]) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
 
-
-def _scale() -> Normalize:
-    return Normalize(-MOST_DOUBLINGS, MOST_DOUBLINGS)
-
-
-def _draw_scale(figure: Figure, geometry: HeatmapGeometry, counts: Int[np.ndarray, "layers experts"]) -> None:
     left = _LEFT + geometry.cell[0] * geometry.num_experts + 36
-    colormap: Colormap = COLORS
     bar = figure.colorbar(
-        ScalarMappable(_scale(), colormap),
+        ScalarMappable(Normalize(-MOST_DOUBLINGS, MOST_DOUBLINGS), _colormap()),
         cax=_axes(figure, left, _TOP, 16, 150),
         ticks=[-2, -1, 0, 1, 2],
     )
@@ -218,7 +279,7 @@ def _draw_scale(figure: Figure, geometry: HeatmapGeometry, counts: Int[np.ndarra
 
 
 def _write_values(
-    axes: Axes, counts: Int[np.ndarray, "layers experts"], colors: Float[np.ndarray, "layers experts rgb"]
+    axes: "Axes", counts: Int[np.ndarray, "layers experts"], colors: Float[np.ndarray, "layers experts rgb"]
 ) -> None:
     luminance = colors @ np.array([0.299, 0.587, 0.114])
     for (row, expert), value in np.ndenumerate(utilization(counts)):
@@ -227,15 +288,15 @@ def _write_values(
 
 
 def _ticks(number: int, pixels: int, least: int) -> range:
-    """Every n-th of so many, n a power of two, at least so many pixels apart."""
+    """Every n-th of `number` positions, n a power of two, at least `least` pixels apart."""
     distance = 1
     while distance * pixels < least:
         distance *= 2
     return range(0, number, distance)
 
 
-def _draw_bands(axes: Axes, ranks: Int[np.ndarray, " experts"], loads: Float[np.ndarray, "layers experts"]) -> None:
-    """At each place of the order, how the layers spread."""
+def _draw_bands(axes: "Axes", ranks: Int[np.ndarray, " experts"], loads: Float[np.ndarray, "layers experts"]) -> None:
+    """Quantiles over the layers at each rank of the order."""
     for share, color, label in ((0.0, "#d1e5f0", "all layers"), (0.25, "#92c5de", "the middle half of the layers")):
         low, high = np.quantile(loads, [share, 1 - share], axis=0)
         axes.fill_between(ranks, low, high, color=color, linewidth=0, label=label)
@@ -243,7 +304,7 @@ def _draw_bands(axes: Axes, ranks: Int[np.ndarray, " experts"], loads: Float[np.
 
 
 def _by_chance(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, " experts"]:
-    """About what a layer of median load would look like if each assignment went to any expert: Poisson as normal."""
+    """Sorted utilization of random routing at the median load of the layers, with Poisson approximated as normal."""
     num_experts = counts.shape[1]
     deviation = math.sqrt(num_experts / float(np.median(counts.sum(-1)))) if len(counts) else 0.0
     normal = NormalDist()

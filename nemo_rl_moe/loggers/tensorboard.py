@@ -26,14 +26,14 @@ _CHANNELS_OF_PNG = {0: 1, 2: 3, 4: 2, 6: 4}
 class TensorBoardLogger:
     """Writes scalars to `<run folder>/tensorboard/events.out.tfevents.*`, on disk before `log_step` returns.
 
-    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. An event
-    that a full disk does not take raises, and leaves nothing half written.
+    Scalars are float32, as TensorBoard's own; NaN and infinities are kept, and shown by TensorBoard as such. Survives
+    a full disk: an event that it does not take raises, and leaves nothing half written.
 
     A resumed run gets a further file, whose first event makes TensorBoard forget the steps after `resumed_after`.
 
     Args:
         run_folder: An existing folder.
-        resumed_after: The step that a resumed run goes on from; None for a run that starts anew.
+        resumed_after: Step of the checkpoint from which the run resumes; None for a new run.
     """
 
     name = "tensorboard"
@@ -109,7 +109,7 @@ def _seconds_in_names(folder: Path) -> list[int]:
 
 
 def _last_step(folder: Path) -> int:
-    """The last step that TensorBoard would show of a folder; -1 for none."""
+    """Last step that TensorBoard shows of a folder; -1 for none. A torn last event, which a kill leaves, is skipped."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto import event_pb2
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What W&B is told about the charts of a run.
+"""Weights & Biases: a run online or offline, its charts, its resume.
 
-W&B makes a chart of each key, in a section named after what stands before the key's first slash: `train`, `val`,
+W&B makes a chart of each key, in a section named after the part of the key before the first slash: `train`, `val`,
 `timing`, `pictures`. Their axis is the optimizer step, at which rows are logged.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from nemo_rl_moe.loggers.load_pictures import is_picture_step
-from nemo_rl_moe.loggers.wandb_files import last_wandb_step
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.loggers.pictures import is_picture_step
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX
 from nemo_rl_moe.run_folder.lines import to_plain
 from nemo_rl_moe.run_folder.metrics import RunOutcome, StepRecord
@@ -29,7 +29,7 @@ OUTLIER_CHART_KEY = "pictures/expert_utilization_outliers"
 # Of a table with more, W&B shows the first ones alone.
 _MOST_ROWS = 10_000
 
-# What the table of runs shows of a metric besides its last value.
+# Summaries in W&B's table of runs, besides the last value of a metric.
 _BEST_AND_LAST = {
     "min,last": ("train/loss", "val/loss", "train/moe/expert_utilization_min", "train/moe/expert_diversity_min"),
     "max,last": (
@@ -59,8 +59,8 @@ def define_charts(run: Any, has_outlier_chart: bool) -> None:
     for summary, keys in _BEST_AND_LAST.items():
         for key in keys:
             run.define_metric(key, summary=summary)
-    # At other steps other experts: a chart of each would be hundreds, most of them with one point. Those that have
-    # been the most or the least loaded are on one chart instead, and W&B keeps each of them to be looked up.
+    # The outliers of each step are other experts: hundreds of charts, most of them with one point. They share one
+    # chart instead; the hidden ones can still be looked up.
     if has_outlier_chart:
         run.define_metric(f"{_OUTLIERS}*", hidden=True)
 
@@ -72,18 +72,18 @@ class OutlierChart:
         self._rows: deque[tuple[int, float, str]] = deque(maxlen=_MOST_ROWS)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the outliers of a step."""
+        """Adds the outliers of a step."""
         for key, value in metrics.items():
             if key.startswith(_OUTLIERS):
                 self._rows.append((step, value, key.removeprefix(_OUTLIERS)))
 
     @property
     def rows(self) -> Iterable[tuple[int, float, str]]:
-        """Step, load over fair share, and whose: `layer_3_expert_17`; of a long run, the latest."""
+        """Step, load over fair share, and expert, such as `layer_3_expert_17`; the latest 10,000 of a long run."""
         return tuple(self._rows)
 
     def draw(self) -> Mapping[str, Any]:
-        """The chart as W&B takes it; empty while there are no outliers."""
+        """Chart as W&B takes it, by its key; empty while there are no outliers."""
         if not self._rows:
             return {}
         import wandb
@@ -107,8 +107,8 @@ class WandbLogger:
     when not; an offline run contacts nobody and can be uploaded later with `wandb sync`.
 
     A resumed run keeps its id. Offline it gets a further folder, whose steps replace those of the earlier ones from
-    its first step on (`readers.read_wandb_offline`). Online it goes on where the server's history ends: W&B takes no
-    step twice, so steps that an earlier attempt has logged keep the values and pictures of that attempt.
+    its first step on. Online it goes on where the server's history ends: W&B takes no step twice, so steps that were
+    logged before the resume keep their values and pictures.
 
     Args:
         run_folder: An existing folder.
@@ -116,9 +116,9 @@ class WandbLogger:
         run_name: The run's name; None leaves it to W&B.
         run_id: The run's id at W&B, see `choose_run_id`.
         is_resumed: Whether a run of that id may exist.
-        earlier_steps: Reads the steps that were logged before this attempt of the run, for charts over all steps.
-        outlier_chart_every_steps: How often the most and the least loaded experts are drawn on one chart; None or 0:
-            never, and each of them keeps the chart that W&B makes of a key.
+        earlier_steps: Reads the steps from before the run was resumed, for charts over all steps.
+        outlier_chart_every_steps: Steps between drawings of the most and the least loaded experts on one chart; None
+            or 0: never, and each of them keeps the chart that W&B makes of a key.
     """
 
     name = "wandb"
@@ -154,9 +154,13 @@ class WandbLogger:
         )
         self.run_id = run_id
         self.announcement: str | None = None
+        self._step_file: Path | None = None
         # Asked first, since W&B warns when an offline run is asked for its address.
         if self._run.offline:
-            self.last_step = last_wandb_step(run_folder / "wandb", run_id) if is_resumed else -1
+            folder = run_folder / "wandb"
+            if folder.is_dir():  # not with WANDB_MODE=disabled
+                self._step_file = folder / f"last_step_{run_id}.txt"
+            self.last_step = _number_in(self._step_file) if is_resumed and self._step_file else -1
             self._first_step = 0
             self.announcement = f"W&B run is offline; to upload it: wandb sync {Path(self._run.dir).parent}"
         else:
@@ -173,18 +177,21 @@ class WandbLogger:
                 self._outliers.add(record.step, record.metrics)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records the step as one row of the run's history; a step that the server has is passed over."""
+        """Logs the step as one row of the run's history; a step that the server has is skipped."""
         if step < self._first_step:
             return
         self._outliers.add(step, metrics)
         if is_picture_step(step, self._outlier_chart_every_steps):
-            # Not with the pictures, which may be dropped: the outliers have no other chart.
+            # Not with the pictures, which may be dropped when the backend is slow.
             self._draw_outliers(step)
         # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
+        if self._step_file is not None:
+            # An offline run has no server to ask, and a run that is killed and resumed sends W&B what it lacks.
+            write_whole(self._step_file, str(step))
 
     def _draw_outliers(self, step: int) -> None:
-        # A chart that fails must not take the step's metrics with it; the next one holds what it lacks.
+        # W&B writes the chart's table to the disk, which may be full; the next chart has all outliers again.
         with suppress(Exception):
             if chart := self._outliers.draw():
                 self._run.log(chart, step=step, commit=False)
@@ -201,7 +208,7 @@ class WandbLogger:
         self._run.log(images, step=step, commit=False)
 
     def send_alert(self, title: str, text: str) -> None:
-        """Has W&B write to the user: by mail or Slack, as set up there."""
+        """Sends an alert through W&B: by mail or Slack, as set up there."""
         self._run.alert(title, text, level="WARN")
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -220,17 +227,17 @@ class WandbLogger:
 
 
 def abandon_service() -> None:
-    """Lets the process end while W&B's service does not answer: W&B would wait for it without a limit."""
+    """Lets the process end although W&B's service process hangs, for which W&B would wait without a limit."""
     import wandb
 
-    # Teardown first takes W&B's own hook out of the exit of the process, then waits, in a thread that may be left.
+    # Teardown first removes W&B's own exit hook, then waits for the service: in a thread that may be left behind.
     thread = threading.Thread(target=wandb.teardown, name="wandb-teardown", daemon=True)
     thread.start()
     thread.join(_SECONDS_TO_ABANDON)
 
 
 def choose_run_id(environment: Mapping[str, str]) -> str:
-    """The id of a new run: the user's `WANDB_RUN_ID`, or a random one.
+    """Id of a new run: the user's `WANDB_RUN_ID`, or a random one.
 
     Args:
         environment: The process's environment variables.
@@ -239,7 +246,7 @@ def choose_run_id(environment: Mapping[str, str]) -> str:
 
 
 def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
-    """The mode to ask of W&B: None where the user's own settings decide, `offline` where nobody is logged in.
+    """Mode of a W&B run: None where the user's own settings decide, `offline` where nobody is logged in.
 
     Args:
         environment: The process's environment variables.
@@ -255,6 +262,12 @@ def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
             f"WANDB_MODE is {chosen!r}, and nobody is logged in: run `wandb login`, or set WANDB_API_KEY"
         )
     return "offline"
+
+
+def _number_in(file: Path) -> int:
+    """Number that a file holds; -1 where there is no file, or a power failure has left an empty one."""
+    text = file.read_text() if file.is_file() else ""
+    return int(text) if text.isdecimal() else -1
 
 
 def _is_logged_in(environment: Mapping[str, str]) -> bool:

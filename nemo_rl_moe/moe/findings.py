@@ -1,10 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with a run's routing, in words. Fed step by step, so that a run can be told of it while it goes on.
+"""Findings of sick routing, in words: detected step by step, for alerts, the report and the terminal view alike.
 
-A finding is an episode: it begins when something has been wrong for so many steps in a row, and is over at the first
-step at which it is not. What goes wrong again soon is the same episode. Chance is not a finding: a router that sends
-tokens to experts at random, layer by layer, has none.
+A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
+at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
+that sends tokens to experts at random, layer by layer, has none.
 """
 
 import math
@@ -25,24 +25,22 @@ from nemo_rl_moe.moe.load_arrays import (
 
 FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing"]
 CHANCE = 1e-9
-"""How probable a finding may be, at one place and time, for a router that chooses at random. There are many places and
-times: a thousand steps of a hundred layers."""
+"""Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
 QUIET_STEPS = 100
-"""What has been right for no more steps than these before it goes wrong again is still the same episode. Something that
-comes and goes would otherwise be told each time."""
+"""Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
 _MOST_LAYERS_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """From where on something is a finding. Of each, None: never.
+    """Limits beyond which a condition is a finding; None turns that kind of finding off.
 
     Attributes:
         dead_expert_steps: Steps in a row that an expert gets no token.
         excess_cv: Imbalance of a layer beyond sampling noise, `sqrt(cv^2 - cv_null^2)`.
-        overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. It counts
-            as it stands, by chance or not: the other ranks wait all the same.
-        sustained_steps: Steps in a row that the last two must be above their thresholds.
+        overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. Chance
+            is no excuse here: the other ranks wait all the same.
+        sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
     """
 
     dead_expert_steps: int | None
@@ -56,12 +54,12 @@ class Finding:
     """One episode.
 
     Attributes:
-        kind: What is wrong.
+        kind: The condition.
         layer: Index of the layer in the whole model; None: the whole model.
-        first_step: Since when.
-        last_step: Until when, so far.
-        is_over: Whether it has ended; one that comes back within `QUIET_STEPS` goes on again.
-        text: In words, without markup.
+        first_step: First step of the episode.
+        last_step: Last step so far.
+        is_over: Whether it has ended; one that returns within `QUIET_STEPS` goes on again.
+        text: Description, plain text.
     """
 
     kind: FindingKind
@@ -73,12 +71,12 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, int | None]:
-        """Where it is; at most one finding of a key goes on at a time."""
+        """Kind and layer; at most one finding of a key goes on at a time."""
         return self.kind, self.layer
 
 
 def likewise(others: Sequence[Finding]) -> str:
-    """What a line about one finding says of others of its kind, in further layers; empty where there are none."""
+    """End of a line about one finding that names further layers with the same one; empty where there are none."""
     if not others:
         return ""
     named = [str(finding.layer) for finding in others[:_MOST_LAYERS_NAMED]]
@@ -86,29 +84,12 @@ def likewise(others: Sequence[Finding]) -> str:
     return f" (likewise layer{'s' if len(others) > 1 else ''} {', '.join(named + more)})"
 
 
-@dataclass(frozen=True)
-class StepObservation:
-    """What is known of one step.
-
-    Attributes:
-        step: The step.
-        metrics: Complete key to value, `train/moe/...`.
-        layers: Index of each MoE layer in the whole model.
-        counts: Assignments that each expert got; None where they are not known.
-    """
-
-    step: int
-    metrics: Mapping[str, float]
-    layers: Sequence[int] = ()
-    counts: Int[np.ndarray, "layers experts"] | None = None
-
-
 class FindingTracker:
-    """Watches a run.
+    """Tracker of the findings of a run, fed step by step.
 
     Args:
-        thresholds: From where on something is a finding.
-        topk: Experts that a token goes to; None where that is not known: then there are no findings of imbalance.
+        thresholds: Limits.
+        topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
     """
 
     def __init__(self, thresholds: Thresholds, topk: int | None):
@@ -120,16 +101,25 @@ class FindingTracker:
 
     @property
     def findings(self) -> list[Finding]:
-        """All so far, in the order in which they began."""
+        """All findings so far, in the order in which they began."""
         return sorted([*self._earlier, *self._latest.values()], key=_order)
 
-    def observe(self, observation: StepObservation) -> list[Finding]:
-        """Takes the next step.
+    def observe(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        layers: Sequence[int] = (),
+        counts: Int[np.ndarray, "layers experts"] | None = None,
+    ) -> list[Finding]:
+        """Findings that begin with the next step.
 
-        Returns:
-            The findings that begin with it.
+        Args:
+            step: The step; steps ascend.
+            metrics: Complete key to value, `train/moe/...`.
+            layers: Index of each MoE layer in the whole model.
+            counts: Assignments of each expert; None where they are not known.
         """
-        present = {finding.key: finding for finding in self._of_step(observation)}
+        present = {finding.key: finding for finding in self._of_step(step, metrics, layers, counts)}
         begun = []
         for key in self._latest.keys() - present.keys():
             self._latest[key] = replace(self._latest[key], is_over=True)
@@ -144,36 +134,40 @@ class FindingTracker:
             begun.append(finding)
         return begun
 
-    def _of_step(self, observation: StepObservation) -> Iterator[Finding]:
-        yield from self._overload(observation)
-        yield from self._skipped_updates(observation)
-        if observation.counts is not None:
-            if len(observation.counts) != len(observation.layers):
-                raise ValueError(f"{len(observation.layers)} layers and counts of {len(observation.counts)}")
-            if self._idle.shape != observation.counts.shape:
-                self._idle = _IdleExperts(observation.counts.shape)
-                self._imbalanced = _Streaks(len(observation.layers))
-            yield from self._dead_experts(observation.step, observation.layers, observation.counts)
-            yield from self._imbalance(observation.step, observation.layers, observation.counts)
+    def _of_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        layers: Sequence[int],
+        counts: Int[np.ndarray, "layers experts"] | None,
+    ) -> Iterator[Finding]:
+        yield from self._overload(step, metrics)
+        yield from self._skipped_updates(step, metrics)
+        if counts is not None:
+            if self._idle.shape != counts.shape:
+                self._idle = _IdleExperts(counts.shape)
+                self._imbalanced = _Streaks(len(layers))
+            yield from self._dead_experts(step, layers, counts)
+            yield from self._imbalance(step, layers, counts)
 
-    def _overload(self, observation: StepObservation) -> Iterator[Finding]:
+    def _overload(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
         limit = self._thresholds.overload_factor
-        value = observation.metrics.get("train/moe/avg_overload_factor")
+        value = metrics.get("train/moe/avg_overload_factor")
         if limit is None or value is None:
             return
-        self._overloaded.observe(observation.step, np.array([value > limit]))
+        self._overloaded.observe(step, np.array([value > limit]))
         if self._overloaded.length[0] >= self._thresholds.sustained_steps:
             since = int(self._overloaded.since[0])
             text = f"the busiest expert-parallel rank has {value:.2f} times the work of the mean one since step {since}"
-            yield Finding("overload", None, since, observation.step, False, text)
+            yield Finding("overload", None, since, step, False, text)
 
-    def _skipped_updates(self, observation: StepObservation) -> Iterator[Finding]:
-        if observation.metrics.get("train/skipped_updates", 0.0) > 0:
+    def _skipped_updates(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        if metrics.get("train/skipped_updates", 0.0) > 0:
             latest = self._latest.get(("skipped_updates", None))
-            goes_on = latest is not None and _is_same_episode(latest, observation.step)
-            since = latest.first_step if latest is not None and goes_on else observation.step
+            goes_on = latest is not None and _is_same_episode(latest, step)
+            since = latest.first_step if latest is not None and goes_on else step
             text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
-            yield Finding("skipped_updates", None, since, observation.step, False, text)
+            yield Finding("skipped_updates", None, since, step, False, text)
 
     def _imbalance(
         self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
@@ -183,7 +177,7 @@ class FindingTracker:
             return
         cv, null = coefficient_of_variation(counts), null_coefficient_of_variation(counts, self._topk)
         excess = excess_coefficient_of_variation(counts, self._topk)
-        # Few tokens spread far beyond the null now and then.
+        # With few tokens, cv is far above its null now and then.
         by_chance = highest_coefficient_of_variation_by_chance(counts, self._topk, CHANCE)
         self._imbalanced.observe(step, (excess > limit) & (cv > by_chance))
         for row in np.flatnonzero(self._imbalanced.length >= self._thresholds.sustained_steps).tolist():
@@ -212,10 +206,10 @@ class FindingTracker:
 
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
-    """Whether what has been wrong since some step continues a finding.
+    """Whether a condition that holds since a step continues a finding.
 
-    It is the steps between that count, not those until it is found again: an expert with one token now and then is
-    found dead again long after each.
+    The steps between the two count, not those until the condition has held long enough to be found: an expert with one
+    token now and then is found dead again long after each.
     """
     return since - latest.last_step - 1 <= QUIET_STEPS
 
@@ -225,10 +219,10 @@ def _order(finding: Finding) -> tuple[int, str, int]:
 
 
 class _Streaks:
-    """For how many steps in a row something has been the case, at each of several places, and since when.
+    """Length and first step of the current streak of a condition, at each of several places.
 
     Args:
-        num_places: How many.
+        num_places: Number of places.
     """
 
     def __init__(self, num_places: int):
@@ -236,13 +230,13 @@ class _Streaks:
         self.since = np.zeros(num_places, dtype=np.int64)
 
     def observe(self, step: int, is_so: Bool[np.ndarray, " places"]) -> None:
-        """Takes the next step."""
+        """Extends or ends the streaks with the next step."""
         self.since = np.where(is_so & (self.length == 0), step, self.since)
         self.length = np.where(is_so, self.length + 1, 0)
 
 
 class _IdleExperts:
-    """For how long each expert has had no token, and how many it should have had meanwhile.
+    """Steps that each expert has had no token, and the tokens that a fair share would have been meanwhile.
 
     Args:
         shape: Layers and experts of each.
@@ -255,7 +249,7 @@ class _IdleExperts:
         self._expected = np.zeros(shape)
 
     def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
-        """Takes the next step; a layer without any load says nothing."""
+        """Counts the next step; a layer without any load neither extends nor ends a streak."""
         fair_share = counts.sum(1, keepdims=True) / counts.shape[1]
         is_dead, has_load = dead(counts), counts > 0
         self.since = np.where(is_dead & (self._steps == 0), step, self.since)
@@ -263,7 +257,7 @@ class _IdleExperts:
         self._expected = np.where(has_load, 0.0, self._expected + fair_share)
 
     def longer_than(self, num_steps: int) -> Bool[np.ndarray, "layers experts"]:
-        """The experts that have been dead for so many steps, and beyond chance."""
+        """Experts that have been dead for at least so many steps, and for longer than chance explains."""
         # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
         # expert with at most E times that.
         beyond_chance = self._expected > math.log(max(self.shape[1], 1) / CHANCE)

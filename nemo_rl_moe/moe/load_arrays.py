@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load statistics of whole runs, of counts as numpy arrays: steps, layers and experts at once."""
+"""Load statistics of numpy counts, for all steps of a run at once; `load_statistics` has those of one step in torch.
+
+The report and the terminal view use them, which start without torch.
+"""
 
 import math
 from statistics import NormalDist
@@ -28,7 +31,7 @@ def coefficient_of_variation(
 def null_coefficient_of_variation(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """What it would be if the same tokens were routed at random, `sqrt((1 - k / E) * E / (T * k))`."""
+    """Coefficient of variation under random routing of the same tokens, `sqrt((1 - k / E) * E / (T * k))`."""
     num_experts, totals = counts.shape[-1], counts.sum(-1)
     null = np.sqrt(max(0.0, 1 - topk / num_experts) * num_experts / np.maximum(totals, 1))
     return np.where(totals > 0, null, 0.0)
@@ -45,15 +48,15 @@ def excess_coefficient_of_variation(
 def highest_coefficient_of_variation_by_chance(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
 ) -> Float[np.ndarray, "*steps layers"]:
-    """What it exceeds with about this probability if the same tokens were routed at random.
+    """Quantile of the coefficient of variation under random routing: it is exceeded with about this probability.
 
-    The sum of the squared deviations, over that of random routing, has the distribution of chi-square over its `E - 1`
-    degrees of freedom; its quantile is that of Wilson and Hilferty.
+    The sum of squared deviations over its expectation follows chi-square with `E - 1` degrees of freedom over `E - 1`;
+    its quantile is approximated as by Wilson and Hilferty (1931).
 
     Args:
         counts: Assignments.
-        topk: Experts that a token goes to.
-        probability: Below a half.
+        topk: Experts that each token is routed to.
+        probability: Below 0.5.
     """
     num_experts = counts.shape[-1]
     degrees = max(num_experts - 1, 1)
@@ -64,7 +67,7 @@ def highest_coefficient_of_variation_by_chance(
 
 
 def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "*steps layers experts"]:
-    """Experts that got nothing, in layers that got something."""
+    """Experts without any token, in layers with tokens."""
     found: Bool[np.ndarray, "*steps layers experts"] = (counts == 0) & (counts.sum(-1, keepdims=True) > 0)
     return found
 
@@ -72,20 +75,14 @@ def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "
 def overload_of_steps(
     counts: Int[np.ndarray, "*steps layers experts"], expert_parallel_size: int
 ) -> Float[np.ndarray, "*steps layers"]:
-    """Load of the busiest expert-parallel rank over that of the mean one, of the tokens of a whole step together.
+    """Load of the busiest expert-parallel rank over that of the mean one, for the tokens of a whole step together.
 
-    The metric `avg_overload_factor` takes each microbatch for itself, where chance weighs more, and is higher.
+    The metric `avg_overload_factor` is the mean over microbatches, where chance weighs more, and is higher.
 
     Args:
         counts: Assignments; rank r of R would hold the experts `r * E / R .. (r + 1) * E / R - 1`.
         expert_parallel_size: R, a divisor of E.
-
-    Raises:
-        ValueError: The experts cannot be dealt out evenly.
     """
-    num_experts = counts.shape[-1]
-    if num_experts % expert_parallel_size:
-        raise ValueError(f"{num_experts} experts cannot be dealt out to {expert_parallel_size} ranks")
     loads = counts.reshape(*counts.shape[:-1], expert_parallel_size, -1).sum(-1)
     totals = loads.sum(-1)
     return np.where(totals > 0, loads.max(-1) * expert_parallel_size / np.maximum(totals, 1), 1.0)

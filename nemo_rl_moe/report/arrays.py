@@ -1,65 +1,91 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of numbers inside a page: exact, and in about as few bytes as they can be told in."""
+"""Arrays of numbers in a page: thinned to a number of points, and packed exactly."""
 
 import base64
 import gzip
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int, Shaped
 from numpy.typing import NDArray
 
-ArrayReference = dict[str, Any]
-"""Where an array stands, as the page's script knows it: `blob`, `dtype`, `shape` and `offset`."""
+from nemo_rl_moe.run_folder.run_data import Series
+from nemo_rl_moe.run_folder.samples import evenly_spaced
 
-_LEVEL = 6
+ArrayReference = dict[str, Any]
+"""Position of an array, as the page's script reads it: `blob`, `dtype`, `shape` and `offset`."""
 
 
 class ArrayPool:
-    """Many arrays, one after the other, as one text.
-
-    The first bytes of all numbers of an array stand before all second ones, and so on: numbers of a kind have their
-    high bytes in common, which compression makes nothing of. An array that is there already is not put in again.
+    """Little-endian arrays, one after the other, which become one gzip stream in base64.
 
     Args:
-        name: By which the page finds the text.
+        name: Name by which the page finds the text.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._parts: list[bytes] = []
-        self._size = 0
-        self._offset_of: dict[tuple[str, bytes], int] = {}
+        self._content = bytearray()
+        self._offset_of: dict[bytes, int] = {}
 
     def add(self, array: NDArray[Any]) -> ArrayReference:
-        """Puts in an array of 1, 2 or 4 byte unsigned integers, 4 byte integers, or 4 or 8 byte floats."""
+        """Adds an array of 1, 2 or 4 byte unsigned or 4 byte signed integers, or of 4 or 8 byte floats.
+
+        An array with the bytes of an earlier one is not stored again: metrics share their steps.
+        """
         dtype = array.dtype.str[1:]
-        bytes_of_numbers = np.frombuffer(array.astype(f"<{dtype}").tobytes(), dtype=np.uint8)
-        content = bytes_of_numbers.reshape(-1, array.dtype.itemsize).T.tobytes()
-        offset = self._offset_of.get((dtype, content))
-        if offset is None:
-            offset = self._offset_of[dtype, content] = self._size
-            self._parts.append(content)
-            self._size += len(content)
+        content = array.astype(f"<{dtype}").tobytes()
+        offset = self._offset_of.setdefault(content, len(self._content))
+        if offset == len(self._content):
+            self._content += content
         return {"blob": self.name, "dtype": dtype, "shape": list(array.shape), "offset": offset}
 
     def encoded(self) -> str:
-        """All of them: gzip in base64."""
-        return compressed_text(b"".join(self._parts), _LEVEL)
+        """All arrays as gzip in base64."""
+        return compressed_text(bytes(self._content))
 
 
-def compressed_text(content: bytes, level: int = 9) -> str:
+def compressed_text(content: bytes) -> str:
     """Gzip in base64; the same content gives the same text."""
-    return base64.b64encode(gzip.compress(content, compresslevel=level, mtime=0)).decode("ascii")
+    return base64.b64encode(gzip.compress(content, mtime=0)).decode("ascii")
 
 
 def narrowest(counts: NDArray[np.int64]) -> NDArray[Any]:
-    """The same numbers in the smallest unsigned type that holds all of them.
+    """Counts in the smallest type that holds all of them: 1, 2 or 4 byte integers, else floats."""
+    highest = int(counts.max(initial=0))
+    return counts.astype(np.min_scalar_type(highest) if highest < 2**32 else np.float64)
 
-    Raises:
-        ValueError: One is negative, or needs more than 32 bits.
+
+def thinned(series: Series, most: int) -> Series:
+    """At most `most` points of a series: of each stretch of steps the lowest and the highest, so that spikes stay.
+
+    A NaN or an infinity of a stretch is kept too, and the last point of the series.
     """
-    lowest, highest = (int(counts.min()), int(counts.max())) if counts.size else (0, 0)
-    if lowest < 0 or highest >= 2**32:
-        raise ValueError(f"counts are from 0 to 2^32 - 1, got {lowest} to {highest}")
-    return counts.astype(np.min_scalar_type(highest))
+    number = len(series.steps)
+    if number <= most:
+        return series
+    # All but the last point, in stretches of equal width; the last stretch is filled up with copies of its end.
+    num_stretches = max((most - 1) // 3, 1)
+    width = -(-(number - 1) // num_stretches)
+    positions = np.minimum(np.arange(-(-(number - 1) // width) * width), number - 2).reshape(-1, width)
+    values = series.values[positions]
+    is_finite = np.isfinite(values)
+    lowest, highest = np.where(is_finite, values, np.inf).argmin(1), np.where(is_finite, values, -np.inf).argmax(1)
+    rows, with_gap = np.arange(len(positions)), ~is_finite.all(1)
+    chosen = [positions[rows, lowest], positions[rows, highest], positions[rows, (~is_finite).argmax(1)][with_gap]]
+    kept = np.unique(np.concatenate([*chosen, [number - 1]]))
+    return Series(series.steps[kept], series.values[kept])
+
+
+def highest_of_stretches(
+    values: Shaped[np.ndarray, "steps places"], most: int
+) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches places"]]:
+    """Highest value of each stretch of steps at each place, for at most `most` stretches.
+
+    Returns:
+        Position of each stretch's last row, and the values.
+    """
+    last = evenly_spaced(len(values), most)
+    first = np.concatenate([[0], last[:-1] + 1])
+    return last, np.maximum.reduceat(values, first, axis=0)

@@ -1,20 +1,20 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which charts of metrics a report has. Each says in its caption what healthy looks like."""
+"""Charts of metrics in a report; each caption says what healthy looks like."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Line:
-    """Metrics that are drawn alike.
+    """Line of a chart, or several with one pattern.
 
     Attributes:
         pattern: A metric's key; `*` stands for anything.
-        label: What the legend calls it; None: what stands for the `*`.
+        label: Name in the legend; None: the part of the key that matches the `*`.
     """
 
     pattern: str
@@ -23,14 +23,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart; runs that lack all of its metrics leave it out.
+    """Chart of a report, left out where the runs lack all of its metrics.
 
     Attributes:
-        section: Under which heading.
+        section: Heading above it.
         title: A few words.
-        caption: What it tells, and what healthy looks like.
-        lines: What is drawn.
-        reference: A value to compare with, and its name.
+        caption: Meaning, and what healthy looks like.
+        lines: Lines to draw.
+        reference: Value of a horizontal line to compare with, and its name.
         from_zero: Whether the axis begins at 0.
     """
 
@@ -124,7 +124,7 @@ CHARTS = (
 
 
 def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
-    """The charts that these metrics fill, as the page's script knows them; `lines` has a key and a label each."""
+    """Charts that have any of these metrics, as the page's script reads them; a line is a `key` and a `label`."""
     in_order = sorted(keys)
     found = []
     for chart in CHARTS:
@@ -135,19 +135,10 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
             if fnmatchcase(key, line.pattern)
         ]
         if lines:
-            found.append(
-                {
-                    "section": chart.section,
-                    "title": chart.title,
-                    "caption": chart.caption,
-                    "lines": lines,
-                    "reference": chart.reference,
-                    "from_zero": chart.from_zero,
-                }
-            )
+            found.append({**asdict(chart), "lines": lines})
     return found
 
 
 def _wildcard(key: str, pattern: str) -> str:
     before, after = pattern.split("*")
-    return key[len(before) : len(key) - len(after)]
+    return key.removeprefix(before).removesuffix(after)

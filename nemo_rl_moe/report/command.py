@@ -1,14 +1,29 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe report`: one HTML file about one run or several."""
+"""`nemo-rl-moe report`: one HTML file about one run or several, which needs nothing but itself.
+
+Its content security policy forbids every request, and every script but the page's own and plotly, which are named by
+the hashes of their text. Content from a run is in the page as data alone.
+"""
 
 import argparse
-import os
-import tempfile
+import base64
+import hashlib
+import html
 from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
+from string import Template
+from typing import TYPE_CHECKING
 
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.errors import ConfigurationError, DataError
+
+if TYPE_CHECKING:
+    # The command line starts without numpy and pyarrow.
+    from nemo_rl_moe.report.page_data import PageData
 
 SUMMARY = "one HTML file about a run, or about several beside each other; opens from disk, without a network"
 EXAMPLES = """\
@@ -19,10 +34,13 @@ examples:
 FILE_NAME = "report.html"
 MOST_BYTES = 5_000_000
 _SPARE_BYTES = 60_000
+_MARK = "<!DOCTYPE html><!-- nemo-rl-moe report -->"
+_SCRIPTS = ("decode", "words", "plots", "charts", "slider", "heatmap", "history", "tables", "main")
+_PAGE = files("nemo_rl_moe.report") / "page"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Arguments of the command."""
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001"
     )
@@ -32,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Writes the report, and says where it is and how many findings each run has.
+    """Writes the report, and prints its path and the number of findings of each run.
 
     Args:
-        options: What `add_arguments` asks for.
-        more: Folders that stand behind an option.
+        options: The arguments.
+        more: Folders that follow an option.
 
     Raises:
-        DataError: A folder is no run's, or the file cannot be written.
+        DataError: A folder is not a run's, or the file cannot be written.
     """
     folders = [*options.runs, *map(Path, more)]
     output = options.output or folders[0] / FILE_NAME
@@ -56,55 +74,66 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
     """Writes the report of these runs.
 
     Returns:
-        How many findings each of them has.
+        Number of findings of each run.
 
     Raises:
-        DataError: A folder is no run's, or the file cannot be written.
+        DataError: A folder is not a run's, or the file cannot be written.
     """
-    from nemo_rl_moe.report.page import PageParts
     from nemo_rl_moe.report.page_data import page_data
     from nemo_rl_moe.run_folder.run_data import read_run
 
     runs = [read_run(folder) for folder in folders]
     _check_output(output)
-    parts = PageParts()
-    data = page_data(runs, MOST_BYTES - _SPARE_BYTES - parts.size)
-    _write_whole(output, parts.page(data))
+    data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]))
+    try:
+        write_whole(output, _page(data))
+    except OSError as error:
+        raise DataError(f"{output}: cannot be written: {error}") from None
     return data.num_findings
 
 
 def _check_output(output: Path) -> None:
-    """A mistyped name must not cost a file that is something else."""
-    from nemo_rl_moe.report.page import MARK
-
+    """Refuses to replace a file that is not a report: a mistyped name must not cost a file."""
     if output.is_dir():
         raise DataError(f"--output {output}: is a folder; did you mean {output / FILE_NAME}?")
     if not output.parent.is_dir():
         raise DataError(f"--output {output}: there is no folder {output.parent}")
     if output.exists():
         with output.open("rb") as file:
-            if file.read(len(MARK)) != MARK.encode():
+            if file.read(len(_MARK)) != _MARK.encode():
                 raise DataError(f"--output {output}: exists and is no report; only a report is replaced by a report")
 
 
-def _write_whole(output: Path, page: str) -> None:
-    """A report that is open in a browser is never half a report."""
-    try:
-        descriptor, staging = tempfile.mkstemp(dir=output.parent, prefix=f".{output.name}.")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8", errors="replace", newline="\n") as file:
-                file.write(page)
-            Path(staging).chmod(0o666 & ~_umask())
-            Path(staging).replace(output)
-        except BaseException:
-            Path(staging).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise DataError(f"{output}: cannot be written: {error}") from None
+def _page(data: "PageData") -> str:
+    plotly, packed_plotly = _plotly()
+    script = "\n".join(['"use strict";', *((_PAGE / f"{name}.js").read_text(encoding="utf-8") for name in _SCRIPTS)])
+    # Browsers do not run script blocks of these types; the page's script reads them.
+    blobs = {"plotly": packed_plotly, **data.blobs}
+    blocks = [f'<script type="application/gzip" id="{name}">{blob}</script>' for name, blob in blobs.items()]
+    blocks.append(f'<script type="application/json" id="document">{data.text}</script>')
+    hashes = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, plotly)]
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{hashes[0]}' 'sha256-{hashes[1]}'; "
+        "style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return _MARK + Template((_PAGE / "page.html").read_text(encoding="utf-8")).substitute(
+        policy=html.escape(policy),
+        title=html.escape(data.title),
+        style=(_PAGE / "style.css").read_text(encoding="utf-8"),
+        blocks="\n".join(blocks),
+        script=script,
+    )
 
 
-def _umask() -> int:
-    """What the process takes from the rights of new files; it can be read only by setting it."""
-    found = os.umask(0o077)
-    os.umask(found)
-    return found
+@cache
+def _plotly() -> tuple[str, str]:
+    """Script of plotly, and the same as gzip in base64."""
+    from nemo_rl_moe.report.arrays import compressed_text
+
+    # Found without importing the package, which takes seconds.
+    spec = find_spec("plotly")
+    folders = (spec.submodule_search_locations or []) if spec else []
+    if not folders:
+        raise ConfigurationError("report: the charts need plotly: pip install 'nemo-rl-moe[report]'")
+    source = (Path(next(iter(folders))) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
+    return source, compressed_text(source.encode())

@@ -1,29 +1,28 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of a run's whole history, by the thresholds of the run itself."""
+"""Findings of a run's whole history, by the thresholds in the run's own configuration."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.moe.findings import Finding, FindingTracker, StepObservation, Thresholds
-from nemo_rl_moe.run_folder.run_data import RunData, Series
+from nemo_rl_moe.moe.findings import Finding, FindingTracker, Thresholds
+from nemo_rl_moe.run_folder.run_data import RunData
 
 _BASE_CONFIGURATION = "sft.yaml"
 _METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates")
-_LARGEST = 1e300
 _FORCED_ROUTING = "moe_router_force_"
 
 
 @dataclass(frozen=True)
 class Episodes:
-    """All findings of one kind in one place.
+    """Findings of one kind in one layer, or in the whole model.
 
     Attributes:
         latest: The one that began last.
-        number: How many there have been.
-        first_step: When the first one began.
+        number: Number of findings.
+        first_step: First step of the first one.
     """
 
     latest: Finding
@@ -32,15 +31,15 @@ class Episodes:
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
-    """What `logger.alerts` of a resolved configuration says; where it lacks a key, what the shipped one says."""
+    """Thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped values."""
     base = _alerts(read_with_defaults(find_config(_BASE_CONFIGURATION)))
-    own = {name: value for name, value in _alerts(config).items() if value is None or _is_number(value)}
-    chosen = {field.name: own.get(field.name, base.get(field.name)) for field in fields(Thresholds)}
-    return Thresholds(**chosen | {"sustained_steps": chosen["sustained_steps"] or 1})
+    own = {key: value for key, value in _alerts(config).items() if value is None or isinstance(value, int | float)}
+    chosen: dict[str, Any] = {field.name: own.get(field.name, base.get(field.name)) for field in fields(Thresholds)}
+    return Thresholds(**chosen)
 
 
 def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
-    """All findings of a run so far, in the order in which they began.
+    """Findings of a run so far, in the order in which they began.
 
     Args:
         run: The run.
@@ -49,20 +48,20 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
     tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk)
     metrics: dict[int, dict[str, float]] = {}
     for key in _METRICS:
-        series = run.metrics.get(key, Series.empty())
-        for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
-            metrics.setdefault(step, {})[key] = value
+        if series := run.metrics.get(key):
+            for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
+                metrics.setdefault(step, {})[key] = value
     load = run.expert_load
     row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
     layers = [] if load is None else load.layers.tolist()
     for step in sorted(metrics.keys() | row_of.keys()):
         counts = load.counts[row_of[step]] if load is not None and step in row_of else None
-        tracker.observe(StepObservation(step, metrics.get(step, {}), layers, counts))
+        tracker.observe(step, metrics.get(step, {}), layers, counts)
     return _forced_routing(run) + tracker.findings
 
 
-def episodes_of(findings: list[Finding]) -> list[Episodes]:
-    """The same by place and kind: those that go on first, and of these those of the whole model."""
+def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:
+    """Findings by kind and layer: those that go on first, and of these those of the whole model."""
     of_key: dict[tuple[str, int | None], list[Finding]] = {}
     for finding in findings:
         of_key.setdefault(finding.key, []).append(finding)
@@ -71,7 +70,7 @@ def episodes_of(findings: list[Finding]) -> list[Episodes]:
 
 
 def _forced_routing(run: RunData) -> list[Finding]:
-    """A drill is one whatever its numbers are."""
+    """Finding for a drill with forced routing, whatever its numbers are."""
     settings = {name: value for name, value in run.moe_configuration.items() if name.startswith(_FORCED_ROUTING)}
     in_force = {name: value for name, value in settings.items() if value is not None and value is not False}
     if not in_force:
@@ -85,7 +84,3 @@ def _alerts(config: Mapping[str, Any]) -> dict[str, Any]:
     logger = config.get("logger")
     alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
     return dict(alerts) if isinstance(alerts, Mapping) else {}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST < value < _LARGEST

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`nemo-rl-moe watch`: one run in the terminal, while it goes on."""
+"""`nemo-rl-moe watch`: view of a run in the terminal while it goes on."""
 
 import argparse
 import io
@@ -40,7 +40,7 @@ _LEAST_INTERVAL, _LONGEST_INTERVAL = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What the command takes."""
+    """Arguments of the command."""
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001")
     parser.add_argument(
         "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="time from look to look; default: 1"
@@ -52,12 +52,12 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
     """Shows a run until Ctrl-C, or once.
 
     Args:
-        options: What `add_arguments` asks for.
-        more: Words that stand behind an option; there are to be none.
+        options: The arguments.
+        more: Words that follow an option; there must be none.
 
     Raises:
         ConfigurationError: More than one run is named.
-        DataError: The folder is no run's.
+        DataError: The folder is not a run's.
     """
     from nemo_rl_moe.loggers.console import printable
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         else:
             _watch(console, watcher, options.interval)
     except KeyboardInterrupt:
-        # That is how it ends.
+        # Ctrl-C is how the view is ended.
         return
 
 
@@ -98,7 +98,7 @@ def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
                     live.update(_together(lines), refresh=True)
                 time.sleep(interval)
     finally:
-        # The screen of its own is gone by now; the last frame stays.
+        # The alternate screen is gone by now; the last frame stays on the normal one.
         _print(console, lines)
 
 
@@ -131,13 +131,13 @@ def _console() -> "Console":
     from rich.console import Console
 
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A name that the terminal cannot write is no reason to end.
+        # A run's name may have characters that the terminal's encoding lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     return Console(highlight=False, markup=False, emoji=False)
 
 
 def _check(folder: Path) -> None:
-    """Whether there is a run, or will be one."""
+    """Raises a DataError for a folder that is not a run's; one without metrics yet is."""
     from nemo_rl_moe.loggers.console import printable
     from nemo_rl_moe.run_folder.folder import RUN_FILE_NAME, newest_run_folders
     from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME

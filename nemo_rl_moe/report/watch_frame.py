@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A metric over time in one line of text."""
+"""Frame of the terminal view: the run, sparklines of its metrics, its expert load, its findings."""
 
 import math
 import textwrap
@@ -20,48 +20,7 @@ from nemo_rl_moe.report.watch_state import SHOWN_METRICS, WatchedRun
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"
 NOT_FINITE = "!"
-_LEAST_RELATIVE_SPAN = 1e-9  # below it, what differs are the last bits of means
-
-
-def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
-    """At most so many characters: the lowest value has the first level, the highest the last.
-
-    Of more values than characters, each character is the mean of those that it stands for. One that stands for a value
-    that is NaN or infinite is a `!`, however many others there are.
-
-    Args:
-        values: In the order of the steps.
-        width: Characters that there is room for.
-        levels: From low to high.
-    """
-    columns = _columns(np.asarray(values, dtype=np.float64), width)
-    is_finite = np.isfinite(columns)
-    finite = columns[is_finite] if is_finite.any() else np.zeros(1)
-    # Halves: the difference of two huge numbers may be beyond all numbers.
-    lowest, half_span = finite.min(), finite.max() / 2 - finite.min() / 2
-    if half_span <= _LEAST_RELATIVE_SPAN * np.abs(finite).max():
-        shares = np.full(len(columns), 0.5)
-    else:
-        shares = (np.where(is_finite, columns, lowest) / 2 - lowest / 2) / half_span
-    places = np.minimum(shares * len(levels), len(levels) - 1).astype(int)
-    return "".join(
-        levels[place] if is_number else NOT_FINITE
-        for place, is_number in zip(places.tolist(), is_finite.tolist(), strict=True)
-    )
-
-
-def _columns(values: Float[np.ndarray, " steps"], width: int) -> Float[np.ndarray, " columns"]:
-    number = min(len(values), max(width, 0))
-    if number == 0:
-        return np.zeros(0)
-    edges = np.arange(number + 1) * len(values) // number
-    sizes = np.diff(edges)
-    with np.errstate(invalid="ignore"):
-        # The sum of the parts: that of the values could be beyond all numbers.
-        means: Float[np.ndarray, " columns"] = np.add.reduceat(values / np.repeat(sizes, sizes), edges[:-1])
-    return means
-
-
+_LEAST_RELATIVE_SPAN = 1e-9  # smaller differences are rounding errors of the means
 _LEAST_SECONDS_OF_QUIET, _STEPS_OF_QUIET = 30.0, 10
 _LEAST_WIDTH_WITH_RANGES = 80
 _LABEL_WIDTH, _VALUE_WIDTH, _RANGE_WIDTH = 10, 10, 24
@@ -70,11 +29,11 @@ _LEAST_HEATMAP_LINES = 5
 
 @dataclass(frozen=True)
 class Room:
-    """What the terminal can show.
+    """Size and abilities of the terminal.
 
     Attributes:
         width: Characters of a line.
-        height: Lines; None: as many as there are.
+        height: Lines; None: without a limit.
         in_color: Whether it has at least 256 colours.
         is_unicode: Whether it has block characters.
     """
@@ -86,12 +45,12 @@ class Room:
 
 
 def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
-    """The lines of the screen.
+    """Lines of the frame.
 
     Args:
         run: The run.
         now: Unix seconds.
-        room: What there is room for.
+        room: Size and abilities of the terminal.
     """
     header = _header(run, now, room.width)
     if run.step is None:
@@ -102,18 +61,17 @@ def frame(run: WatchedRun, now: float, room: Room) -> list[Text]:
         findings = [*findings[: most - 1], Text(f"and {len(findings) - most + 1} more lines", style="dim")]
     heatmap: list[Text] = []
     if run.load is not None:
-        num_layers = len(run.load.layers)
-        left = num_layers + _LEAST_HEATMAP_LINES
+        left = len(run.load.layers) + _LEAST_HEATMAP_LINES
         if room.height is not None:
             left = room.height - len(header) - len(sparklines) - len(findings) - 3
         if left >= _LEAST_HEATMAP_LINES:
-            heatmap = terminal_heatmap(run.load, room.width, left, room.in_color, room.is_unicode)
+            heatmap = terminal_heatmap(run.load, room.width, left, room.in_color)
     blocks = [block for block in (header, sparklines, heatmap, findings) if block]
     return _cropped([line for block in blocks for line in [*block, Text()]][:-1], room)
 
 
 def status(run: WatchedRun, now: float) -> str:
-    """Whether the run still writes, in a few words."""
+    """State of the run in a few words: writing, quiet for some time, or done."""
     planned = run.described.planned_steps
     if planned is not None and run.step is not None and run.step >= planned:
         return "all steps done"
@@ -124,7 +82,7 @@ def status(run: WatchedRun, now: float) -> str:
 
 
 def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
-    """A line for each kind of finding that goes on, and for each that is over, however many layers have it."""
+    """Findings as lines: one for each kind that goes on and one for each that is over, however many layers have it."""
     groups: dict[tuple[bool, str], list[Episodes]] = {}
     for episode in episodes:
         groups.setdefault((episode.latest.is_over, episode.latest.kind), []).append(episode)
@@ -132,7 +90,7 @@ def finding_lines(episodes: Sequence[Episodes]) -> list[str]:
 
 
 def packed(parts: Iterable[str], width: int) -> list[str]:
-    """As many parts on a line as fit, two spaces apart."""
+    """Lines with as many parts as fit, two spaces apart."""
     lines: list[str] = []
     for part in parts:
         if lines and len(lines[-1]) + 2 + len(part) <= width:
@@ -174,7 +132,7 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
     for key, label in SHOWN_METRICS.items():
         if key not in run.series:
             continue
-        _, values = run.series[key]
+        values = [value for _, value in run.series[key]]
         line = Text.assemble(
             (f"{label:<{_LABEL_WIDTH}}", "dim"),
             (f"{sparkline(values, width, levels):<{max(width, 0)}}", "cyan"),
@@ -219,3 +177,40 @@ def _cropped(lines: Sequence[Text], room: Room) -> list[Text]:
             line.rstrip()
         line.truncate(room.width, overflow="ellipsis" if room.is_unicode else "crop")
     return list(lines if room.height is None else lines[: room.height])
+
+
+def sparkline(values: Sequence[float], width: int, levels: str = BLOCKS) -> str:
+    """Line of characters from the first level, for the lowest value, to the last level, for the highest.
+
+    Where there are more values than characters, a character is the mean of several; it is a `!` where one of these is
+    NaN or infinite.
+
+    Args:
+        values: In the order of the steps.
+        width: Most characters of the line.
+        levels: Characters from low to high.
+    """
+    columns = _columns(np.asarray(values, dtype=np.float64), width)
+    is_finite = np.isfinite(columns)
+    finite = columns[is_finite] if is_finite.any() else np.zeros(1)
+    lowest, span = finite.min(), np.ptp(finite)
+    if span <= _LEAST_RELATIVE_SPAN * np.abs(finite).max():
+        shares = np.full(len(columns), 0.5)
+    else:
+        shares = (np.where(is_finite, columns, lowest) - lowest) / span
+    places = np.minimum(shares * len(levels), len(levels) - 1).astype(int)
+    return "".join(
+        levels[place] if is_number else NOT_FINITE
+        for place, is_number in zip(places.tolist(), is_finite.tolist(), strict=True)
+    )
+
+
+def _columns(values: Float[np.ndarray, " steps"], width: int) -> Float[np.ndarray, " columns"]:
+    number = min(len(values), max(width, 0))
+    if number == 0:
+        return np.zeros(0)
+    edges = np.arange(number + 1) * len(values) // number
+    sizes = np.diff(edges)
+    with np.errstate(invalid="ignore"):
+        means: Float[np.ndarray, " columns"] = np.add.reduceat(values, edges[:-1]) / sizes
+    return means

@@ -1,20 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a terminal shows of a run, brought up to date from the run's folder while the run goes on."""
+"""State of a run in the terminal view, updated from the run's folder while the run goes on."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
 from pathlib import Path
 from statistics import median
 
-from nemo_rl_moe.moe.findings import FindingTracker, StepObservation
+from nemo_rl_moe.moe.findings import FindingTracker
 from nemo_rl_moe.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
-from nemo_rl_moe.report.terminal_heatmap import StepLoad
-from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, StepRecord
-from nemo_rl_moe.run_folder.run_data import ExpertLoadTail, MetricsTail, RunData, describe_run
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, ExpertLoadTail
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
+from nemo_rl_moe.run_folder.run_data import RunData, describe_run
 
 SHOWN_METRICS = {
     "train/reward": "reward",
@@ -31,18 +30,18 @@ _STEPS_OF_A_PACE = 20
 
 @dataclass
 class WatchedRun:
-    """All that is shown of a run.
+    """Content of a frame.
 
     Attributes:
         described: The run without its history.
-        step: The last step; None where nothing has been written yet.
+        step: Last step; None where nothing has been written yet.
         first_time: Unix seconds of the first record.
         last_time: Unix seconds of the last record.
         tokens_per_second: Speed of the last step's training; None where that is not known.
-        series: The shown metrics by key, as steps and values.
-        load: The newest load of the experts; None where the run does not track them.
-        episodes: What is or was wrong.
-        notes: What of the folder could not be read, a line each.
+        series: The shown metrics.
+        load: Expert load of the newest step alone; None where the run does not track it.
+        episodes: Findings.
+        notes: One line for each file that cannot be read.
     """
 
     described: RunData
@@ -50,15 +49,15 @@ class WatchedRun:
     first_time: float = 0.0
     last_time: float = 0.0
     tokens_per_second: float | None = None
-    series: Mapping[str, tuple[list[int], list[float]]] = field(default_factory=dict)
-    load: StepLoad | None = None
+    series: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    load: ExpertLoadHistory | None = None
     episodes: Sequence[Episodes] = ()
     notes: Sequence[str] = ()
     recent: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=_STEPS_OF_A_PACE + 1))
 
     @property
     def seconds_per_step(self) -> float | None:
-        """The usual time from step to step lately; None while only one is known."""
+        """Median time from step to step over the last 20; None while only one step is known."""
         paces = [
             (end - start) / (last - first) for (first, start), (last, end) in pairwise(self.recent) if last > first
         ]
@@ -66,10 +65,10 @@ class WatchedRun:
 
 
 class RunWatcher:
-    """Follows a run.
+    """Follower of a run.
 
     Args:
-        folder: Its folder; what is not there yet may come.
+        folder: The run's folder; its files need not exist yet.
     """
 
     def __init__(self, folder: Path):
@@ -78,7 +77,7 @@ class RunWatcher:
         self._begin()
 
     def look(self) -> WatchedRun:
-        """Reads what is new.
+        """State of the run after reading the new records.
 
         Raises:
             DataError: The metrics cannot be read.
@@ -91,7 +90,7 @@ class RunWatcher:
             self._describe()
         self._num_damaged += new.num_damaged
         if new.records:
-            self._take(new.records)
+            self._update(new.records)
             self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
         damaged = [f"{METRICS_FILE_NAME}: lines that are no records: {self._num_damaged}"] if self._num_damaged else []
         self.run.notes = [*self.run.described.notes, *damaged, *self._load.problems]
@@ -99,7 +98,7 @@ class RunWatcher:
 
     def _begin(self) -> None:
         self._load = ExpertLoadTail(self._folder)
-        self._series: dict[str, tuple[list[int], list[float]]] = {}
+        self._series: MetricHistory = {}
         self._num_damaged = 0
         self.run = WatchedRun(RunData(self._folder, {}, None), series=self._series)
 
@@ -108,31 +107,24 @@ class RunWatcher:
         self._tracker = FindingTracker(thresholds_of(described.config), described.topk)
         self._standing = findings_of(described)
 
-    def _take(self, records: Sequence[StepRecord]) -> None:
+    def _update(self, records: Sequence[StepRecord]) -> None:
         load = self._load.read(max(record.step for record in records))
         row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
         layers = [] if load is None else load.layers.tolist()
         for record in records:
-            self._note(record)
-            if not any(key.startswith("train/") for key in record.metrics):
-                continue
-            counts = load.counts[row_of[record.step]] if load is not None and record.step in row_of else None
-            self._tracker.observe(StepObservation(record.step, record.metrics, layers, counts))
+            self._add(record)
+            if any(key.startswith("train/") for key in record.metrics):
+                counts = load.counts[row_of[record.step]] if load is not None and record.step in row_of else None
+                self._tracker.observe(record.step, record.metrics, layers, counts)
         if load is not None:
-            self.run.load = StepLoad(int(load.steps[-1]), layers, load.counts[-1].copy())
+            # A copy: the counts of all earlier steps need not stay in memory.
+            self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
 
-    def _note(self, record: StepRecord) -> None:
+    def _add(self, record: StepRecord) -> None:
         self.run.step = record.step
-        if isfinite(record.time):
-            self.run.first_time = self.run.first_time if self.run.recent else record.time
-            self.run.last_time = record.time
-            self.run.recent.append((record.step, record.time))
+        self.run.first_time = self.run.first_time if self.run.recent else record.time
+        self.run.last_time = record.time
+        self.run.recent.append((record.step, record.time))
         for key in SHOWN_METRICS.keys() & record.metrics.keys():
-            steps, values = self._series.setdefault(key, ([], []))
-            while steps and steps[-1] >= record.step:
-                # Of a step that stands there twice, the later line counts.
-                steps.pop()
-                values.pop()
-            steps.append(record.step)
-            values.append(record.metrics[key])
+            self._series.setdefault(key, []).append((record.step, record.metrics[key]))
         self.run.tokens_per_second = record.metrics.get(_SPEED_KEY, self.run.tokens_per_second)

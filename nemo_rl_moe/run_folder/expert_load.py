@@ -1,16 +1,17 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The full load matrix of every step, as a Parquet data set that is whole at every moment.
+"""`expert_load.parquet`: the load matrix of every step, its writer, its readers and its rewind.
 
 `<run folder>/expert_load.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one
-table with the columns `step`, `layer`, `expert` and `count`. A Parquet file cannot be appended to, and one that a crash
-cuts off cannot be read at all; so each step becomes a file of its own that appears whole, and now and then many become
-one.
+table with the columns `step`, `layer`, `expert` and `count`. A Parquet file cannot be appended to, and one that a kill
+leaves half written cannot be read at all. Each step is therefore written to a file of its own that appears whole, and
+every 100 of these files are joined into one.
 """
 
 import re
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,28 +20,46 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int
-from numpy.typing import NDArray
 
 from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
-    # A reader of finished runs needs no torch.
+    # The report and the terminal view read these files without torch.
     from nemo_rl_moe.moe.load_statistics import ExpertLoad
-
 
 FOLDER_NAME = "expert_load.parquet"
 STEPS_OF_A_FILE = 100
 _MOST_STEPS_KEPT = 1000
-_MOST_COUNT = 2**32 - 1
 
 _SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.int32()), ("expert", pa.int32()), ("count", pa.int64())])
 _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
 
 
-class ExpertLoadWriter:
-    """Writes the load matrix of each step; what cannot be written never stops training.
+@dataclass(frozen=True)
+class ExpertLoadHistory:
+    """Load of every expert over the steps of a run.
 
-    While the disk is full, the newest steps are kept in memory, and written when there is space again.
+    Attributes:
+        steps: Ascending.
+        layers: Index of each MoE layer in the whole model, ascending.
+        counts: Assignments of each expert, each real token `topk` times.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    layers: Int[np.ndarray, " layers"]
+    counts: Int[np.ndarray, "steps layers experts"]
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer."""
+        return int(self.counts.shape[2])
+
+
+class ExpertLoadWriter:
+    """Writer of the load matrix of each step.
+
+    Survives a full disk: the newest 1,000 steps are kept in memory meanwhile and written when there is space again;
+    training goes on.
 
     Args:
         run_folder: The run's folder.
@@ -57,7 +76,7 @@ class ExpertLoadWriter:
         self._num_lost = 0
         self._is_failing = False
         self._has_told_of_joining = False
-        # A resumed run finds single steps of its earlier attempts, which are joined with its own.
+        # The files of single steps that the run wrote before it was resumed are joined with the new ones.
         self._single = [first for first, last in _files_in_force(self._folder) if first == last]
 
     def write(self, step: int, load: "ExpertLoad") -> None:
@@ -97,7 +116,7 @@ class ExpertLoadWriter:
             self._message(f"{FOLDER_NAME} can be written again")
 
     def _join(self) -> None:
-        """Makes one file of the single steps. A crash in between leaves both, which `read_expert_load` sorts out."""
+        """Joins the files of single steps into one. Survives a kill in between: readers prefer the joined file."""
         steps, self._single = self._single, []
         singles = [_path(self._folder, step, step) for step in steps]
         try:
@@ -112,99 +131,85 @@ class ExpertLoadWriter:
                 self._warn(f"{FOLDER_NAME}: the files of steps {steps[0]} to {steps[-1]} cannot be joined: {error}")
 
 
-def read_expert_load(run_folder: Path) -> pa.Table:
-    """All rows that a run has written so far, each once, in the order of the steps.
-
-    Raises:
-        FileNotFoundError: The run has written none.
-    """
-    folder = run_folder / FOLDER_NAME
-    in_force = _files_in_force(folder)
-    if not in_force:
-        raise FileNotFoundError(f"{folder} holds no step")
-    table = pa.concat_tables([pq.read_table(_path(folder, *span), schema=_SCHEMA) for span in in_force])
-    return table.take(pc.sort_indices(table, [("step", "ascending"), ("layer", "ascending"), ("expert", "ascending")]))
-
-
-def read_load_arrays(
-    run_folder: Path, first_step: int = 0
-) -> tuple[Int[np.ndarray, " steps"], Int[np.ndarray, " layers"], Int[np.ndarray, "steps layers experts"]]:
-    """The same as arrays: steps, layers' indices, and counts. Takes a fraction of the memory of all rows.
+def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory:
+    """The expert load that a run has written so far, each step once.
 
     Args:
         run_folder: The run's folder.
         first_step: The first step to read.
 
     Raises:
-        FileNotFoundError: The run has written none.
-        DataError: A file is damaged, holds what no count of tokens can be, or its steps differ in their layers or
-            experts.
+        FileNotFoundError: There is no such step.
+        DataError: A file is damaged, for example by a copy that was interrupted.
     """
     folder = run_folder / FOLDER_NAME
-    in_force = [(first, last) for first, last in _files_in_force(folder) if last >= first_step]
-    if not in_force:
-        raise FileNotFoundError(f"{folder} holds no step")
-    steps, counts = [], []
-    layers: NDArray[np.int64] | None = None
-    for span in in_force:
-        path = _path(folder, *span)
-        try:
-            table = pq.read_table(path, schema=_SCHEMA, filters=[("step", ">=", first_step)])
-        except FileNotFoundError:  # joined with others meanwhile; what the run goes on with is read the next time
+    parts = []
+    # File by file: the rows of all steps together would take several times the memory of the counts.
+    for first, last in _files_in_force(folder):
+        if last < first_step:
             continue
-        except (OSError, pa.ArrowException) as error:
+        path = _path(folder, first, last)
+        try:
+            parts.append(_as_history(pq.read_table(path, schema=_SCHEMA, filters=[("step", ">=", first_step)])))
+        except FileNotFoundError:  # joined with others since it was listed
+            continue
+        except (OSError, ValueError, pa.ArrowException) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
-        if problem := _problem(table, *span):
-            raise DataError(f"{path}: {problem}")
-        found = _as_arrays(table)
-        if found is None or (layers is not None and not np.array_equal(found[1], layers)):
-            raise DataError(f"{path}: its rows are not the layers and experts of whole steps, or not those of others")
-        steps.append(found[0])
-        layers = found[1]
-        counts.append(found[2])
-    if layers is None:
+    if not parts:
         raise FileNotFoundError(f"{folder} holds no step")
-    try:
-        all_steps, all_counts = np.concatenate(steps), np.concatenate(counts)
-    except ValueError:
-        raise DataError(f"{folder}: its files differ in their number of experts") from None
-    if (np.diff(all_steps) <= 0).any():
-        raise DataError(f"{folder}: its files overlap in their steps")
-    return all_steps, layers, all_counts
+    steps, counts = (np.concatenate([getattr(part, name) for part in parts]) for name in ("steps", "counts"))
+    return ExpertLoadHistory(steps, parts[0].layers, counts)
 
 
-def _problem(table: pa.Table, first: int, last: int) -> str | None:
-    """What is wrong with the values of a file of these steps; None where nothing is."""
-    if not table.num_rows:
-        return "holds no row"
-    for name in _SCHEMA.names:
-        if table[name].null_count:
-            return f"column {name!r} is missing, or lacks values"
-    for name, lowest, highest in (("step", first, last), ("count", 0, _MOST_COUNT)):
-        found = pc.min_max(table[name]).as_py()
-        if found["min"] < lowest or found["max"] > highest:
-            return f"column {name!r} is from {lowest} to {highest}, got {found['min']} to {found['max']}"
-    return None
+class ExpertLoadTail:
+    """Follower of the expert load of a run that goes on.
 
+    Args:
+        run_folder: The run's folder.
+    """
 
-def _as_arrays(table: pa.Table) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]] | None:
-    """Steps, layers and counts of rows in their order; None where they are anything but whole steps."""
-    step, layer, expert, count = (table[name].to_numpy() for name in ("step", "layer", "expert", "count"))
-    steps, layers, experts = np.unique(step), np.unique(layer), np.unique(expert)
-    shape = len(steps), len(layers), len(experts)
-    if len(count) != np.prod(shape):
-        return None
-    rows = [axis.reshape(shape) for axis in (step, layer, expert)]
-    whole = np.broadcast_arrays(steps[:, None, None], layers[None, :, None], experts[None, None])
-    if not all(np.array_equal(row, axis) for row, axis in zip(rows, whole, strict=True)):
-        return None
-    return steps, layers.astype(np.int64), count.reshape(shape)
+    def __init__(self, run_folder: Path):
+        self._run_folder = run_folder
+        self._next_step = 0
+        self.problems: list[str] = []
+
+    def read(self, last_step: int) -> ExpertLoadHistory | None:
+        """Steps written since the last call; None where there are none.
+
+        Behind a damaged file only `last_step` is read, and `problems` names the file.
+
+        Args:
+            last_step: The last step to take: later ones may be left from before the run was resumed.
+        """
+        try:
+            found = self._read(self._next_step, last_step)
+            if found is not None and len(found.steps) <= int(found.steps[-1]) - (self._next_step or found.steps[0]):
+                # Files that were joined after they had been listed are missing; the joined one is there by now.
+                found = self._read(self._next_step, last_step)
+        except DataError as error:
+            self.problems = error.problems
+            self._next_step = last_step + 1
+            try:
+                found = self._read(last_step, last_step)
+            except DataError:
+                found = None
+        if found is not None:
+            self._next_step = int(found.steps[-1]) + 1
+        return found
+
+    def _read(self, first_step: int, last_step: int) -> ExpertLoadHistory | None:
+        try:
+            found = read_expert_load(self._run_folder, first_step)
+        except FileNotFoundError:
+            return None
+        number = int((found.steps <= last_step).sum())
+        return ExpertLoadHistory(found.steps[:number], found.layers, found.counts[:number]) if number else None
 
 
 def rewind_expert_load(run_folder: Path, step: int) -> None:
-    """Removes the rows of all later steps; a kill in between leaves what the next call finishes.
+    """Removes the rows of all later steps.
 
-    A file that cannot be read is set aside under a name that readers pass over.
+    Survives a kill in between: the next call finishes what is left. A damaged file is renamed so that readers skip it.
 
     Raises:
         OSError: A file cannot be removed, or the beginning of a file that is kept cannot be written.
@@ -233,13 +238,13 @@ def _path(folder: Path, first: int, last: int) -> Path:
 
 
 def _spans(folder: Path) -> list[tuple[int, int]]:
-    """The first and last step of every file, ascending."""
+    """First and last step of every file, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name)))
 
 
 def _files_in_force(folder: Path) -> list[tuple[int, int]]:
-    """The spans of the files to read: those inside another one are left from a crash while files were joined or cut."""
+    """Spans of the files to read. One inside another is left from a kill while files were joined or cut."""
     spans = _spans(folder)
     return [
         (first, last)
@@ -264,3 +269,9 @@ def _write_whole(table: pa.Table, path: Path) -> None:
     staging = path.with_name(f".{path.name}.incomplete")
     pq.write_table(table, staging, compression="zstd")
     staging.replace(path)
+
+
+def _as_history(table: pa.Table) -> ExpertLoadHistory:
+    step, layer, count = (table[name].to_numpy() for name in ("step", "layer", "count"))
+    steps, layers = np.unique(step), np.unique(layer).astype(np.int64)
+    return ExpertLoadHistory(steps, layers, count.reshape(len(steps), len(layers), -1))

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Which commit ran, and what had been changed since."""
+"""Run folders `exp_001`, `exp_002`, ... and the files that say which run it is: id, configuration, versions, commit."""
 
 import importlib.metadata
 import json
@@ -18,17 +18,158 @@ from typing import Any
 import yaml
 
 import nemo_rl_moe
+from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.run_folder.lines import to_plain
 
-_TIMEOUT_SECONDS = 20
+RUN_FILE_NAME = "run.json"
+LOGGER_RUN_IDS_FILE_NAME = "logger_run_ids.json"
+
+_FOLDER_PATTERN = re.compile(r"exp_(\d+)")
+_FILE_STEM_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
+_GIT_TIMEOUT_SECONDS = 20
+_OWN_FILES = frozenset({"config", "versions", "git", "run", "logger_run_ids"})
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "ray",
+    "transformers",
+    "tokenizers",
+    "datasets",
+    "numpy",
+    "omegaconf",
+    "pydantic",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "rich",
+    "transformer-engine",
+    "vllm",
+)
+
+
+def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
+    """Makes the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
+
+    Two processes that call this at the same moment get two folders.
+
+    Args:
+        log_dir: The log folder.
+        run_id: Id by which `find_run_folder` finds the folder again; None: a random one.
+        algorithm: Name of the algorithm, for example `sft`.
+
+    Returns:
+        The new folder; it holds nothing but `run.json`.
+
+    Raises:
+        ConfigurationError: The folder cannot be made there.
+    """
+    parent = Path(log_dir)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        taken = [int(match[1]) for entry in parent.iterdir() if (match := _FOLDER_PATTERN.fullmatch(entry.name))]
+        number = max(taken, default=0) + 1
+        while True:
+            folder = parent / f"exp_{number:03d}"
+            try:
+                # Of all processes that try, the operating system lets exactly one make the folder.
+                folder.mkdir()
+            except FileExistsError:
+                number += 1
+                continue
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            content = {"run_id": run_id or uuid.uuid4().hex, "algorithm": algorithm, "created": created}
+            write_whole(folder / RUN_FILE_NAME, _json_text(content))
+            return folder
+    except OSError as error:
+        raise ConfigurationError(
+            f"logger.log_dir: {str(log_dir)!r} cannot hold the run's folder: {error.strerror}; "
+            "it needs to be a folder that you may write to"
+        ) from error
+
+
+def newest_run_folders(log_dir: str | Path) -> list[Path]:
+    """Run folders in a log folder, newest first; none where there is no such folder."""
+    parent = Path(log_dir)
+    entries = list(parent.iterdir()) if parent.is_dir() else []
+    numbered = [(int(match[1]), path) for path in entries if (match := _FOLDER_PATTERN.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir()]
+
+
+def find_run_folder(log_dir: str | Path, run_id: str) -> Path | None:
+    """Folder of the run with an id; None where there is none."""
+    return next((folder for folder in newest_run_folders(log_dir) if read_run_id(folder) == run_id), None)
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Id of the run that a folder belongs to; None where `run.json` is missing or damaged."""
+    run_id = _read_object(folder / RUN_FILE_NAME).get("run_id")
+    return run_id if isinstance(run_id, str) else None
+
+
+def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
+    """Stores the ids of the run at W&B and MLflow, for a run that is killed before its first checkpoint has them.
+
+    Raises:
+        OSError: It cannot be written; the ids that were stored before stay.
+    """
+    write_whole(folder / LOGGER_RUN_IDS_FILE_NAME, _json_text(dict(run_ids)))
+
+
+def read_logger_run_ids(folder: Path) -> dict[str, str]:
+    """Ids that `store_logger_run_ids` has stored; empty where the file is missing or damaged."""
+    content = _read_object(folder / LOGGER_RUN_IDS_FILE_NAME)
+    return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
+
+
+def write_run_files(
+    folder: Path, resolved_config: Mapping[str, Any], extra: Mapping[str, Any], resumed_at: int | None = None
+) -> None:
+    """Writes the files with which a run can be reproduced.
+
+    `config.yaml` is the resolved configuration, `versions.json` the versions of Python and of the packages, `git.json`
+    the state of the git checkout around the working directory. A resumed run leaves these as they were first written;
+    contents that differ go into files beside them, such as `config_resumed_at_step_40.yaml`.
+
+    Args:
+        folder: The run's folder.
+        resolved_config: The nested configuration, nothing left to resolve.
+        extra: Further files: name to content, each written as `<name>.json`.
+        resumed_at: Step of the checkpoint from which the run resumes; None for a new run.
+
+    Raises:
+        ValueError: A name in `extra` is not a plain file name, or is one of the run's own files.
+    """
+    for name in extra:
+        if not _FILE_STEM_PATTERN.fullmatch(name) or name in _OWN_FILES:
+            raise ValueError(f"{name!r} cannot name a file of the run: letters, digits, _, -; not {sorted(_OWN_FILES)}")
+    config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
+    contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
+    texts = {"config.yaml": config, **{f"{name}.json": _json_text(content) for name, content in contents.items()}}
+    for name, text in texts.items():
+        path = folder / name
+        if resumed_at is not None and path.is_file():
+            if path.read_text(encoding="utf-8") == text:
+                continue
+            path = folder / f"{path.stem}_resumed_at_step_{resumed_at}{path.suffix}"
+        write_whole(path, text)
+
+
+def collect_versions() -> dict[str, Any]:
+    """Versions of Python, the platform and the packages that shape a run's numbers; None where not installed."""
+    return {
+        "nemo_rl_moe": nemo_rl_moe.__version__,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {name: _package_version(name) for name in _PACKAGES},
+    }
 
 
 def read_git_state(directory: Path) -> dict[str, Any]:
-    """The state of the git checkout around a directory.
+    """State of the git checkout around a directory.
 
-    Never fails: where there is no git, or no repository, the result says so. The address of the remote is left out
-    on purpose, since it may carry a password.
+    Survives a machine without git and a folder that is no repository: the result says so. The address of the remote
+    is left out, since it may carry a password.
 
     Returns:
         `{"available": True, "root", "commit", "branch", "dirty", "untracked_files", "diff_stat"}`, where `commit` is
@@ -64,7 +205,7 @@ def _git(directory: Path, *arguments: str) -> str:
         text=True,
         errors="replace",
         check=True,
-        timeout=_TIMEOUT_SECONDS,
+        timeout=_GIT_TIMEOUT_SECONDS,
         env=environment,
     )
     return done.stdout.rstrip("\n")
@@ -75,150 +216,6 @@ def _git_or_none(directory: Path, *arguments: str) -> str | None:
         return _git(directory, *arguments) or None
     except subprocess.CalledProcessError:
         return None
-
-
-RUN_FILE_NAME = "run.json"
-LOGGER_RUN_IDS_FILE_NAME = "logger_run_ids.json"
-
-_FOLDER_PATTERN = re.compile(r"exp_(\d+)")
-_FILE_STEM_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
-_OWN_FILES = frozenset({"config", "versions", "git", "run", "logger_run_ids"})
-_PACKAGES = (
-    "torch",
-    "megatron-core",
-    "ray",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "numpy",
-    "omegaconf",
-    "pydantic",
-    "tensorboard",
-    "wandb",
-    "mlflow",
-    "rich",
-    "transformer-engine",
-    "vllm",
-)
-
-
-def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm: str | None = None) -> Path:
-    """Makes the next free `exp_001`, `exp_002`, ... in a log folder, which is created where needed.
-
-    Two processes that call this at the same moment get two folders.
-
-    Args:
-        log_dir: The log folder.
-        run_id: By what `find_run_folder` finds the folder again; None: a random one.
-        algorithm: What the run does, for example `sft`.
-
-    Returns:
-        The new folder; it holds nothing but `run.json`, which says whose it is.
-
-    Raises:
-        ConfigurationError: The folder cannot be made there.
-    """
-    parent = Path(log_dir)
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        taken = [int(match[1]) for entry in parent.iterdir() if (match := _FOLDER_PATTERN.fullmatch(entry.name))]
-        number = max(taken, default=0) + 1
-        while True:
-            folder = parent / f"exp_{number:03d}"
-            try:
-                # Of all processes that try, the operating system lets exactly one make the folder.
-                folder.mkdir()
-            except FileExistsError:
-                number += 1
-                continue
-            created = datetime.now(UTC).isoformat(timespec="seconds")
-            content = {"run_id": run_id or uuid.uuid4().hex, "algorithm": algorithm, "created": created}
-            _write(folder / RUN_FILE_NAME, _json_text(content))
-            return folder
-    except OSError as error:
-        raise ConfigurationError(
-            f"logger.log_dir: {str(log_dir)!r} cannot hold the run's folder: {error.strerror}; "
-            "it needs to be a folder that you may write to"
-        ) from error
-
-
-def newest_run_folders(log_dir: str | Path) -> list[Path]:
-    """The run folders in a log folder, newest first; none where there is no such folder."""
-    parent = Path(log_dir)
-    entries = list(parent.iterdir()) if parent.is_dir() else []
-    numbered = [(int(match[1]), path) for path in entries if (match := _FOLDER_PATTERN.fullmatch(path.name))]
-    return [path for _, path in sorted(numbered, reverse=True) if path.is_dir()]
-
-
-def find_run_folder(log_dir: str | Path, run_id: str) -> Path | None:
-    """The folder of the run that has an id; None where there is none."""
-    return next((folder for folder in newest_run_folders(log_dir) if read_run_id(folder) == run_id), None)
-
-
-def read_run_id(folder: Path) -> str | None:
-    """The id of the run that a folder belongs to; None where `run.json` is missing or not whole."""
-    run_id = _read_object(folder / RUN_FILE_NAME).get("run_id")
-    return run_id if isinstance(run_id, str) else None
-
-
-def store_logger_run_ids(folder: Path, run_ids: Mapping[str, str]) -> None:
-    """Notes by which ids the services know the run, for an attempt that finds no checkpoint.
-
-    Raises:
-        OSError: It cannot be written; what was noted before stays.
-    """
-    _write(folder / LOGGER_RUN_IDS_FILE_NAME, _json_text(dict(run_ids)))
-
-
-def read_logger_run_ids(folder: Path) -> dict[str, str]:
-    """What `store_logger_run_ids` has noted; empty where that is missing or not whole."""
-    content = _read_object(folder / LOGGER_RUN_IDS_FILE_NAME)
-    return {name: run_id for name, run_id in content.items() if isinstance(run_id, str)}
-
-
-def write_run_files(
-    folder: Path, resolved_config: Mapping[str, Any], extra: Mapping[str, Any], resumed_at: int | None = None
-) -> None:
-    """Writes what a reader needs to know what ran and to run it again.
-
-    `config.yaml` is the resolved configuration, `versions.json` the versions of Python and of the packages, `git.json`
-    the state of the git checkout around the working directory.
-
-    A resumed run leaves these as the first attempt wrote them; what differs goes into files beside them, such as
-    `config_resumed_at_step_40.yaml`.
-
-    Args:
-        folder: The run's folder.
-        resolved_config: The nested configuration, nothing left to resolve.
-        extra: More to keep: name to content, each written as `<name>.json`.
-        resumed_at: The step that a resumed run goes on from; None for a run that starts anew.
-
-    Raises:
-        ValueError: A name in `extra` is not a plain file name, or is one of the run's own files.
-    """
-    for name in extra:
-        if not _FILE_STEM_PATTERN.fullmatch(name) or name in _OWN_FILES:
-            raise ValueError(f"{name!r} cannot name a file of the run: letters, digits, _, -; not {sorted(_OWN_FILES)}")
-    config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
-    contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
-    texts = {"config.yaml": config, **{f"{name}.json": _json_text(content) for name, content in contents.items()}}
-    for name, text in texts.items():
-        path = folder / name
-        if resumed_at is not None and path.is_file():
-            if path.read_text(encoding="utf-8") == text:
-                continue
-            path = folder / f"{path.stem}_resumed_at_step_{resumed_at}{path.suffix}"
-        _write(path, text)
-
-
-def collect_versions() -> dict[str, Any]:
-    """Python, the platform and the packages that shape a run's numbers; None for a package that is not installed."""
-    return {
-        "nemo_rl_moe": nemo_rl_moe.__version__,
-        "python": sys.version.split()[0],
-        "platform": platform.platform(),
-        "packages": {name: _package_version(name) for name in _PACKAGES},
-    }
 
 
 def _package_version(name: str) -> str | None:
@@ -238,10 +235,3 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _json_text(content: Any) -> str:
     return json.dumps(to_plain(content), indent=2) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file that is there whole or not at all."""
-    staging = path.with_name(f".{path.name}.incomplete")
-    staging.write_text(text, encoding="utf-8")
-    staging.replace(path)

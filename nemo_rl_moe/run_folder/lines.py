@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Files of lines: appended whole, kept while the disk is full, and their plain values."""
+"""Text files of one record a line: appended whole, cut back on resume, robust against a full disk."""
 
 import contextlib
+import json
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from io import FileIO
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 
 def to_plain(value: Any) -> Any:
-    """The same content as dicts, lists, text, numbers, booleans and None; anything else becomes its text."""
+    """Content as dicts, lists, strings, numbers, booleans and None; any other object becomes its `str`."""
     if isinstance(value, Enum):
         return to_plain(value.value)
     if isinstance(value, Mapping):
@@ -24,6 +25,15 @@ def to_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
+def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a nested mapping with their dotted keys, such as `a.b.c`; an empty section is a leaf."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
 _MOST_BYTES_KEPT = 64 * 2**20
 _BLOCK_BYTES = 65536
 
@@ -31,8 +41,10 @@ _BLOCK_BYTES = 65536
 def append_whole(file: FileIO, record: bytes) -> None:
     """Appends all of a record to an unbuffered file, or nothing.
 
+    Survives a disk that fills up in the middle of a record: the part that was written is cut off again.
+
     Raises:
-        OSError: It could not be written; what was written of it is cut off again.
+        OSError: The record could not be written.
     """
     end = file.seek(0, os.SEEK_END)
     rest = memoryview(record)
@@ -46,10 +58,10 @@ def append_whole(file: FileIO, record: bytes) -> None:
 
 
 class LineFile:
-    """A text file of lines that each stand in it whole, handed to the operating system at once.
+    """Text file of whole lines, each handed to the operating system at once.
 
-    While the disk is full, lines are kept in memory, up to 64 MiB of them, and written when there is space again. A
-    last line that a kill has cut off is removed before the first new one.
+    Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. Survives a
+    kill in the middle of a line: the torn last line is removed before the first new one is written.
 
     Args:
         path: The file, created by the first call even where that brings no line.
@@ -68,7 +80,7 @@ class LineFile:
         self._lock = threading.Lock()
 
     def append(self, lines: Iterable[str]) -> None:
-        """Adds lines, each without its line feed; never raises for a disk that does not take them."""
+        """Appends lines, each without its line feed; a disk that does not take them raises nothing."""
         try:
             with self._lock:
                 for line in lines:
@@ -84,16 +96,18 @@ class LineFile:
             self._message(f"{self._path.name} can be written again")
 
     def flush_to_disk(self) -> bool:
-        """Tries to write what is kept, and waits until the disk has it; may be called from any thread.
+        """Writes the waiting lines and waits until the disk has them (fsync); may be called from any thread.
+
+        A checkpoint must not outlive, in a power failure, the metrics of its steps.
 
         Returns:
-            Whether all lines but those that were lost are on the disk.
+            False where lines still wait because the disk does not take them.
         """
         try:
             with self._lock:
                 descriptor = os.dup(self._write_kept().fileno())
             try:
-                # Outside the lock: a slow disk must not hold up who appends.
+                # Outside of the lock: a slow disk must not hold up the training loop, which appends.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -102,7 +116,7 @@ class LineFile:
         return True
 
     def close(self) -> None:
-        """Tries once more to write what is kept, and closes the file."""
+        """Writes the waiting lines if the disk takes them, and closes the file."""
         self.append(())
         with self._lock:
             self._release()
@@ -145,6 +159,31 @@ class LineFile:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+def rewind_lines(path: Path, step: int) -> None:
+    """Cuts a file of JSON records at the first record of a later step, and a torn last line; steps ascend.
+
+    Raises:
+        OSError: The file cannot be cut.
+    """
+    with path.open("r+b") as file:
+        end = 0
+        for line in file:
+            if not line.endswith(b"\n") or _step_of(line) > step:
+                break
+            end += len(line)
+        if end < file.seek(0, os.SEEK_END):
+            file.truncate(end)
+            os.fsync(file.fileno())
+
+
+def _step_of(line: bytes) -> float:
+    """Step of a record; minus infinity for a line that is not a record, which is kept."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("-inf")
 
 
 def _cut_torn_line(file: FileIO) -> None:

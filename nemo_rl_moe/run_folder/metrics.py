@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`metrics.jsonl`: the run's own record, one JSON object a step, readable by anything."""
+"""`metrics.jsonl`: one JSON object for each step, its writer and its readers."""
 
 import json
 import math
@@ -8,18 +8,21 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.run_folder.lines import LineFile
 
 RunOutcome = Literal["finished", "failed", "killed"]
+MetricHistory = dict[str, list[tuple[int, float]]]
+"""Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
 METRICS_FILE_NAME = "metrics.jsonl"
+_MOST_REMEMBERED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One line of the file.
+    """Record of one step: one line of the file.
 
     Attributes:
         step: Optimizer steps taken so far.
@@ -35,10 +38,9 @@ class StepRecord:
 class JsonlLogger:
     """Appends `{"step": 1, "time": 1.7e9, "metrics": {"train/loss": 0.5}}` to `<run folder>/metrics.jsonl`.
 
-    Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step;
-    what a full disk does not take is kept and written later, as `LineFile` says. JSON knows no NaN and no infinity:
-    they become the strings `"NaN"`, `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and
-    JavaScript's `Number()` all turn back.
+    Each line is handed to the operating system before `log_step` returns, so a crash of the program loses no step; on
+    a full disk, lines wait as `LineFile` says. JSON has no NaN and no infinity: they become the strings `"NaN"`,
+    `"Infinity"` and `"-Infinity"`, which Python's `float()`, pandas' `to_numeric` and JavaScript's `Number()` read.
 
     Args:
         run_folder: An existing folder.
@@ -69,38 +71,116 @@ class JsonlLogger:
 
 
 def read_metrics(path: Path) -> list[StepRecord]:
-    """Reads a `metrics.jsonl` back, while the run goes on or after it.
+    """Records of a `metrics.jsonl`, while the run goes on or afterwards.
 
-    A last line without its end, which a crash can leave, is passed over.
+    Survives a torn last line, which a killed run leaves: it is skipped.
 
     Raises:
         DataError: A line before the last one is not a step record; names the file and the line.
     """
     lines = path.read_bytes().split(b"\n")
-    # What follows the last line feed is empty for a whole file, and the cut line for a broken one.
+    # What follows the last line feed is empty for a whole file, and the torn line otherwise.
     return [parse_record(line, f"{path}:{number}") for number, line in enumerate(lines[:-1], start=1) if line.strip()]
 
 
+def read_history(path: Path) -> MetricHistory:
+    """Metrics of a `metrics.jsonl` by key, in the order of the file.
+
+    Raises:
+        DataError: As `read_metrics`.
+    """
+    history: MetricHistory = {}
+    for record in read_metrics(path):
+        for key, value in record.metrics.items():
+            history.setdefault(key, []).append((record.step, value))
+    return history
+
+
+@dataclass(frozen=True)
+class NewRecords:
+    """Records that were appended since the last look.
+
+    Attributes:
+        records: In the order of the file.
+        begins_anew: Whether the file has been cut or replaced: these are all of its records, earlier ones are void.
+        num_damaged: Lines that are not step records.
+    """
+
+    records: list[StepRecord]
+    begins_anew: bool
+    num_damaged: int
+
+
+class MetricsTail:
+    """Follower of the `metrics.jsonl` of a run that goes on.
+
+    Survives a torn last line, which is left for the next look, and a run that was resumed meanwhile, which cuts its
+    file back to the checkpoint.
+
+    Args:
+        path: The file, which need not exist yet.
+    """
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._offset = 0
+        self._last_bytes = b""
+
+    def read(self) -> NewRecords:
+        """Lines that have been written since the last call.
+
+        Raises:
+            DataError: The file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                return self._read(file)
+        except FileNotFoundError:
+            return NewRecords([], False, 0)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
+
+    def _read(self, file: BinaryIO) -> NewRecords:
+        # The size alone does not tell: a file that was cut may have grown beyond its former length since.
+        file.seek(self._offset - len(self._last_bytes))
+        begins_anew = file.read(len(self._last_bytes)) != self._last_bytes
+        if begins_anew:
+            self._offset, self._last_bytes = file.seek(0), b""
+        records: list[StepRecord] = []
+        num_damaged = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            self._offset += len(line)
+            self._last_bytes = line[-_MOST_REMEMBERED_BYTES:]
+            try:
+                if line.strip():
+                    records.append(parse_record(line, str(self._path)))
+            except DataError:
+                num_damaged += 1
+        return NewRecords(records, begins_anew, num_damaged)
+
+
 def parse_record(line: bytes, place: str) -> StepRecord:
-    """One line of the file.
+    """Step record in one line of the file.
 
     Args:
         line: With or without its line feed.
-        place: Where it stands, for the error.
+        place: File and line number, for the error.
 
     Raises:
-        DataError: It is no step record.
+        DataError: It is not a step record.
     """
     try:
         record = json.loads(line)
         metrics = {str(key): float(value) for key, value in record["metrics"].items()}
         return StepRecord(int(record["step"]), float(record["time"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {error!r}') from error
 
 
 def json_number(value: float) -> float | str:
-    """A number as JSON has it; NaN and infinities become text that `float()` turns back."""
+    """Number as JSON can hold it; NaN and infinities become strings that `float()` reads."""
     number = float(value)
     if math.isfinite(number):
         return number

@@ -10,17 +10,16 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Int, Shaped
+from jaxtyping import Int
 
 from nemo_rl_moe.run_folder.lines import LineFile
-from nemo_rl_moe.run_folder.run_data import Series
 
 SAMPLES_FILE_NAME = "samples.jsonl"
 _LONGEST_PRINTED = 400
 
 
 class SavedTrajectory(Protocol):
-    """The part of a trajectory that is kept; `rollouts.trajectory.Trajectory` is one."""
+    """Part of a trajectory that is logged; `rollouts.trajectory.Trajectory` is one."""
 
     @property
     def sample_id(self) -> str: ...
@@ -47,7 +46,7 @@ class SavedTrajectory(Protocol):
 
 
 class Console(Protocol):
-    """Where lines for the user are shown; `loggers.console.ConsoleLogger` is one."""
+    """Console that shows lines to the user; `loggers.console.ConsoleLogger` is one."""
 
     def message(self, text: str) -> None: ...
     def warn(self, text: str) -> None: ...
@@ -56,15 +55,14 @@ class Console(Protocol):
 class SampleLog:
     """Writes `samples.jsonl` and prints responses of validations.
 
-    What a full disk does not take is kept and written later, as `LineFile` says; responses are printed all the same.
-
-    The same prompts come first in every validation, so that a reader sees how the answers to them change.
+    The same prompts come first in every validation, so that a reader sees how the answers to them change. On a full
+    disk, lines wait as `LineFile` says; responses are printed all the same.
 
     Args:
         run_folder: An existing folder.
-        console: Where responses are printed.
-        num_to_print: How many of each validation.
-        num_to_save: How many of each step and each validation; None: all.
+        console: Prints the responses.
+        num_to_print: Responses to print of each validation.
+        num_to_save: Responses to save of each step and each validation; None: all.
     """
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
@@ -81,10 +79,10 @@ class SampleLog:
         self._lines.close()
 
     def write(self, step: int, split: str, trajectories: Sequence[SavedTrajectory]) -> None:
-        """Takes the trajectories of a step.
+        """Writes the trajectories of a step.
 
         Args:
-            step: Steps done.
+            step: Optimizer steps taken so far.
             split: `train` or `val`.
             trajectories: As many for each prompt, one prompt after the other.
         """
@@ -135,15 +133,14 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 
 
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Responses to the first prompts of some steps of training and of validation, evenly spaced, the last one always.
+    """Responses to the first prompts of four evenly spaced steps of training and of validation, the last one included.
 
-    Validation comes first: its prompts are the same ones each time.
-
-    A last line without its end, which a crash can leave, is passed over.
+    Validation comes first: its prompts are the same ones each time. Survives a torn last line, which a killed run
+    leaves: it is skipped.
 
     Args:
         folder: The run's folder.
-        notes: Told of lines that cannot be read.
+        notes: Receives a line if there are damaged lines.
     """
     path = folder / SAMPLES_FILE_NAME
     if not path.is_file():
@@ -170,7 +167,7 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
-    """The same with at most so many characters of each text."""
+    """Samples with at most `length` characters of each text."""
     return [
         {name: _short(value, length) if isinstance(value, str) else value for name, value in sample.items()}
         for sample in samples
@@ -190,7 +187,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
             "verdict": _verdict(record),
         }
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -206,37 +203,6 @@ def _short(text: Any, length: int = LONGEST_TEXT) -> str:
 
 
 def evenly_spaced(number: int, most: int) -> Int[np.ndarray, " chosen"]:
-    """At most `most` of the positions 0 to `number` - 1, as evenly spaced as can be; the last one always."""
+    """At most `most` of the positions 0 to `number` - 1, evenly spaced; the last one always."""
     chosen = min(number, max(most, 1))
     return np.ceil(np.arange(1, chosen + 1) * number / max(chosen, 1)).astype(np.int64) - 1
-
-
-def thinned(series: Series, most: int) -> Series:
-    """At most `most` points of a series, all of them real ones.
-
-    Of each stretch of steps, those with the lowest and the highest value, and one that is NaN or infinite where there
-    is one; and the last point. A spike of one step is kept so.
-    """
-    number = len(series.steps)
-    if number <= most:
-        return series
-    # All but the last point, in stretches of equal width; what is missing of the last stretch is a copy of its end.
-    num_stretches = max((most - 1) // 3, 1)
-    width = -(-(number - 1) // num_stretches)
-    positions = np.minimum(np.arange(-(-(number - 1) // width) * width), number - 2).reshape(-1, width)
-    values = series.values[positions]
-    is_finite = np.isfinite(values)
-    lowest, highest = np.where(is_finite, values, np.inf).argmin(1), np.where(is_finite, values, -np.inf).argmax(1)
-    rows, with_gap = np.arange(len(positions)), ~is_finite.all(1)
-    chosen = [positions[rows, lowest], positions[rows, highest], positions[rows, (~is_finite).argmax(1)][with_gap]]
-    kept = np.unique(np.concatenate([*chosen, [number - 1]]))
-    return Series(series.steps[kept], series.values[kept])
-
-
-def highest_of_stretches(
-    values: Shaped[np.ndarray, "steps places"], most: int
-) -> tuple[Int[np.ndarray, " stretches"], Shaped[np.ndarray, "stretches places"]]:
-    """At most `most` rows: the position of each stretch's last row, and the highest value at each place."""
-    last = evenly_spaced(len(values), most)
-    first = np.concatenate([[0], last[:-1] + 1])
-    return last, np.maximum.reduceat(values, first, axis=0)

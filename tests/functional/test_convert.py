@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nemo_rl_moe.loggers.readers import read_jsonl
 from tests.functional import sft_runs
+from tests.support.logged_metrics import read_jsonl
 
 INDEX = "model.safetensors.index.json"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl
 from tests.functional import dpo_runs, sft_runs
+from tests.support.logged_metrics import MetricHistory, read_jsonl
 
 NUM_TRAIN, NUM_VALIDATION = 40, 11  # neither the batch nor the ranks divide the held-out pairs
 

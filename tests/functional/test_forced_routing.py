@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.loggers.readers import read_jsonl
 from tests.functional import sft_runs
+from tests.support.logged_metrics import read_jsonl
 
 NUM_STEPS = 3
 BATCH_SIZE = 16

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl
 from tests.functional import sft_runs
+from tests.support.logged_metrics import MetricHistory, read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.loggers.readers import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 from tests.functional import grpo_runs, sft_runs
+from tests.support.logged_metrics import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 
 NUM_STEPS = 3
 FLOAT32_EPSILON = 2.0**-23

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.loggers.readers import read_jsonl
 from nemo_rl_moe.moe.load_arrays import utilization
-from nemo_rl_moe.run_folder.expert_load import read_load_arrays
+from nemo_rl_moe.run_folder.expert_load import read_expert_load
 from tests.functional import sft_runs
 from tests.support.browser import OpenPage, open_page, running_browser
+from tests.support.logged_metrics import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -80,8 +80,8 @@ def slide(page: Any, key: str) -> None:
 
 def expected_cells(run: Path, step: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts and utilization as the Parquet files have them."""
-    steps, _, counts = read_load_arrays(run)
-    of_step = counts[steps.tolist().index(step)]
+    load = read_expert_load(run)
+    of_step = load.counts[load.steps.tolist().index(step)]
     return of_step, utilization(of_step)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from nemo_rl_moe import cli
 from tests.support.browser import open_page, running_browser
-from tests.unit.report.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

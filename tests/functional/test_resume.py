@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from safetensors import safe_open
 
-from nemo_rl_moe.loggers.readers import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
 from nemo_rl_moe.run_folder.metrics import read_metrics
 from tests.functional import dpo_runs, grpo_runs, sft_runs
+from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 
 NUM_STEPS, STOP_AFTER, TIME_LIMIT_S = 7, 4, 200
 CHECKPOINTING: dict[str, Any] = {"checkpointing__save_period": 3, "checkpointing__keep_top_k": 1}
@@ -162,7 +163,8 @@ def test_a_stopped_run_goes_on_to_the_last_bit(make: Any, tmp_path: Path) -> Non
     finals = [weights_of(folder / "checkpoints" / "final") for folder in folders.values()]
     assert finals[0] == finals[1]
     loads = [read_expert_load(folder) for folder in folders.values()]
-    assert loads[0].equals(loads[1])
+    for name in ("steps", "layers", "counts"):
+        np.testing.assert_array_equal(getattr(loads[0], name), getattr(loads[1], name))
     if make is grpo:
         assert samples_of(folders["stopped"] / "samples.jsonl") == samples_of(folders["whole"] / "samples.jsonl")
 

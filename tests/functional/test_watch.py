@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.moe.load_arrays import utilization
-from nemo_rl_moe.run_folder.expert_load import read_load_arrays
+from nemo_rl_moe.run_folder.expert_load import read_expert_load
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.functional import sft_runs
-from tests.unit.report.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts
 from tests.unit.report.test_watch_state import CONFIG, metrics_of, sick_counts, write_step
 
 OWN_SCREEN, OWN_SCREEN_LEFT, CURSOR_BACK = b"\x1b[?1049h", b"\x1b[?1049l", b"\x1b[?25h"
@@ -238,9 +238,9 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_last(tmp_path: Path) -
             training.kill()
             training.wait()
     assert "- layer 0: 4 of 8 experts dead since step 1; beyond sampling noise (likewise layers 1, 2, 3)" in screen
-    steps, layers, counts = read_load_arrays(run)
-    assert steps[-1] == num_steps
-    for layer, shares in zip(layers, utilization(counts[-1]), strict=True):
+    load = read_expert_load(run)
+    assert load.steps[-1] == num_steps
+    for layer, shares in zip(load.layers, utilization(load.counts[-1]), strict=True):
         (row,) = (line.split() for line in screen if re.match(rf" +{layer} +(dead|\d\.\d\d)", line))
         assert row[1:] == ["dead" if share == 0 else f"{share:.2f}" for share in shares]
     assert np.count_nonzero(counts[-1]) == len(layers) * 4

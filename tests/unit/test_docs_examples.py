@@ -15,8 +15,8 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
-from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.metrics import StepRecord

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_moe.alarms import TimeIsUp, call_within
 from nemo_rl_moe.environments.interface import Fault, Score
-from nemo_rl_moe.environments.time_limit import score_within
+from nemo_rl_moe.environments.worker import score_within
 from nemo_rl_moe.errors import one_line
 
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the logger tests share: no test may depend on, or touch, the accounts of whoever runs it."""
 
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,19 +27,3 @@ def nobody_logged_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     for name in ("WANDB_DIR", "WANDB_RUN_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     return home
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 128 KiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("this user may not mount a file system")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)

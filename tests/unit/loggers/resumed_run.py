@@ -16,7 +16,7 @@ from pathlib import Path
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from tests.unit.loggers.helpers import settings_for
+from tests.support.loggers import settings_for
 
 
 def metrics_of(step: int, attempt: int) -> dict[str, float]:

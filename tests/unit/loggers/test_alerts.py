@@ -9,22 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.config.schema_run import AlertsConfig
-from nemo_rl_moe.loggers import alerts
 from nemo_rl_moe.loggers.alerts import Alert, AlertWatch, alerts_of
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.notices import Notices
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.moe.findings import Finding
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from tests.unit.loggers.helpers import load_of, settings_for
+from tests.support.loggers import load_of, settings_for
+from tests.support.wandb_files import wandb_files, wandb_records
 
 TOPK = 2
 HEALTHY = load_of([100, 100, 101, 99], [101, 98, 100, 101])
@@ -105,19 +101,6 @@ def test_an_expert_of_few_tokens_that_was_dead_at_the_checkpoint_is_not_told_aga
     assert log_run(tmp_path, dict.fromkeys(range(41, 81), few), resumed_after=40) == []
 
 
-def test_a_replay_that_fails_is_told_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log_run(tmp_path, dict.fromkeys(range(1, 8), SICK))
-
-    def fail(*_: object) -> None:
-        raise ValueError("odd file")
-
-    monkeypatch.setattr(alerts, "read_load_arrays", fail)
-    warning, told = log_run(tmp_path, dict.fromkeys(range(8, 12), SICK), resumed_after=7)
-    assert warning.startswith("warning: alerts start anew at step 8")
-    assert warning.endswith("ValueError: odd file")
-    assert told == TOLD.format(10, 8)
-
-
 def test_what_cannot_be_replayed_stops_nothing(tmp_path: Path) -> None:
     log_run(tmp_path, dict.fromkeys(range(1, 8), SICK))
     for path in (tmp_path / "expert_load.parquet").iterdir():
@@ -161,17 +144,6 @@ def test_layers_with_the_same_finding_share_a_line() -> None:
     assert imbalance.text.splitlines()[-2:] == ["layer 19: uneven", "and 28 more layers"]
     assert other.line == "step 9: overloaded"
     assert alerts_of(9, []) == []
-
-
-def test_a_failure_ends_the_alerts_and_nothing_else(tmp_path: Path) -> None:
-    warnings: list[str] = []
-    watch = AlertWatch(settings_for(tmp_path).alerts, TOPK)
-    loggers = FanOutLogger({}, Notices(pytest.fail, warnings.append), alerts=watch)
-    for step in (1, 2):
-        loggers.log_expert_load(step, ExpertLoad((1, 2, 3), torch.ones(2, 4, dtype=torch.int64)))
-        loggers.log_step(step, {"train/loss": 1.0})
-    (warning,) = warnings
-    assert warning.startswith("no more alerts: the findings of step 1 failed: ")
 
 
 def test_alerts_can_be_switched_off(tmp_path: Path) -> None:

@@ -14,16 +14,16 @@ import pytest
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, flatten_config, local_store_uri
-from nemo_rl_moe.loggers.readers import (
+from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
+from nemo_rl_moe.loggers.wandb import WandbLogger, choose_mode
+from nemo_rl_moe.run_folder.metrics import JsonlLogger
+from tests.support.logged_metrics import (
     MetricHistory,
     read_jsonl,
     read_mlflow,
     read_tensorboard,
     read_wandb_offline,
 )
-from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
-from nemo_rl_moe.loggers.wandb import WandbLogger, choose_mode
-from nemo_rl_moe.run_folder.metrics import JsonlLogger
 
 CONFIG = {"policy": {"model_name": "tiny", "megatron_cfg": {"track_moe_metrics": True}}, "empty": {}, "steps": [1, 2]}
 

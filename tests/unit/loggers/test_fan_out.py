@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.run_folder.metrics import JsonlLogger, read_metrics
-from tests.unit.loggers.helpers import files_no_longer_than
+from tests.support.loggers import files_no_longer_than
 
 
 class Recorder:
@@ -141,9 +141,9 @@ def test_a_metric_that_is_no_number_is_left_out_for_all_and_told_once() -> None:
     warnings: list[str] = []
     recorder = Recorder()
     logger = FanOutLogger({"x": lambda: recorder}, Notices(pytest.fail, warnings.append))
-    odd: Any = {"train/loss": 1, "train/text": "much", 7: 1.0, "train/\ud800": 1.0}
+    odd: Any = {"train/loss": 1, "train/text": "much", "train/many": [1.0, 2.0]}
     for step in (1, 2):
         logger.log_step(step, odd)
     assert [call[2] for call in recorder.calls[1:]] == [{"train/loss": 1.0}] * 2
-    assert len(warnings) == 3
+    assert len(warnings) == 2
     assert warnings[0].startswith("metric 'train/text' cannot be logged at step 1: ValueError: ")

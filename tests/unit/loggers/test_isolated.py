@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Backends that sleep, hang, raise and mind keys: the caller never waits, and is told once."""
+"""Backends that sleep, hang, raise and reject keys: the caller never waits, and is told once."""
 
 import threading
 import time
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.loggers.notices import Notices
 from nemo_rl_moe.run_folder.metrics import StepRecord
-from tests.unit.loggers.helpers import log_steps
+from tests.support.loggers import log_steps
 
 QUICK = Patience(opening_s=0.2, silence_s=0.1, closing_s=0.2, most_waiting=3)
 
@@ -176,15 +176,18 @@ def test_a_backend_that_opens_late_gets_all_steps(told: Told, gate: threading.Ev
     ]
 
 
-def test_a_backend_that_fails_in_general_is_left_out(told: Told) -> None:
+def test_a_backend_that_fails_three_times_in_a_row_is_left_out(told: Told) -> None:
     backend = Backend(fails_from=3)
     logger = IsolatedLogger("x", lambda: own(backend), told.notices)
-    log_steps(logger, range(1, 4))
+    log_steps(logger, range(1, 6))
     eventually(lambda: not logger.is_active)
-    log_steps(logger, range(4, 9))
+    log_steps(logger, range(6, 9))
     logger.close()
     told.notices.show()
-    assert told.warnings == ["logger x failed at step 3 and is left out from here on: OSError: disk is full"]
+    assert told.warnings == [
+        "logger x does not take step 3: OSError: disk is full",
+        "logger x failed at step 5 and is left out from here on: OSError: disk is full",
+    ]
     assert [step for step, _ in backend.steps] == [1, 2]
     assert backend.outcome == "failed"
 
@@ -204,21 +207,16 @@ def test_a_backend_that_cannot_open_is_left_out(told: Told, error: BaseException
     assert warning.startswith("logger x could not start and is left out from here on: ")
 
 
-def test_rejected_keys_are_named_once_and_the_others_logged(told: Told) -> None:
-    backend = Backend(bad_keys="bd")
+def test_a_step_with_a_rejected_key_is_missing_there_and_told_once(told: Told) -> None:
+    backend = Backend(bad_keys="b")
     logger = IsolatedLogger("x", lambda: own(backend), told.notices)
-    for step in range(1, 7):
-        logger.log_step(step, dict.fromkeys("abcdefg", float(step)))
+    for step in range(1, 10):
+        logger.log_step(step, dict.fromkeys("abc" if step % 3 else "ac", float(step)))
     logger.close()
     told.notices.show()
-    for step in range(1, 7):
-        parts = [metrics for at, metrics in backend.steps if at == step]
-        assert {key: value for part in parts for key, value in part.items()} == dict.fromkeys("acefg", float(step))
-        assert sum(map(len, parts)) == 5
-    assert sum(at == 6 for at, _ in backend.steps) == 1, "keys that are rejected again and again are no longer sent"
-    assert told.warnings == [
-        "logger x rejects at step 1: b, d (ValueError: invalid key ['b']); the other metrics are logged"
-    ]
+    assert backend.steps == [(step, dict.fromkeys("ac", float(step))) for step in (3, 6, 9)]
+    assert told.warnings == ["logger x does not take step 1: ValueError: invalid key ['b']"]
+    assert backend.outcome == "finished"
 
 
 def test_a_resumed_backend_first_gets_the_steps_that_it_lacks(told: Told) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.loggers import pictures
+from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import DrawPictures
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.loggers.load_pictures import LoadPictures
-from nemo_rl_moe.loggers.notices import Notices
-from tests.unit.loggers.helpers import load_of
+from nemo_rl_moe.loggers.pictures import LoadPictures
+from tests.support.loggers import load_of
 
 LOAD = load_of([3, 1], [0, 4])
 DRAWING_S = 0.05

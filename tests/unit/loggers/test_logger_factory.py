@@ -11,9 +11,9 @@ import pytest
 
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
-from nemo_rl_moe.loggers.readers import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 from nemo_rl_moe.run_folder.folder import create_run_folder
-from tests.unit.loggers.helpers import settings_for
+from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
+from tests.support.loggers import settings_for
 
 
 def test_all_backends_hold_the_same_history(tmp_path: Path) -> None:

@@ -18,19 +18,18 @@ import pytest
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
-from nemo_rl_moe.loggers.readers import (
+from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
+from nemo_rl_moe.loggers.wandb import WandbLogger
+from nemo_rl_moe.run_folder.metrics import JsonlLogger
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from tests.support.logged_metrics import (
     MetricHistory,
     read_jsonl,
     read_mlflow,
     read_tensorboard,
     read_wandb_offline,
 )
-from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
-from nemo_rl_moe.loggers.wandb import WandbLogger
-from nemo_rl_moe.loggers.wandb_files import last_wandb_step
-from nemo_rl_moe.run_folder.metrics import JsonlLogger
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from tests.unit.loggers.helpers import log_steps, settings_for
+from tests.support.loggers import log_steps, settings_for
 from tests.unit.loggers.resumed_run import metrics_of
 
 
@@ -114,8 +113,10 @@ def test_later_files_of_a_wandb_run_replace_the_steps_from_their_first_one_on(tm
         time.sleep(1)  # W&B tells attempts apart by the second in which they begin
     attempts = [1, 1, 1, 1, 2, 2, 2]
     assert read_wandb_offline(tmp_path / "wandb") == {"train/attempt": [(i, a) for i, a in enumerate(attempts, 1)]}
-    assert last_wandb_step(tmp_path / "wandb", "id-z") == 7
-    assert last_wandb_step(tmp_path / "wandb", "another") == -1
+    for run_id, last_step in (("id-z", 7), ("another", -1)):
+        third = WandbLogger(tmp_path, "p", None, run_id, is_resumed=True)
+        assert third.last_step == last_step
+        third.close()
 
 
 def test_tensorboard_itself_forgets_the_steps_after_the_checkpoint(

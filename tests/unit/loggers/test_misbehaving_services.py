@@ -19,8 +19,8 @@ import pytest
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.isolated import Patience
-from nemo_rl_moe.loggers.readers import read_jsonl, read_mlflow, read_tensorboard
-from tests.unit.loggers.helpers import files_no_longer_than, log_steps, settings_for
+from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard
+from tests.support.loggers import files_no_longer_than, log_steps, settings_for
 
 LONGEST_S = 1.0
 STEPS = {"train/loss": [(step, float(step)) for step in range(1, 21)]}
@@ -80,17 +80,19 @@ def test_mlflow_store_that_another_process_has_locked(tmp_path: Path, empty_mlfl
     assert read_mlflow(mlflow_tracking_uri(settings), "e") == STEPS
 
 
-def test_mlflow_rejects_a_key_and_gets_the_others(tmp_path: Path, empty_mlflow_store: Path) -> None:
+def test_mlflow_lacks_the_step_with_a_key_that_it_rejects(tmp_path: Path, empty_mlflow_store: Path) -> None:
     stream = io.StringIO()
     settings = settings_for(tmp_path / "logs", "mlflow")
     shutil.copy(empty_mlflow_store, tmp_path)
-    with build_loggers(settings, tmp_path, ConsoleLogger(2, stream=stream)) as loggers:
-        for step in (1, 2):
-            loggers.log_step(step, {"train/a": 1.0, "train/b[0]": 2.0, "train/c": 3.0, "train/d": 4.0})
+    with build_loggers(settings, tmp_path, ConsoleLogger(3, stream=stream)) as loggers:
+        for step in (1, 2, 3):
+            loggers.log_step(step, {"train/a": 1.0, "train/b": 2.0} | ({"train/c[0]": 3.0} if step == 2 else {}))
     (warning,) = warnings_in(stream)
-    assert warning.startswith("warning: logger mlflow rejects at step 1: train/b[0] (MlflowException: ")
+    assert warning.startswith("warning: logger mlflow does not take step 2: MlflowException: ")
+    assert "train/c[0]" in warning
     assert read_mlflow(mlflow_tracking_uri(settings), "e") == {
-        f"train/{name}": [(1, value), (2, value)] for name, value in (("a", 1.0), ("c", 3.0), ("d", 4.0))
+        "train/a": [(1, 1.0), (3, 1.0)],
+        "train/b": [(1, 2.0), (3, 2.0)],
     }
 
 
@@ -108,8 +110,9 @@ def test_wandb_service_that_is_killed(tmp_path: Path) -> None:
         service.wait()
         assert max(longest, log_steps(loggers, range(4, 21), pause=0.02)) < LONGEST_S
         assert loggers.active == ("jsonl", "console")
-    (warning,) = warnings_in(stream)
-    assert " and is left out from here on: ConnectionResetError" in warning
+    first, second = warnings_in(stream)
+    assert "logger wandb does not take step " in first
+    assert " and is left out from here on: ConnectionResetError" in second
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 
 
@@ -120,7 +123,7 @@ from pathlib import Path
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import build_loggers
 from nemo_rl_moe.loggers.isolated import Patience
-from tests.unit.loggers.helpers import log_steps, settings_for
+from tests.support.loggers import log_steps, settings_for
 from tests.unit.loggers.test_misbehaving_services import wandb_services
 folder = Path(sys.argv[1])
 with build_loggers(settings_for(folder, "wandb"), folder, ConsoleLogger(20), patience=Patience(closing_s=1)) as loggers:
@@ -158,9 +161,10 @@ def test_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         longest = max(longest, log_steps(loggers, range(15, 21)))
     assert longest < LONGEST_S
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
-    first, second = sorted(warnings_in(stream))
-    assert "logger tensorboard failed at step" in first
-    assert "metrics.jsonl cannot be written, its lines are kept" in second
+    first, second, third = sorted(warnings_in(stream))
+    assert "logger tensorboard does not take step" in first
+    assert "logger tensorboard failed at step" in second
+    assert "metrics.jsonl cannot be written, its lines are kept" in third
     shown = read_tensorboard(tmp_path / "tensorboard")["train/loss"]
     assert shown == STEPS["train/loss"][: len(shown)], "what was written before is whole"
     assert len(shown) >= 5

@@ -16,7 +16,10 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.isolated import Patience
 from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
-from nemo_rl_moe.loggers.readers import (
+from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from tests.support.logged_metrics import (
     MetricHistory,
     PictureHistory,
     read_jsonl,
@@ -27,11 +30,8 @@ from nemo_rl_moe.loggers.readers import (
     read_wandb_offline,
     read_wandb_offline_pictures,
 )
-from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from tests.unit.loggers.helpers import load_of, settings_for
+from tests.support.loggers import load_of, settings_for
+from tests.support.wandb_files import wandb_files, wandb_records
 
 BACKENDS = ("tensorboard", "wandb", "mlflow")
 OUTLIER = "train/moe_expert_utilization/layer_1_expert_"
@@ -55,8 +55,10 @@ def log_attempt(run_folder: Path, attempt: int, steps: range, every: int = 2) ->
     stream = io.StringIO()
     settings = settings_for(run_folder.parent, *BACKENDS, pictures_every=every)
     console = ConsoleLogger(9, stream=stream)
-    # These steps come faster than anything can be drawn.
-    with build_loggers(settings, run_folder, console, resume, Patience(most_pictures_waiting=9)) as loggers:
+    # These steps come faster than anything can be drawn, on a busy machine above all.
+    with build_loggers(
+        settings, run_folder, console, resume, Patience(most_pictures_waiting=9, closing_s=90)
+    ) as loggers:
         for step in steps:
             loggers.log_expert_load(step, load_at(step, attempt))
             loggers.log_step(step, metrics_at(step))

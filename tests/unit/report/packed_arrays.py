@@ -15,6 +15,4 @@ def unpacked(reference: dict[str, Any], blobs: dict[str, str]) -> NDArray[Any]:
     content = gzip.decompress(base64.b64decode(blobs[reference["blob"]]))
     dtype = np.dtype(f"<{reference['dtype']}")
     length = int(np.prod(reference["shape"]))
-    planes = np.frombuffer(content, np.uint8, length * dtype.itemsize, reference["offset"])
-    numbers = planes.reshape(dtype.itemsize, length).T.tobytes()
-    return np.frombuffer(numbers, dtype).reshape(reference["shape"])
+    return np.frombuffer(content, dtype, length, reference["offset"]).reshape(reference["shape"])

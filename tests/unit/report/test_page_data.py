@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.report import load_view
-from nemo_rl_moe.report import page_data as page_data_module
 from nemo_rl_moe.report.page_data import PageData, _frames, page_data
-from nemo_rl_moe.run_folder.run_data import ExpertLoadHistory, RunData, Series, read_run
-from tests.unit.report.made_runs import make_run, random_counts
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
+from nemo_rl_moe.run_folder.run_data import RunData, Series, read_run
+from tests.support.made_runs import make_run, random_counts
 from tests.unit.report.packed_arrays import unpacked
 
 
@@ -107,8 +107,8 @@ def test_many_runs_share_what_there_is_for_their_layers_over_time(tmp_path: Path
             replace(run, expert_load=replace(run.expert_load, counts=np.roll(run.expert_load.counts, number, axis=0)))
             for number in range(num_runs)
         ]
-        data = page_data(rolled, 500_000)
-        assert size_of(data) <= 500_000
+        data = page_data(rolled, 200_000)
+        assert size_of(data) <= 200_000
         columns.append(document_of(data)["runs"][-1]["load"]["by_layer"]["steps"]["shape"][0])
     assert columns[0] == 200
     assert 10 <= columns[1] < 60
@@ -169,22 +169,6 @@ def test_a_run_whose_steps_need_unlike_space_ends_and_fits(share: int) -> None:
     np.testing.assert_array_equal(unpacked(frames["counts"], {"counts": blob}), counts[steps - 1])
 
 
-def test_a_search_that_is_misled_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = ExpertLoadHistory(np.arange(1, 101), np.arange(1), np.ones((100, 1, 2), dtype=np.int64))
-    tried: list[int] = []
-
-    def packed(_: ExpertLoadHistory, most: int, name: str) -> tuple[dict[str, int], str]:
-        tried.append(most)
-        # Even numbers of steps need ten times the space.
-        return {"most": most}, "x" * most * (1 if most % 2 else 10)
-
-    monkeypatch.setattr(page_data_module, "_packed_frames", packed)
-    frames, blob = _frames(load, 60, "counts")
-    assert len(blob) <= 60
-    assert len(blob) == frames["most"] * (1 if frames["most"] % 2 else 10) > 50
-    assert len(tried) == len(set(tried)) <= 13
-
-
 @pytest.mark.parametrize("text", ["\u6f22\u5b57" * 1000, "<&>" * 600, "plain " * 300])
 def test_samples_are_cut_to_what_the_budget_allows_for(tmp_path: Path, text: str) -> None:
     samples = [
@@ -192,17 +176,13 @@ def test_samples_are_cut_to_what_the_budget_allows_for(tmp_path: Path, text: str
         for number in range(24)
     ]
     run = read_run(make_run(tmp_path / "run", {}, samples=samples))
-    for budget in (4_000_000, 100_000):
+    for budget in (4_000_000, 50_000):
         data = page_data([run], budget)
         assert size_of(data) <= budget
         (described,) = document_of(data)["runs"]
         assert len(described["samples"]) == 24
         assert (described["samples"][0]["prompt"] == text) is (budget == 4_000_000)
         assert described["samples"][0]["prompt"][:30] == text[:30]
-    data = page_data([run], 10_000)
-    (described,) = document_of(data)["runs"]
-    assert described["samples"] == []
-    assert described["notes"] == ["samples: left out, they need more space than this page has for them"]
 
 
 def test_letters_take_the_bytes_that_they_have_and_halves_of_letters_none_that_cannot_be_written(
@@ -220,8 +200,8 @@ def test_other_layouts_are_those_of_the_last_tenth_and_of_evenly_spaced_steps(
     # At step s of 40 rank 0 of 2 gets s + 40 of 80 assignments of the one layer, and half of the other's.
     counts = np.array([[[step + 40, 0, 40 - step, 0], [20, 20, 20, 20]] for step in range(1, 41)])
     monkeypatch.setattr(load_view, "_FEWEST", 1)
-    monkeypatch.setattr(load_view, "MOST_POINTS", 4)
-    monkeypatch.setattr(load_view, "MOST_COLUMNS", 6)
+    monkeypatch.setattr(load_view, "_MOST_POINTS", 4)
+    monkeypatch.setattr(load_view, "_MOST_COLUMNS", 6)
     data = page_data([read_run(make_run(tmp_path / "run", {}, counts))], 10**6)
     blobs = dict(data.blobs)
     load = document_of(data)["runs"][0]["load"]
@@ -236,13 +216,3 @@ def test_other_layouts_are_those_of_the_last_tenth_and_of_evenly_spaced_steps(
     # 40 steps in 6 columns: up to 7 in one.
     assert load["by_layer"]["steps_of_a_column"] == 7
     np.testing.assert_array_equal(unpacked(load["by_layer"]["steps"], blobs), [7, 14, 20, 27, 34, 40])
-
-
-def test_settings_that_have_no_end_or_no_size_are_notes(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}})
-    (folder / "config.yaml").write_text("logger: &a\n  alerts: {excess_cv: .nan, overload_factor: .inf}\n")
-    page_data([read_run(folder)], 10**6)
-    (folder / "config.yaml").write_text("sft: &a\n  own: *a\n")
-    run = read_run(folder)
-    assert run.config == {}
-    assert "config.yaml: cannot be read" in run.notes[0]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe import cli
-from nemo_rl_moe.report import command, page
+from nemo_rl_moe.report import command
 from nemo_rl_moe.report.command import MOST_BYTES
-from tests.unit.report.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts
 
 HOSTILE = "</script><!--<script>alert(1)</script><img src=x onerror=alert(2)>&lt;\u2028$policy"
 
@@ -147,8 +147,8 @@ def test_wrong_input_ends_with_one_line_and_code_2(
 def test_without_plotly_the_user_is_told_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(page, "find_spec", lambda name: None)
-    monkeypatch.setattr(page, "_plotly", page._plotly.__wrapped__)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "_plotly", command._plotly.__wrapped__)
     assert cli.main(["report", str(make_run(tmp_path / "run", {}))]) == 2
     assert "pip install 'nemo-rl-moe[report]'" in capsys.readouterr().err
     assert not (tmp_path / "run" / "report.html").exists()

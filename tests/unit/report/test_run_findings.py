@@ -8,7 +8,7 @@ from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.moe.findings import Finding, Thresholds
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of, thresholds_of
 from nemo_rl_moe.run_folder.run_data import read_run
-from tests.unit.report.made_runs import THRESHOLDS, make_run, random_counts
+from tests.support.made_runs import THRESHOLDS, make_run, random_counts
 
 ALERTS = {"enabled": False, "dead_expert_steps": None, "excess_cv": 0.25, "overload_factor": 3, "sustained_steps": 4}
 

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.report.arrays import highest_of_stretches, thinned
 from nemo_rl_moe.run_folder.run_data import Series
-from nemo_rl_moe.run_folder.samples import evenly_spaced, highest_of_stretches, thinned
+from nemo_rl_moe.run_folder.samples import evenly_spaced
 
 
 @given(number=st.integers(0, 500), most=st.integers(1, 600))

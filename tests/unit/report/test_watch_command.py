@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_moe import cli
 from nemo_rl_moe.run_folder.folder import create_run_folder
-from tests.unit.report.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts
 
 
 @pytest.fixture(autouse=True)

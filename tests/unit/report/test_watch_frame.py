@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.moe.findings import Finding
 from nemo_rl_moe.report.run_findings import Episodes
-from nemo_rl_moe.report.terminal_heatmap import StepLoad
 from nemo_rl_moe.report.watch_frame import Room, finding_lines, frame, packed, status
 from nemo_rl_moe.report.watch_state import WatchedRun
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.run_folder.run_data import RunData
 
 HOSTILE = "[bold red]\x1b[2J\x1b]0;owned\x07\r\n\u202e[/] :boom: \udc80"
@@ -36,11 +36,11 @@ def watched(planned: int | None = 40, **changes: Any) -> WatchedRun:
         last_time=1008.0,
         tokens_per_second=12345.6,
         series={
-            "train/grad_norm": ([1, 2], [0.5, 10.0]),
-            "train/loss": ([1, 2, 3, 4], [4.0, 2.0, math.nan, 0.5]),
-            "train/moe/cv_excess_mean": ([4], [0.25]),
+            "train/grad_norm": [(1, 0.5), (2, 10.0)],
+            "train/loss": [(1, 4.0), (2, 2.0), (3, math.nan), (4, 0.5)],
+            "train/moe/cv_excess_mean": [(4, 0.25)],
         },
-        load=StepLoad(4, (0, 1), np.array([[10, 30], [20, 20]])),
+        load=ExpertLoadHistory(np.array([4]), np.arange(2), np.array([[[10, 30], [20, 20]]])),
         recent=deque([(2, 1002.0), (3, 1005.0), (4, 1008.0)]),
     )
     return replace(run, **changes)
@@ -144,7 +144,7 @@ def test_text_from_a_run_is_shown_and_nothing_else() -> None:
 def test_a_frame_fits_the_terminal(
     layers: int, experts: int, width: int, height: int, in_color: bool, num_findings: int
 ) -> None:
-    load = StepLoad(4, range(layers), np.ones((layers, experts), dtype=np.int64))
+    load = ExpertLoadHistory(np.array([4]), np.arange(layers), np.ones((1, layers, experts), dtype=np.int64))
     episodes = [Episodes(finding("words " * 30, kind=f"kind {n}"), 1, 3) for n in range(num_findings)]
     run = watched(load=load, episodes=episodes, notes=["n" * 300])
     lines = frame(run, 1009.0, Room(width, height, in_color, True))

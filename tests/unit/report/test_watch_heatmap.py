@@ -7,56 +7,30 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from rich.text import Text
 
-from nemo_rl_moe.moe.load_arrays import utilization
-from nemo_rl_moe.report.terminal_heatmap import (
-    Fit,
-    StepLoad,
-    fit,
-    load_colors,
-    load_symbol,
-    merged,
-    terminal_heatmap,
-)
+from nemo_rl_moe.report.terminal_heatmap import load_color, load_symbol, merged, terminal_heatmap
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
 
 WHITE, YELLOW, GREY = (247, 247, 247), (255, 221, 0), (120, 120, 120)
 BLUEST, REDDEST = (33, 102, 172), (178, 24, 43)
 
 
-def load_of(rows: Sequence[Sequence[int]], layers: Sequence[int] | None = None) -> StepLoad:
-    return StepLoad(5, layers or range(len(rows)), np.array(rows))
+def load_of(
+    rows: Sequence[Sequence[int]] | NDArray[np.int64], layers: Sequence[int] | None = None
+) -> ExpertLoadHistory:
+    return ExpertLoadHistory(np.array([5]), np.array(layers or range(len(rows))), np.array([rows]))
 
 
-def rgb_of_cells(line: Text, is_background: bool) -> list[tuple[int, ...] | None]:
-    """The colour of every character that has one of its own."""
+def backgrounds_of(line: Text) -> list[tuple[int, ...] | None]:
+    """The background of every character that has a style of its own."""
     found: list[tuple[int, ...] | None] = []
     for span in line.spans:
         if not isinstance(span.style, str):
-            color = span.style.bgcolor if is_background else span.style.color
-            triplet = color.get_truecolor() if color else None
-            found += [tuple(triplet) if triplet else None] * (span.end - span.start)
+            color = span.style.bgcolor
+            found += [tuple(color.get_truecolor()) if color else None] * (span.end - span.start)
     return found
-
-
-@pytest.mark.parametrize(
-    ("size", "room", "has_halves", "expected"),
-    [
-        ((4, 8), (80, 20), True, Fit(4, 8, 7, 1)),
-        ((4, 8), (40, 20), True, Fit(4, 8, 5, 1)),
-        ((48, 128), (200, 60), True, Fit(48, 128, 1, 1)),
-        ((48, 128), (110, 30), True, Fit(48, 110, 1, 2)),
-        ((48, 128), (110, 20), True, Fit(40, 110, 1, 2)),
-        ((48, 128), (110, 20), False, Fit(20, 110, 1, 1)),
-        ((48, 8), (110, 30), True, Fit(48, 8, 2, 2)),
-        ((3, 4), (1, 1), True, Fit(2, 1, 1, 2)),
-        ((3, 4), (1, 1), False, Fit(1, 1, 1, 1)),
-    ],
-)
-def test_fits_the_room(size: tuple[int, int], room: tuple[int, int], has_halves: bool, expected: Fit) -> None:
-    assert fit(*size, *room, has_halves) == expected
-    assert expected.lines <= room[1]
-    assert expected.columns * expected.cell_width <= room[0]
 
 
 def test_the_farthest_from_the_fair_share_stands_for_its_neighbours() -> None:
@@ -80,7 +54,7 @@ def test_merging_loses_no_outlier_and_invents_none(data: st.DataObject) -> None:
 
 
 def test_colours_diverge_at_the_fair_share() -> None:
-    ((*shares, dead, unused),) = load_colors(np.array([[0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 64.0, 0.0, np.nan]]))
+    *shares, dead, unused = map(load_color, (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 64.0, 0.0, np.nan))
     expected = [BLUEST, BLUEST, (146, 197, 222), WHITE, (244, 165, 130), REDDEST, REDDEST]
     assert [tuple(color.get_truecolor()) for color in shares] == expected
     assert (tuple(dead.get_truecolor()), tuple(unused.get_truecolor())) == (YELLOW, GREY)
@@ -95,7 +69,7 @@ def test_symbols(share: float, symbol: str) -> None:
 
 
 def test_few_experts_have_their_numbers() -> None:
-    lines = terminal_heatmap(load_of([[10, 30, 0, 0], [0, 0, 0, 0], [5, 5, 5, 5]], [1, 3, 12]), 60, 20, False, False)
+    lines = terminal_heatmap(load_of([[10, 30, 0, 0], [0, 0, 0, 0], [5, 5, 5, 5]], [1, 3, 12]), 60, 20, False)
     assert [line.plain.rstrip() for line in lines] == [
         "expert load, step 5: layers down, experts 0-3 across",
         "    1   1.00   3.00   dead   dead",
@@ -108,50 +82,33 @@ def test_few_experts_have_their_numbers() -> None:
 def test_many_experts_are_symbols_or_colours() -> None:
     counts = np.full((2, 40), 100)
     counts[0, 39], counts[1, 0] = 0, 1000
-    plain = [line.plain for line in terminal_heatmap(StepLoad(1, (0, 1), counts), 60, 20, False, False)]
+    plain = [line.plain for line in terminal_heatmap(load_of(counts), 60, 20, False)]
     assert plain[1] == f"  0 {'.' * 39}x"
     assert plain[2] == f"  1 #{'.' * 39}"
     assert plain[3].startswith("x dead")
-    colored = terminal_heatmap(StepLoad(1, (0, 1), counts), 60, 20, True, True)
+    colored = terminal_heatmap(load_of(counts), 60, 20, True)
     assert colored[1].plain == f"  0 {' ' * 39}x"
-    backgrounds = rgb_of_cells(colored[2], is_background=True)
+    backgrounds = backgrounds_of(colored[2])
     assert backgrounds[0] == REDDEST
     assert backgrounds[1:] == [backgrounds[1]] * 39
-    assert rgb_of_cells(colored[1], is_background=True)[-1] == YELLOW
-
-
-def test_two_layers_share_a_line_where_lines_are_few() -> None:
-    rows = [[1, 1], [0, 2], [3, 1], [2, 2], [2, 0]]
-    lines = terminal_heatmap(load_of(rows), 30, 7, True, True)
-    assert [line.plain for line in lines[1:4]] == ["0-1 ▀▀▀▀", "2-3 ▀▀▀▀", "  4 ▀▀▀▀"]
-    colors = [tuple(color.get_truecolor()) for row in load_colors(utilization(np.array(rows))) for color in row]
-    upper = [color for line in lines[1:4] for color in rgb_of_cells(line, is_background=False)[::2]]
-    lower = [color for line in lines[1:4] for color in rgb_of_cells(line, is_background=True)[::2]]
-    assert upper == colors[0:2] + colors[4:6] + colors[8:10]
-    assert lower == [*colors[2:4], *colors[6:8], None, None]
-    assert lower[0] == YELLOW
+    assert backgrounds_of(colored[1])[-1] == YELLOW
 
 
 def test_what_is_merged_is_said() -> None:
     counts = np.full((8, 100), 10)
     counts[5, 77] = 0
-    lines = [line.plain for line in terminal_heatmap(StepLoad(1, range(8), counts), 54, 8, False, False)]
+    lines = [line.plain for line in terminal_heatmap(load_of(counts), 54, 8, False)]
     assert len(lines) == 8
     assert "each cell: the farthest from 1 of 2 layers x 2 experts" in lines
     (row,) = (line for line in lines if "x" in line[4:] and line.startswith("4-5"))
     assert row[4 + 77 // 2] == "x"
 
 
-def test_a_load_without_layers_is_nothing() -> None:
-    assert terminal_heatmap(StepLoad(1, [], np.zeros((0, 4), dtype=np.int64)), 80, 20, True, True) == []
-
-
-@given(st.integers(1, 60), st.integers(1, 200), st.integers(20, 150), st.integers(5, 40), st.booleans(), st.booleans())
+@given(st.integers(1, 60), st.integers(1, 200), st.integers(20, 150), st.integers(5, 40), st.booleans())
 def test_never_needs_more_room_than_there_is(
-    layers: int, experts: int, width: int, height: int, in_color: bool, has_halves: bool
+    layers: int, experts: int, width: int, height: int, in_color: bool
 ) -> None:
-    load = StepLoad(1, range(layers), np.ones((layers, experts), dtype=np.int64))
-    lines = terminal_heatmap(load, width, height, in_color, has_halves)
+    lines = terminal_heatmap(load_of(np.ones((layers, experts), dtype=np.int64)), width, height, in_color)
     assert len(lines) <= height
     cells = [line for line in lines if re.match(r" *\d+(-\d+)? ", line.plain)]
     assert cells

@@ -25,8 +25,6 @@ from nemo_rl_moe.report.watch_frame import ASCII, BLOCKS, NOT_FINITE, sparkline
         ([1, math.nan, 2], 3, "▁!█"),
         ([1, math.inf, 2, 2], 2, "!▅"),
         ([math.inf, -math.inf], 1, "!"),
-        ([-1.7e308, 1.7e308, 0.0], 3, "▁█▅"),
-        ([1.7e308, 1.7e308, 0.0, 0.0], 2, "█▁"),
     ],
 )
 def test_hand_worked(values: Sequence[float], width: int, expected: str) -> None:

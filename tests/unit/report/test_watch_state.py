@@ -16,7 +16,7 @@ from nemo_rl_moe.report.watch_state import RunWatcher
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.run_data import read_run
-from tests.unit.report.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts
 
 ALERTS = {"dead_expert_steps": 3, "excess_cv": 0.5, "overload_factor": 1.5, "sustained_steps": 2}
 CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}
@@ -65,12 +65,12 @@ def test_what_is_shown_is_what_the_run_wrote(tmp_path: Path) -> None:
         write_step(folder, step, metrics_of(step) | {"timing/train/tokens_per_second": 10.0 * step}, counts[step - 1])
     run = RunWatcher(folder).look()
     assert run.step == 5
-    assert run.series["train/loss"] == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+    assert run.series["train/loss"] == [(step, 1 / step) for step in range(1, 6)]
     assert (run.seconds_per_step, run.tokens_per_second) == (2.0, 50.0)
     assert run.last_time - run.first_time == 8.0
     assert run.load is not None
-    assert (run.load.step, list(run.load.layers)) == (5, [0, 1])
-    np.testing.assert_array_equal(run.load.counts, counts[4])
+    assert (run.load.steps.tolist(), run.load.layers.tolist()) == ([5], [0, 1])
+    np.testing.assert_array_equal(run.load.counts, counts[4:5])
 
 
 def test_a_resumed_run_is_taken_from_where_it_goes_on(tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_a_resumed_run_is_taken_from_where_it_goes_on(tmp_path: Path) -> None:
     assert {episode.latest.kind for episode in watcher.look().episodes} == {"dead_experts", "overload"}
     rewind_run_folder(folder, 4)
     run = watcher.look()
-    assert (run.step, run.episodes, run.load and run.load.step) == (4, [], 4)
+    assert (run.step, run.episodes, run.load and run.load.steps.tolist()) == (4, [], [4])
     write_step(folder, 5, {"train/loss": 9.0}, counts[0])
     run = watcher.look()
-    assert run.series["train/loss"] == ([1, 2, 3, 4, 5], [1, 1 / 2, 1 / 3, 1 / 4, 9.0])
+    assert run.series["train/loss"] == [*((step, 1 / step) for step in range(1, 5)), (5, 9.0)]
     assert run.load is not None
-    np.testing.assert_array_equal(run.load.counts, counts[0])
+    np.testing.assert_array_equal(run.load.counts, counts[:1])
 
 
 def test_loads_from_before_a_resumption_are_not_taken(tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_loads_from_before_a_resumption_are_not_taken(tmp_path: Path) -> None:
     watcher = RunWatcher(folder)
     run = watcher.look()
     assert run.load is not None
-    assert run.load.step == 2
+    assert run.load.steps.tolist() == [2]
     rewind_run_folder(folder, 2)
     write_step(folder, 3, {"train/loss": 9.0}, counts[10])
     run = watcher.look()
     assert run.load is not None
-    np.testing.assert_array_equal(run.load.counts, counts[10])
+    np.testing.assert_array_equal(run.load.counts, counts[10:11])
 
 
 def test_a_run_that_has_not_written_yet_is_waited_for(tmp_path: Path) -> None:
@@ -123,13 +123,6 @@ def test_a_run_that_has_not_written_yet_is_waited_for(tmp_path: Path) -> None:
     assert [episode.latest.kind for episode in run.episodes] == ["forced_routing"]
 
 
-def test_a_step_that_stands_there_twice_counts_once(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
-    for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 4.5)):
-        write_step(folder, step, {"train/loss": loss})
-    assert RunWatcher(folder).look().series["train/loss"] == ([1, 2], [5.0, 4.5])
-
-
 def test_what_cannot_be_read_is_noted(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", {}, sick_counts()[:3])
     (folder / "expert_load.parquet" / "steps-00000002-00000002.parquet").write_bytes(b"PAR1")
@@ -143,12 +136,3 @@ def test_what_cannot_be_read_is_noted(tmp_path: Path) -> None:
     assert "effective_moe_configuration.json: cannot be read" in settings
     assert lines == "metrics.jsonl: lines that are no records: 1"
     assert "steps-00000002-00000002.parquet: cannot be read" in load
-
-
-def test_times_that_are_no_numbers_are_passed_over(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, config=CONFIG)
-    for step, time in ((1, "NaN"), (2, "100"), (3, "Infinity"), (4, "NaN"), (5, "106")):
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write(f'{{"step": {step}, "time": "{time}", "metrics": {{"train/loss": 1.0}}}}\n')
-    run = RunWatcher(folder).look()
-    assert (run.first_time, run.last_time, run.seconds_per_step) == (100.0, 106.0, 2.0)

@@ -36,7 +36,7 @@ def write_load(folder: Path, steps: range, steps_of_a_file: int = 4) -> None:
 
 
 def load_steps(folder: Path) -> list[int]:
-    return read_expert_load(folder)["step"].to_pylist()[::2]
+    return read_expert_load(folder).steps.tolist()
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])

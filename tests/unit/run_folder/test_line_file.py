@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.run_folder import lines as line_file
 from nemo_rl_moe.run_folder.lines import LineFile
 from nemo_rl_moe.run_folder.metrics import JsonlLogger, read_metrics
-from tests.unit.loggers.helpers import files_no_longer_than
+from tests.support.loggers import files_no_longer_than
 
 
 @pytest.fixture

@@ -1,12 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.run_folder.samples import LONGEST_TEXT, PROMPTS_OF_A_STEP, STEPS_OF_A_SPLIT, read_samples, shortened
-from tests.unit.report.made_runs import make_run
+from tests.support.made_runs import make_run
 
 
 def sample(step: int, split: str, prompt: int, **changes: Any) -> dict[str, Any]:
@@ -67,19 +66,6 @@ def test_lines_that_are_none_are_counted_and_a_cut_one_is_not(tmp_path: Path) ->
     notes: list[str] = []
     assert len(read_samples(folder, notes)) == 1
     assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 2"]
-
-
-def test_numbers_and_depths_beyond_all_bounds_are_no_samples(tmp_path: Path) -> None:
-    folder = make_run(tmp_path / "run", {}, samples=[sample(1, "val", 1)])
-    deep = "[" * 100_000 + "]" * 100_000
-    large = "1" + "0" * 400
-    with (folder / "samples.jsonl").open("a") as file:
-        file.write(json.dumps(sample(math.inf, "val", 2)) + "\n")  # type: ignore[arg-type]
-        file.write(json.dumps(sample(2, "val", 2)).replace('"2+1="', deep) + "\n")
-        file.write(json.dumps(sample(2, "val", 2)).replace("1.0", large) + "\n")
-    notes: list[str] = []
-    assert len(read_samples(folder, notes)) == 1
-    assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 3"]
 
 
 def test_texts_that_are_cut_twice_say_so_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.run_folder.run_data import read_run
-from tests.unit.report.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts
 
 
 def test_reads_back_what_a_run_wrote(tmp_path: Path) -> None:
@@ -69,12 +69,6 @@ def test_what_is_damaged_is_noted_and_the_rest_is_read(tmp_path: Path) -> None:
         assert f"{name}: cannot be read" in note
 
 
-@pytest.mark.parametrize("step", [-1, 2**31, 10**30])
-def test_a_step_that_none_can_be_is_told(tmp_path: Path, step: int) -> None:
-    with pytest.raises(DataError, match=rf"metrics\.jsonl: steps are from 0 to 2\^31 - 1, got {step}$"):
-        read_run(make_run(tmp_path / "run", {step: {"train/loss": 1.0}}))
-
-
 def test_settings_of_a_wrong_kind_are_as_good_as_none(tmp_path: Path) -> None:
     config = {"sft": {"max_num_steps": "many"}, "policy": {"megatron_cfg": [1]}}
     run = read_run(make_run(tmp_path / "run", {}, config=config, in_force={"moe_router_topk": "two"}))
@@ -93,7 +87,7 @@ def test_a_folder_above_the_runs_names_the_last_one(tmp_path: Path) -> None:
 
 def test_reading_and_reporting_need_no_torch() -> None:
     program = (
-        "import sys, nemo_rl_moe.report.page_data, nemo_rl_moe.report.page, nemo_rl_moe.report.command\n"
+        "import sys, nemo_rl_moe.report.page_data, nemo_rl_moe.report.command\n"
         "print([name for name in ('torch', 'ray', 'megatron', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The files that W&B writes beside a run, read without its service."""
+"""Reader of the `.wandb` files of offline runs; W&B's package has none in Python."""
 
 import importlib
 import json
@@ -73,23 +73,6 @@ def _history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
-
-
-def last_wandb_step(folder: Path, run_id: str) -> int:
-    """The last step in the newest file of a run that holds any; -1 where none does.
-
-    A damaged file counts up to the damage: what is after it cannot be read by W&B either.
-    """
-    for path in reversed(wandb_files(folder, run_id)):
-        last = -1
-        try:
-            for step, _ in wandb_rows(path):
-                last = max(last, step)
-        except DataError:
-            pass
-        if last >= 0:
-            return last
-    return -1
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:

@@ -4,16 +4,21 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder import run_data as run_tail
-from nemo_rl_moe.run_folder.expert_load import STEPS_OF_A_FILE, ExpertLoadWriter
+from nemo_rl_moe.run_folder import expert_load
+from nemo_rl_moe.run_folder.expert_load import (
+    STEPS_OF_A_FILE,
+    ExpertLoadHistory,
+    ExpertLoadTail,
+    ExpertLoadWriter,
+    read_expert_load,
+)
+from nemo_rl_moe.run_folder.metrics import MetricsTail, NewRecords, parse_record
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from nemo_rl_moe.run_folder.run_data import ExpertLoadTail, MetricsTail, NewRecords
 
 
 def line_of(step: int, loss: float = 1.0) -> bytes:
@@ -40,12 +45,10 @@ def test_only_new_and_whole_lines_are_read(tmp_path: Path) -> None:
     assert steps_of(tail.read()) == [1]
     assert steps_of(tail.read()) == []
     path.write_bytes(line_of(1) + line_of(2) + b"\n" + line_of(3))
-    assert tail.read() == NewRecords([run_tail.parse_record(line_of(step), "") for step in (2, 3)], False, 0)
+    assert tail.read() == NewRecords([parse_record(line_of(step), "") for step in (2, 3)], False, 0)
 
 
-@pytest.mark.parametrize(
-    "damaged", [b"{", b"[1]", b"\x00\xff\x1b[2J", b'{"step": 1e999, "time": 0, "metrics": {}}', b"[" * 100_000]
-)
+@pytest.mark.parametrize("damaged", [b"{", b"[1]", b"\x00\xff\x1b[2J", b'{"step": "one", "time": 0, "metrics": {}}'])
 def test_damaged_lines_are_counted_and_passed_over(tmp_path: Path, damaged: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line_of(1) + damaged + b"\n" + line_of(2))
@@ -125,17 +128,17 @@ def test_files_that_are_joined_while_they_are_read_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_steps(tmp_path, range(1, STEPS_OF_A_FILE))
-    listed = run_tail.read_load_arrays
+    listed = read_expert_load
 
-    def join_meanwhile(folder: Path, first_step: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def join_meanwhile(folder: Path, first_step: int) -> ExpertLoadHistory:
         """What a reader gets whose files from step 4 on have gone after it has listed them, but for the last."""
-        monkeypatch.setattr(run_tail, "read_load_arrays", listed)
-        steps, layers, counts = listed(folder, first_step)
+        monkeypatch.setattr(expert_load, "read_expert_load", listed)
+        found = listed(folder, first_step)
         write_steps(folder, [STEPS_OF_A_FILE])
-        kept = [0, 1, 2, len(steps) - 1]
-        return steps[kept], layers, counts[kept]
+        kept = [0, 1, 2, len(found.steps) - 1]
+        return ExpertLoadHistory(found.steps[kept], found.layers, found.counts[kept])
 
-    monkeypatch.setattr(run_tail, "read_load_arrays", join_meanwhile)
+    monkeypatch.setattr(expert_load, "read_expert_load", join_meanwhile)
     found = ExpertLoadTail(tmp_path).read(STEPS_OF_A_FILE)
     assert found is not None
     assert found.steps.tolist() == list(range(1, STEPS_OF_A_FILE + 1))

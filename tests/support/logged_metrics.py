@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads back what the loggers wrote: key -> [(step, value), ...], steps ascending; of a picture, its PNG file."""
+"""Readers of what the loggers wrote: key to `(step, value)` pairs, steps ascending; pictures as PNG files."""
 
 import sys
 import tempfile
@@ -9,10 +9,10 @@ from typing import Any
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_images, wandb_rows
-from nemo_rl_moe.run_folder.metrics import read_metrics
+from nemo_rl_moe.run_folder.metrics import MetricHistory as MetricHistory
+from nemo_rl_moe.run_folder.metrics import read_history
+from tests.support.wandb_files import wandb_files, wandb_images, wandb_rows
 
-MetricHistory = dict[str, list[tuple[int, float]]]
 PictureHistory = dict[str, list[tuple[int, bytes]]]
 
 
@@ -22,11 +22,7 @@ def read_jsonl(path: Path) -> MetricHistory:
     Raises:
         DataError: A whole line is not a step record.
     """
-    history: MetricHistory = {}
-    for record in read_metrics(path):
-        for key, value in record.metrics.items():
-            history.setdefault(key, []).append((record.step, value))
-    return _sorted(history)
+    return _sorted(read_history(path))
 
 
 def read_tensorboard(folder: Path) -> MetricHistory:
