@@ -39,7 +39,7 @@ def outputs_of_trainer(trainer: Any) -> ModelOutputs | None:
     mine = rows.chunk(place.data_parallel_size)[place.data_parallel_rank]
     # Interleaved stages want as many microbatches as there are stages.
     microbatches = mine.chunk(2)
-    with _chosen_experts(trainer.chunks, len(microbatches[0])) as found:
+    with _routed_experts(trainer.chunks, len(microbatches[0])) as found:
         logits = _logits(trainer, microbatches)
     chosen = {layer: np.concatenate(of_microbatches) for layer, of_microbatches in found.items()}
     parts: list[Any] = [None] * dist.get_world_size()
@@ -64,7 +64,7 @@ def _joined(parts: Sequence[tuple[Any, Array]], tensor_axis: int) -> Array:
 
 
 @contextmanager
-def _chosen_experts(chunks: Sequence[nn.Module], num_rows: int) -> Iterator[dict[int, list[Array]]]:
+def _routed_experts(chunks: Sequence[nn.Module], num_rows: int) -> Iterator[dict[int, list[Array]]]:
     """By the number of the layer, the chosen experts of each microbatch of this rank, `[rows, its columns, k]`."""
     from megatron.core.transformer.moe.router import TopKRouter
 

@@ -242,7 +242,7 @@ class MegatronGenerator:
 
 
 def _batches(request: GenerationBatch, max_batch_size: int | None) -> list[list[int]]:
-    """Which prompts run together: those of like length, the longest first."""
+    """Batches of prompts of similar length, the longest first."""
     order = sorted(range(len(request.prompts)), key=lambda index: -len(request.prompts[index]))
     size = max_batch_size or max(len(order), 1)
     return [order[first : first + size] for first in range(0, len(order), size)]
