@@ -27,8 +27,10 @@ OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
 PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
-# Two test files at a time, for tests that do not start runs; a run wants the cores for itself.
-IN_PARALLEL := -n 2 --dist loadfile
+# Two at a time; who is done takes tests from the other. Unit tests of pure functions come first (tests/conftest.py).
+IN_PARALLEL := -n 2 --dist worksteal
+# Two files of runs at a time: half of a run is starting processes, which two cores do side by side.
+RUNS_IN_PARALLEL := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -51,10 +53,12 @@ demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say 
 test: lint types test-unit test-functional ## what to run before a change; continuous integration runs all targets
 	@echo "[test] all passed"
 
-lint: $(STAMP) ## style of the code (ruff)
+lint: $(STAMP) ## style of the code (ruff), and who may import whom (import-linter)
 	@echo "[lint] ruff"
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check --quiet . || { echo "run '$(VENV)/bin/python -m ruff format .'"; exit 1; }
+	@echo "[lint] import-linter: no import runs up"
+	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
 types: $(STAMP) ## types (mypy)
 	@echo "[types] mypy"
@@ -66,7 +70,7 @@ test-unit: $(STAMP) ## unit tests
 
 test-functional: $(STAMP) ## real runs with Ray and Megatron-Core
 	@echo "[test-functional] with Megatron-Core as installed in $(VENV)"
-	@$(PYTEST) tests/functional $(PYTEST_ARGUMENTS)
+	@$(PYTEST) tests/functional $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Asked first whether the release really is the other one: a second pass on the first release would pass and mean nothing.
 test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Core, on the other supported release of it

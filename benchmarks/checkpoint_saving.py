@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_parameters = write_model(folder / "model", hidden_size=options.hidden_size)
         stack.enter_context(running_ray(options.workers))
         config = make_config(folder / "model", options.workers)
-        cluster = RayCluster(1, 0, options.workers)
+        cluster = RayCluster(config.cluster)
         stack.callback(cluster.shutdown)
         policy = MegatronPolicy(
             config, cluster, seed=0, num_steps=1000, source=find_model(config.policy), model_files={}

@@ -221,7 +221,7 @@ def run(
     pairs = Pairs(config, pad_token_id=0, training=data, validation=None)
     num_steps = len(pairs.loader())
     in_step = config.dpo.reference_logprobs == "in_step"
-    cluster = RayCluster(1, 0, config.cluster.cpu_workers_per_node)
+    cluster = RayCluster(config.cluster)
     stack.callback(cluster.shutdown)
     policy = MegatronPolicy(
         config,

@@ -198,7 +198,7 @@ def make_config(model: Path, options: argparse.Namespace) -> GRPOMasterConfig:
 
 def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: StepClock, stack: ExitStack) -> None:
     """Trains in the product's own loop."""
-    cluster = RayCluster(1, 0, config.cluster.cpu_workers_per_node)
+    cluster = RayCluster(config.cluster)
     stack.callback(cluster.shutdown)
     policy = MegatronPolicy(
         config, cluster, seed=config.grpo.seed, num_steps=len(prompts), source=find_model(config.policy), model_files={}

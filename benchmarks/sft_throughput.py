@@ -212,7 +212,7 @@ def start_contestant(
 ) -> Contestant:
     """Starts one policy with loggers of its own; the stack ends both."""
     config = make_config(folder / "model", options, track_moe_metrics=track_moe_metrics)
-    cluster = RayCluster(1, 0, options.workers)
+    cluster = RayCluster(config.cluster)
     stack.callback(cluster.shutdown)
     policy = MegatronPolicy(
         config,

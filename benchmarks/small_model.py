@@ -18,7 +18,7 @@ import torch
 from nemo_rl_moe.algorithms.step_recorder import Observers, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.cluster import object_store_bytes
+from nemo_rl_moe.distributed.local_ray import object_store_bytes
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import MetricLogger

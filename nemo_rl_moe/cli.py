@@ -206,7 +206,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from nemo_rl_moe.launch.formats import NUMBER_FORMATS, WEIGHTS_FORMATS
+    from nemo_rl_moe.models.model_files import NUMBER_FORMATS, WEIGHTS_FORMATS
 
     command = commands.add_parser(
         _CONVERT,

@@ -26,6 +26,7 @@ os.environ.update(
 )
 
 _TESTS = REPOSITORY_ROOT / "tests"
+_MODULES_WITH_RANKS = {"tests.support.gloo_ranks", "tests.support.family_parity"}
 
 # On a busy machine the clock says nothing about a property; and what passes once is to pass again.
 hypothesis.settings.register_profile(
@@ -40,11 +41,12 @@ def pytest_report_header() -> str:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by where they lie, so that none can be forgotten.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks tests by where they lie, so that none can be forgotten, and puts those that start no ranks first.
 
     `functional` is all of `tests/functional`; `megatron` is that, and every file or folder with megatron in its name.
     """
+    _put_pure_tests_first(config, items)
     for item in items:
         place = item.path.relative_to(_TESTS).as_posix()
         is_functional = place.startswith("functional/")
@@ -52,6 +54,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.functional)
         if is_functional or "megatron" in place:
             item.add_marker(pytest.mark.megatron)
+
+
+def _put_pure_tests_first(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts tests of pure functions before those that start ranks, for each pytest-xdist worker.
+
+    Work stealing gives each worker a block of neighbours to begin with: each block has its share of both kinds.
+    """
+    num_workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
+    kinds: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for item in items:
+        kinds[_starts_ranks(item)].append(item)
+    items[:] = [
+        item
+        for worker in range(num_workers)
+        for kind in kinds
+        for item in kind[len(kind) * worker // num_workers : len(kind) * (worker + 1) // num_workers]
+    ]
+
+
+def _starts_ranks(item: pytest.Item) -> bool:
+    module = getattr(item, "module", None)
+    values = list(vars(module).values()) if module is not None else []
+    return any(getattr(value, "__module__", None) in _MODULES_WITH_RANKS for value in values)
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,3 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints as the driver sees them: folders, which of them to keep, and from which one a run goes on."""
+"""Checkpoints on the driver's side: their folders, the best ones, and the one that a run resumes from."""

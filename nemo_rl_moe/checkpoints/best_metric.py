@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The best checkpoints by a metric, and which ones to keep."""
+"""The best checkpoints by a metric, and those to remove."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ from nemo_rl_moe.config.schema_run import CheckpointingConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
-class ChosenMetric:
-    """Looks up the metric of each checkpoint, and tells once where it is missing for a reason that the user can end.
+class BestMetric:
+    """Metric by which the best checkpoints are kept, with one warning where a wrong name or period leaves it out.
 
     Args:
         settings: The `checkpointing` section.
-        warn: Gets that line.
+        warn: Receives the warning.
     """
 
     def __init__(self, settings: CheckpointingConfig, warn: Callable[[str], None]):
@@ -23,7 +23,7 @@ class ChosenMetric:
         self._has_told = False
 
     def value(self, step: int, metrics: Mapping[str, float], *, is_due: bool) -> float | None:
-        """The metric at a step; None where it was not measured.
+        """Value of the metric at a step; None where it was not measured.
 
         Args:
             step: Steps done.
@@ -60,7 +60,7 @@ class ChosenMetric:
 def steps_to_remove(
     checkpoints: Sequence[tuple[int, float | None]], keep_top_k: int | None, *, higher_is_better: bool
 ) -> list[int]:
-    """The steps whose checkpoints are neither among the best nor the newest.
+    """Steps whose checkpoints are neither among the best nor the newest.
 
     A checkpoint without a value, or whose value is NaN, ranks below all that have one. Of equals, the newer one ranks
     higher.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What differs between the run that wrote a checkpoint and the run that goes on from it."""
+"""Differences between the run that wrote a checkpoint and the run that resumes from it."""
 
 import hashlib
 import re
@@ -50,11 +50,11 @@ _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuf
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Keys whose values differ, each with both values as text; what cannot change the training is left out.
+    """Keys whose values differ, with both values as text; keys that cannot change the training are left out.
 
     Args:
         before: The checkpoint's resolved configuration.
-        now: The present one.
+        now: The resumed run's.
     """
     old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(json_ready(before))}
     new = dict(_leaves(json_ready(now)))
@@ -68,7 +68,7 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str,
 def wrong_changes(
     algorithm: Algorithm, changes: Mapping[str, tuple[str, str]], *, with_optimizer: bool
 ) -> dict[str, tuple[str, str, str]]:
-    """Those of the changes with which the run would go on wrongly: key to the two values and the reason."""
+    """Changes that a checkpoint cannot be resumed with: key to the two values and the reason."""
     wrong = {**algorithm.resume_keys, **_WRONG_TO_CHANGE_EVERYWHERE}
     if with_optimizer:
         wrong |= _WRONG_TO_CHANGE_WITH_OPTIMIZER
@@ -76,9 +76,9 @@ def wrong_changes(
 
 
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
-    """The first change that makes a run another experiment and not more of the same: key and both values, or None.
+    """First change that makes a run another experiment: key and both values, or None.
 
-    That is another model, tokenizer, training data, seed of the loop, or order of the data.
+    A change of the model, the tokenizer, the training data, their order, or the seed of the loop.
     """
     for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():
@@ -88,13 +88,13 @@ def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]
 
 
 def changes_line(changes: Mapping[str, tuple[str, str]]) -> str | None:
-    """One line for all changed keys but those of the layout; None where there are none."""
+    """Warning that names all changed keys but those of the layout; None where there are none."""
     told = [f"{key} {old} -> {new}" for key, (old, new) in changes.items() if key not in _LAYOUT]
     return f"the configuration differs from the checkpoint's: {'; '.join(told)}" if told else None
 
 
 def layout_line(before: Mapping[str, int], now: Mapping[str, int]) -> str | None:
-    """One line that says how the layout differs; None where it does not."""
+    """Warning that names the changed parallel dimensions; None where there are none."""
     changed = [
         f"{name} {before.get(name, _ABSENT)} -> {now.get(name, _ABSENT)}"
         for name in sorted(before.keys() | now.keys())
@@ -130,10 +130,10 @@ _MEANING = {
 
 
 def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
-    """The fingerprint of a data set: its name, its size and a hash of all tokens in their order.
+    """Fingerprint of a data set: its name, its size and a hash of all tokens in their order.
 
     Args:
-        name: What the data set is called.
+        name: Name of the data set.
         samples: The tokens of each sample; of a pair, both lists after each other.
     """
     digest, count = hashlib.sha256(), 0
@@ -146,9 +146,9 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 
 
 def model_fingerprint(model_name: str) -> str:
-    """The fingerprint of a model: of a folder, its `config.json`, and the sizes, beginnings and ends of its weights.
+    """Fingerprint of a model: a hash of its `config.json`, and of the sizes, beginnings and ends of its weight files.
 
-    The times of files are left out: a copy is the same model. All of the weights would take too long to read.
+    Times of files are left out: a copy is the same model. Reading all of the weights would take too long.
 
     Args:
         model_name: A folder, or a hub's name, which is its own fingerprint.
@@ -172,11 +172,11 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """One line for each input that differs from the checkpoint's, with what that means.
+    """Warnings of inputs that differ from the checkpoint's, with the consequence of each.
 
     Args:
         before: The checkpoint's fingerprints.
-        now: The present ones.
+        now: The resumed run's.
     """
     return [
         f"the {name} has changed since the checkpoint ({before[name]} -> {now[name]}):"
@@ -190,14 +190,11 @@ _AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}")
 
 
 def refuse_model_among_checkpoints(config: MasterConfig, checkpoint_dir: Path) -> None:
-    """Raises where the model's folder is one that a run which saves to a folder may remove or replace.
-
-    Those are its checkpoints, of which only the best and those of this training are kept, and the final weights. Other
-    things in the folder are never touched.
+    """Raises where the run would delete the model that it starts from: a checkpoint, or final weights, in its folder.
 
     Args:
         config: A checked configuration.
-        checkpoint_dir: Where the run saves to.
+        checkpoint_dir: Folder of the run's checkpoints.
 
     Raises:
         ConfigurationError: It is one; names both keys and the way out.

@@ -1,14 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training loop stands between two steps."""
+"""`state.json` of a checkpoint: the training loop's state, and the run that wrote it."""
 
 import json
 import math
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -17,79 +16,64 @@ from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.run_folder.lines import to_plain
 from nemo_rl_moe.run_folder.metrics import json_number
 
-
-@dataclass(frozen=True)
-class LoopState:
-    """What a loop needs, beside the policy's own state, to go on as if it had never stopped.
-
-    Attributes:
-        step: Steps done.
-        batches_taken: Global batches, or rounds of prompts, that have been taken from the data.
-        first_validation: Metrics of the first validation, for the summary; empty before it.
-        last_validation: Those of the last one.
-        last_training: Metrics of the last step.
-        skipped_in_a_row: Updates up to here that were skipped, none between them done.
-    """
-
-    step: int = 0
-    batches_taken: int = 0
-    first_validation: Mapping[str, float] = field(default_factory=dict)
-    last_validation: Mapping[str, float] = field(default_factory=dict)
-    last_training: Mapping[str, float] = field(default_factory=dict)
-    skipped_in_a_row: int = 0
-
-
 STATE_FILE_NAME = "state.json"
 FORMAT_VERSION: Final = 1
-LARGEST_STATE_BYTES = 16 << 20
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_LONGEST_NAME = 1000
 
 
 def _number(value: Any) -> Any:
     return _NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-Name = Annotated[str, Field(min_length=1, max_length=_LONGEST_NAME)]
-Count = Annotated[int, Field(ge=0, lt=1 << 62)]
+Name = Annotated[str, Field(min_length=1)]
+Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, BeforeValidator(_number)]
-Metrics = dict[Name, Number]
 _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
 
 
-class LoopStateRecord(BaseModel):
-    """The fields of `LoopState`."""
+@dataclass(frozen=True)
+class LoopState:
+    """State of a training loop between two steps, beside the policy's own.
 
-    model_config = _STRICT
+    Attributes:
+        step: Steps done.
+        batches_taken: Global batches, or rounds of prompts, that have been taken from the data.
+        first_validation: Metrics of the first validation, for the summary; empty before it.
+        last_validation: Metrics of the last validation.
+        last_training: Metrics of the last step.
+        skipped_in_a_row: Consecutive skipped updates up to this step.
+    """
 
-    step: Count
-    batches_taken: Count
-    first_validation: Metrics
-    last_validation: Metrics
-    last_training: Metrics
-    skipped_in_a_row: Count
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    step: Count = 0
+    batches_taken: Count = 0
+    first_validation: Mapping[Name, Number] = field(default_factory=dict)
+    last_validation: Mapping[Name, Number] = field(default_factory=dict)
+    last_training: Mapping[Name, Number] = field(default_factory=dict)
+    skipped_in_a_row: Count = 0
 
 
 class CheckpointState(BaseModel):
-    """What a checkpoint says of itself and of the run that wrote it.
+    """Description of a checkpoint and of the run that wrote it.
 
     Attributes:
         format_version: Changes when an older reader could not read it.
         algorithm: The configuration's own section, such as `sft`.
-        loop: Where the loop stood.
-        run_id: The run that wrote it.
-        first_run_id: The run that started at step 0; the same for all checkpoints of one history of training.
+        loop: State of the loop.
+        run_id: Id of the run that wrote it.
+        first_run_id: Id of the run that started at step 0; the same for all checkpoints of one history of training.
         run_folder: Full path of the run's folder.
         run_folder_id: The id in that folder's `run.json`; None where it had none.
         checkpoint_dir: Full path of the folder that the checkpoint was made in, without links.
         logger_run_ids: Logger's name to the id under which its run goes on.
-        metric_name: What checkpoints were chosen by, such as `val:accuracy`.
-        metric_value: The metric at this step; None where it was not measured.
+        metric_name: Metric that ranks the checkpoints, such as `val:accuracy`.
+        metric_value: Its value at this step; None where it was not measured.
         with_optimizer: Whether the optimizer's state is in it.
         config: The resolved configuration.
         layout: Names and sizes of the parallel dimensions.
         fingerprints: Input's name to a text that changes when the input does.
-        versions: Of Python and of the packages.
+        versions: Versions of Python and of the packages.
         time: Unix seconds when it was written.
     """
 
@@ -97,7 +81,7 @@ class CheckpointState(BaseModel):
 
     format_version: Literal[1]
     algorithm: Name
-    loop: LoopStateRecord
+    loop: LoopState
     run_id: Name
     first_run_id: Name
     run_folder: Name
@@ -113,23 +97,9 @@ class CheckpointState(BaseModel):
     versions: dict[str, Any]
     time: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
-    @property
-    def loop_state(self) -> LoopState:
-        """Where the loop goes on."""
-        return LoopState(**{name: getattr(self.loop, name) for name in LoopStateRecord.model_fields})
-
-
-def loop_state_record(state: LoopState) -> LoopStateRecord:
-    """The state as it is written; numbers of other kinds become floats."""
-    values = {name: getattr(state, name) for name in LoopStateRecord.model_fields}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            values[name] = {key: float(number) for key, number in value.items()}
-    return LoopStateRecord.model_validate(values)
-
 
 def layout_of(config: MasterConfig) -> dict[str, int]:
-    """How many workers there are and how they share the model."""
+    """Sizes of a run's parallel dimensions, by name."""
     megatron = config.policy.megatron_cfg
     return {
         "workers": config.cluster.world_size,
@@ -144,7 +114,7 @@ def layout_of(config: MasterConfig) -> dict[str, int]:
 
 
 def json_ready(value: Any) -> Any:
-    """The same content in the few types of JSON, NaN and infinities as text."""
+    """Content in JSON's types, with NaN and infinities as text."""
     if isinstance(value, Mapping):
         return {str(key): json_ready(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -159,7 +129,8 @@ def write_state(folder: Path, state: CheckpointState) -> None:
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
     """
-    text = json.dumps(json_ready(state.model_dump()), allow_nan=False, indent=1)
+    content = json_ready(dict(state) | {"loop": vars(state.loop)})
+    text = json.dumps(content, allow_nan=False, indent=1)
     (folder / STATE_FILE_NAME).write_text(text + "\n", encoding="utf-8")
 
 
@@ -167,45 +138,20 @@ def read_state(folder: Path) -> CheckpointState:
     """Reads `state.json` of a checkpoint's folder.
 
     Raises:
-        CheckpointError: It is not there, not a plain file, too large, not JSON, or a field is missing or wrong.
+        CheckpointError: It is not there, not JSON, or a field is missing or wrong.
     """
     path = folder / STATE_FILE_NAME
-    content = read_json(path)
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if isinstance(version, int) and not isinstance(version, bool) and version != FORMAT_VERSION:
-        raise CheckpointError(f"{path}: format_version: got {version}, expected {FORMAT_VERSION}")
     try:
-        return CheckpointState.model_validate(content)
-    except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        lines = [
-            f"{path}: {'.'.join(map(str, detail['loc']))[:200] or 'all of it'}: {detail['msg']}" for detail in details
-        ]
-        raise CheckpointError(lines[:10]) from None
-
-
-def read_json(path: Path) -> Any:
-    """Reads a file of a checkpoint.
-
-    Raises:
-        CheckpointError: It is not there, not a plain file, too large, or not JSON.
-    """
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"{path}: not a plain file")
-        with path.open("rb") as file:
-            content = file.read(LARGEST_STATE_BYTES + 1)
+        return CheckpointState.model_validate_json(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(content) > LARGEST_STATE_BYTES:
-        raise CheckpointError(f"{path}: larger than {LARGEST_STATE_BYTES >> 20} MiB")
-    try:
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse)
-    except RecursionError:
-        raise CheckpointError(f"{path}: not valid JSON: nested too deeply") from None
-    except ValueError as error:  # also bytes that are not UTF-8, and numbers of thousands of digits
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from None
+    except ValidationError as error:
+        raise CheckpointError(validation_problems(path, error)) from None
 
 
-def _refuse(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no JSON number")
+def validation_problems(path: Path, error: ValidationError) -> list[str]:
+    """Lines that name the file and its wrong fields."""
+    details = error.errors(include_url=False, include_context=False, include_input=False)
+    if details[0]["type"] == "json_invalid":  # a torn file
+        return [f"{path}: not valid JSON: {details[0]['msg'].removeprefix('Invalid JSON: ')}"]
+    return [f"{path}: {'.'.join(map(str, detail['loc'])) or 'all of it'}: {detail['msg']}" for detail in details][:10]

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`files.json`: which files a checkpoint is made of, so that one that has lost some of them is not taken for whole."""
+"""The folder of checkpoints: whole ones are found, new ones published by renaming, torn ones left out."""
 
 import contextlib
 import fcntl
@@ -15,7 +15,7 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place, sync
-from nemo_rl_moe.checkpoints.state import CheckpointState, read_json, read_state
+from nemo_rl_moe.checkpoints.state import CheckpointState, read_state, validation_problems
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
 
@@ -24,7 +24,7 @@ _SIZES = TypeAdapter(dict[str, Annotated[int, Field(ge=0)]], config=ConfigDict(s
 
 
 def write_inventory(folder: Path) -> None:
-    """Notes the names and the sizes, in bytes, of all files that are in a checkpoint's folder.
+    """Writes `files.json`: names and sizes, in bytes, of all files in a checkpoint's folder.
 
     Raises:
         OSError: The disk did not take it.
@@ -35,19 +35,20 @@ def write_inventory(folder: Path) -> None:
 
 
 def check_inventory(folder: Path) -> None:
-    """Looks whether all that was noted is still there, in its size.
+    """Compares the files of a checkpoint's folder with `files.json`: a copy that was cut short is not taken for whole.
 
     Raises:
-        CheckpointError: The note or a file is missing, or a file has another size; names the first such file.
+        CheckpointError: `files.json` or a file is missing, or a file has another size; names the first such file.
     """
     path = folder / INVENTORY_FILE_NAME
     try:
-        noted = _SIZES.validate_python(read_json(path))
-    except ValidationError:
-        raise CheckpointError(f"{path}: expected the names and the sizes of files") from None
-    # What is there is looked up, and not what is noted: a name in the note leads nowhere else.
+        listed = _SIZES.validate_json(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        raise CheckpointError(validation_problems(path, error)) from None
     present = _sizes(folder)
-    for name, size in noted.items():
+    for name, size in listed.items():
         if name not in present:
             raise CheckpointError(f"{folder / name}: is missing")
         if present[name] != size:
@@ -70,7 +71,7 @@ FINAL_WEIGHTS_FOLDER = "final"
 """Beside the checkpoints of a complete run."""
 LOCK_FILE_NAME = ".lock"
 CHECKPOINT_NAME = r"step_(0|[1-9][0-9]{0,17})"
-"""What the folder of a checkpoint is called."""
+"""Pattern of the name of a checkpoint's folder."""
 _WHOLE = re.compile(CHECKPOINT_NAME)
 _LEFTOVER = re.compile(rf"\.({_WHOLE.pattern})\.(incomplete|replaced|removed)")
 _KEY = "checkpointing.checkpoint_dir"
@@ -81,7 +82,7 @@ class Checkpoint:
     """A whole checkpoint.
 
     Attributes:
-        folder: Where it is.
+        folder: Its folder.
         state: Its `state.json`.
     """
 
@@ -95,7 +96,7 @@ class Checkpoint:
 
 
 def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> list[Checkpoint]:
-    """Those of one history of training, in their order."""
+    """Checkpoints of one history of training, in their order."""
     return [checkpoint for checkpoint in checkpoints if checkpoint.state.first_run_id == first_run_id]
 
 
@@ -121,7 +122,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps other runs out of the folder while this process lives, and makes it where it is not there.
+        """Makes the folder, and keeps other runs out of it: two runs would remove each other's checkpoints.
 
         Raises:
             CheckpointError: Another run uses the folder, or it cannot be written to.
@@ -148,11 +149,11 @@ class CheckpointStore:
             yield
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step is, or would be."""
+        """Folder of the checkpoint of a step."""
         return self.folder / f"step_{step}"
 
     def is_used(self) -> bool:
-        """Whether a run has ever written to the folder, or is about to."""
+        """True where a run has ever written to the folder, or is about to."""
         return (self.folder / LOCK_FILE_NAME).is_file() or bool(self.checkpoints())
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -171,12 +172,8 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.step)
 
     def has_any(self) -> bool:
-        """Whether anything has the name of a checkpoint, damaged or not."""
+        """True where anything has the name of a checkpoint, damaged or not."""
         return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
-
-    def newest(self) -> Checkpoint | None:
-        """The whole checkpoint of the highest step."""
-        return next(reversed(self.checkpoints()), None)
 
     def stage(self, step: int) -> Path:
         """Makes the empty folder in which the checkpoint of a step is put together.
@@ -194,7 +191,7 @@ class CheckpointStore:
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
-        """Makes the staged checkpoint of a step exist: all of it is on the disk before it gets its name.
+        """Gives the staged checkpoint of a step its name, once all of it is on the disk.
 
         Returns:
             The checkpoint's folder.
@@ -228,7 +225,7 @@ class CheckpointStore:
         delete(removed)
 
     def sweep(self) -> None:
-        """Clears up after a run that was stopped while it wrote or deleted. Only for who holds the lock."""
+        """Deletes what a run left that was killed while it wrote or deleted. The caller holds the lock."""
         if not self.folder.is_dir():
             return
         for entry in sorted(self.folder.iterdir()):

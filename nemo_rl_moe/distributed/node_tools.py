@@ -1,9 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What is done on one machine, for the processes of that machine: cores, logs, and making sure that none stays."""
+"""Tools for the processes of one machine: cores, ends of logs, and killing of whole families."""
 
 import os
-import signal
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,11 +18,11 @@ RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """One process, told apart from a later one that got the same id.
+    """Identity of a process that can be sent to another process, told apart from a later one with the same id.
 
     Attributes:
         pid: Process id.
-        create_time: When it was started, in seconds since the epoch.
+        create_time: Start in seconds since the epoch.
     """
 
     pid: int
@@ -31,21 +30,28 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, process: psutil.Process) -> "ProcessIdentity":
-        """The identity of a process that runs now."""
+        """Identity of a process that runs now."""
         return cls(process.pid, process.create_time())
 
     def find(self) -> psutil.Process | None:
-        """The process, or None when it has ended."""
+        """The process; None when it has ended."""
         try:
             process = psutil.Process(self.pid)
-            alive = process.create_time() == self.create_time and process.status() != psutil.STATUS_ZOMBIE
+            return process if process.create_time() == self.create_time and is_running(process) else None
         except psutil.NoSuchProcess:
             return None
-        return process if alive else None
+
+
+def is_running(process: psutil.Process) -> bool:
+    """False for a process that has ended, also where nobody has collected its exit code yet."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity, cut by the container's CPU quota where there is one."""
+    """Number of cores that this process may use: its affinity, cut by the container's CPU quota where there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = CGROUP_CPU_QUOTA.read_text().split()
@@ -60,7 +66,7 @@ def threads_per_worker(cores: int, workers: int) -> int:
 
 
 def read_tail(path: Path | None, num_lines: int) -> str:
-    """The last lines of a log file; empty when it is missing or says nothing."""
+    """The last lines of a log file; empty when it is missing or has none."""
     if path is None:
         return ""
     try:
@@ -73,39 +79,24 @@ def read_tail(path: Path | None, num_lines: int) -> str:
     return "\n".join(lines[-num_lines:])
 
 
-def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
-    """The processes among `roots` that still run, and everything that they have started."""
-    family: list[ProcessIdentity] = []
+def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """The processes among `roots` that run, and everything that they have started."""
+    members: list[psutil.Process] = []
     for root in roots:
         with suppress(psutil.NoSuchProcess):
-            if process := root.find():
-                family += [ProcessIdentity.of(member) for member in (process, *process.children(recursive=True))]
-    return family
+            if is_running(root):
+                members += [root, *root.children(recursive=True)]
+    return members
 
 
-def end_processes(processes: Sequence[ProcessIdentity], grace_s: float, timeout_s: float = 5.0) -> list[int]:
-    """Waits for processes to end and kills those that do not.
-
-    Args:
-        processes: What must be gone.
-        grace_s: Seconds before SIGKILL.
-        timeout_s: Seconds that SIGKILL may take.
-
-    Returns:
-        The ids of those that run even then.
-    """
-    running = [process for identity in processes if (process := identity.find())]
-    _, stubborn = psutil.wait_procs(running, timeout=grace_s)
-    for process in stubborn:
+def end_processes(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:
+    """Kills processes and waits until they are gone, at most so many seconds."""
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(stubborn, timeout=timeout_s)
-    return [identity.pid for identity in processes if identity.find()]
+    psutil.wait_procs(processes, timeout=timeout_s)
 
 
-def dump_stacks(processes: Iterable[ProcessIdentity]) -> None:
-    """Asks workers to write to their stderr where they are; they have registered `faulthandler` for this signal."""
-    for identity in processes:
-        with suppress(psutil.NoSuchProcess):
-            if process := identity.find():
-                process.send_signal(signal.SIGUSR1)
+def end_families(roots: Iterable[ProcessIdentity]) -> None:
+    """Kills processes with everything that they have started, which Ray's own kill of a worker leaves behind."""
+    end_processes(families(process for root in roots if (process := root.find())))

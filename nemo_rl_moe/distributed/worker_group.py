@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What came of a call to a Ray actor."""
+"""All ranks of one program as Ray actors: calls to all of them, of which the first failure ends all."""
 
 import sys
 import time
@@ -17,9 +17,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import (
-    dump_stacks,
-    end_processes,
-    find_families,
+    ProcessIdentity,
+    end_families,
     read_tail,
     threads_per_worker,
 )
@@ -28,7 +27,7 @@ from nemo_rl_moe.errors import WorkerDiedError
 
 
 def outcome(call: Any) -> Any:
-    """A call's result, or the error by which Ray says what went wrong."""
+    """Result of a call to a Ray actor, or Ray's error."""
     try:
         return ray.get(call)
     except RayError as error:
@@ -36,7 +35,7 @@ def outcome(call: Any) -> Any:
 
 
 def exit_reason(error: RayActorError) -> str:
-    """The part of Ray's message that says how a process ended, in one line."""
+    """Cause of a process's end out of Ray's message, in one line."""
     text = " ".join(str(error).split())
     for start in ("Worker exit type:", "The actor is dead because"):
         if start in text:
@@ -50,7 +49,7 @@ def worker_environment(
     """The environment variables of each rank.
 
     Args:
-        places: Where each rank runs, neighbours on one node.
+        places: Place of each rank, neighbours on one node.
         workers_per_node: Ranks on each node.
         master_port: A free port on the node of rank 0.
         is_local: True when all ranks run on the driver's machine.
@@ -84,10 +83,8 @@ ROOT_CAUSE_WAIT_S = 3.0
 """After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""
 LONGEST_WAIT_S = 1.0
 """Between two looks at whether Ray's own servers are there: Ray would wait for them for a minute."""
-END_GRACE_S = 2.0
 LOG_TAIL_LINES = 30
 MOST_TAILS = 8
-STACK_DUMP_WAIT_S = 0.3
 REMOTE_CALL_TIMEOUT_S = 8.0
 SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
@@ -96,7 +93,7 @@ class WorkerGroup:
     """All ranks of one program.
 
     Args:
-        cluster: Where the ranks run.
+        cluster: Machines with a place for every rank.
         worker_class: Made on each rank as `worker_class(rank, world_size, **worker_kwargs)`, after the rank's
             environment variables are set.
         worker_kwargs: Further arguments, the same for all ranks.
@@ -127,7 +124,7 @@ class WorkerGroup:
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self._cluster.request.world_size
+        return self._cluster.config.world_size
 
     @property
     def process_ids(self) -> list[int]:
@@ -175,33 +172,29 @@ class WorkerGroup:
         actors, self._actors = self._actors, []
         if not actors:
             return
-        by_node: defaultdict[str, list[WorkerPlace]] = defaultdict(list)
+        by_node: defaultdict[str, list[ProcessIdentity]] = defaultdict(list)
         for place in self._places.values():
-            by_node[place.node_id].append(place)
-        families = {
-            node: self._on_node(node, find_families, [place.process for place in places], default=[])
-            for node, places in by_node.items()
-        }
+            by_node[place.node_id].append(place.process)
+        # Ray's own kill leaves out what a worker has started, and may be late for one that hangs in a library.
+        for node, processes in by_node.items():
+            self._on_node(node, end_families, processes, default=None)
         if self._cluster.can_be_called:
             for actor in actors:
                 with suppress(RayError, ValueError):
                     ray.kill(actor, no_restart=True)
-        # Ray's own kill leaves out what a worker has started, and may be late for one that hangs in a library.
-        for node, family in families.items():
-            self._on_node(node, end_processes, family, END_GRACE_S, default=[])
 
     def _start(self, worker_class: type, worker_kwargs: dict[str, Any], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        request = self._cluster.request
+        config = self._cluster.config
         actor_class = ray.remote(WorkerProcess)
         for rank in range(self.world_size):
             options = actor_class.options(
                 num_cpus=1,
-                num_gpus=1 if request.gpus_per_node else 0,
+                num_gpus=1 if config.gpus_per_node else 0,
                 max_restarts=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._cluster.placement_group,
-                    placement_group_bundle_index=rank // request.workers_per_node,
+                    placement_group_bundle_index=rank // config.workers_per_node,
                 ),
             )
             self._actors.append(options.remote())
@@ -211,12 +204,13 @@ class WorkerGroup:
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
         (port,) = wait([self._actors[0].find_free_port.remote()])
-        environments = worker_environment(places, request.workers_per_node, port, is_local=self._cluster.is_local)
+        environments = worker_environment(places, config.workers_per_node, port, is_local=self._cluster.is_local)
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
+        remaining_s = deadline - time.monotonic()
         payload = ray.put(cloudpickle.dumps((worker_class, worker_kwargs)))
         wait(
             [
-                actor.start.remote(environment, search_path, payload, rank, self.world_size)
+                actor.start.remote(environment, search_path, payload, rank, self.world_size, remaining_s)
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments, strict=True))
             ]
         )
@@ -273,11 +267,7 @@ class WorkerGroup:
         self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
 
     def _fail_for_time(self, ranks: Sequence[int], timeout_s: float) -> NoReturn:
-        """Stops all workers and says which did not start, and where they are."""
-        for rank in ranks:
-            if place := self._places.get(rank):
-                self._on_node(place.node_id, dump_stacks, [place.process], default=None)
-        time.sleep(STACK_DUMP_WAIT_S)
+        """Stops all workers and raises an error with the ranks that did not start and their stacks."""
         names = ", ".join(self._name(rank) for rank in ranks)
         tails = [tail for rank in ranks[:MOST_TAILS] if (tail := self._tail(rank))]
         headline = (
@@ -307,7 +297,7 @@ class WorkerGroup:
         return f"The end of the stderr of rank {rank}:\n{tail}" if tail else ""
 
     def _on_node(self, node_id: str, function: Callable[..., Any], *args: Any, default: Any) -> Any:
-        """Calls a function on one of the machines; `default` when the machine does not answer."""
+        """Calls a function on one of the machines; returns `default` when the machine is dead."""
         if node_id == self._driver_node:
             return function(*args)
         if not self._cluster.can_be_called:

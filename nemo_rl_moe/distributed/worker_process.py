@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The Ray actor around a worker class: gives it its environment, and turns its errors into text that always travels."""
+"""The Ray actor around a worker class: sets its environment, and returns its errors as text."""
 
 import faulthandler
 import os
@@ -20,18 +20,20 @@ from ray import cloudpickle
 from nemo_rl_moe.distributed.node_tools import ProcessIdentity, usable_cores
 from nemo_rl_moe.errors import UserError
 
+STACK_BEFORE_TIMEOUT_S = 1.0
+
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """Where a worker's process runs.
+    """Place of a worker's process.
 
     Attributes:
-        process: The process.
+        process: Identity of the process.
         node_id: Ray's name of the node.
         node_ip: The node's address.
-        num_cores: Cores that the node offers.
+        num_cores: Number of usable cores of the node.
         gpu_ids: The GPUs that Ray gave to the worker, as CUDA_VISIBLE_DEVICES names them.
-        stderr_path: The file that holds what the worker writes to stderr; None where it cannot be found.
+        stderr_path: The file that its stderr goes to; None where it cannot be found.
     """
 
     process: ProcessIdentity
@@ -44,7 +46,7 @@ class WorkerPlace:
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """What a worker raised, as text: an exception itself may not survive the journey.
+    """Text of an exception that a worker raised: the exception itself may not survive pickling.
 
     Attributes:
         summary: Such as "raised ValueError".
@@ -62,13 +64,11 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     """
 
     def __init__(self) -> None:
-        # For a worker that hangs: the driver sends the signal and reads the stack from the log.
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
         _outlive_requests_to_stop()
         self._worker: Any = None
 
     def place(self) -> WorkerPlace:
-        """Where this process runs."""
+        """Place of this process."""
         context = ray.get_runtime_context()
         stderr_path = Path("/proc/self/fd/2").resolve()
         return WorkerPlace(
@@ -81,24 +81,35 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         )
 
     def find_free_port(self) -> int:
-        """A TCP port that nobody uses on this node right now."""
+        """A TCP port of this node that is free now."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
             return port
 
     def start(
-        self, environment: Mapping[str, str], search_path: Sequence[str], payload: bytes, rank: int, world_size: int
+        self,
+        environment: Mapping[str, str],
+        search_path: Sequence[str],
+        payload: bytes,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
     ) -> WorkerFailure | None:
         """Sets the environment, and only then imports and makes the worker.
 
+        A worker that hangs, as ranks do that cannot reach each other, writes its stack to stderr before the driver
+        gives up.
+
         Args:
             environment: Variables to set.
-            search_path: Where the driver finds its modules; Ray passes on only some of it.
+            search_path: The driver's `sys.path`; Ray passes on only some of it.
             payload: The worker class and its keyword arguments, pickled, since unpickling them imports their modules.
             rank: Global rank.
             world_size: Number of ranks.
+            timeout_s: Seconds until the driver gives up.
         """
+        faulthandler.dump_traceback_later(max(1.0, timeout_s - STACK_BEFORE_TIMEOUT_S), file=2)
         try:
             os.environ.update(environment)
             sys.path += [folder for folder in search_path if folder not in sys.path]
@@ -106,6 +117,8 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             self._worker = worker_class(rank, world_size, **worker_kwargs)
         except BaseException as error:
             return describe_failure(error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         return None
 
     def call(self, method: str, *args: Any) -> Any:
@@ -117,9 +130,9 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
 
 
 def _outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
-    """Leaves it to the driver when a worker ends: batch systems send SIGTERM to every process of a job.
+    """Makes this process survive SIGTERM, which batch systems send to every process of a job: the driver ends workers.
 
-    Not by ignoring it or holding it back, which all that a worker starts would inherit: SIGTERM would not end it.
+    The signal is handled, not ignored or blocked, which all that a worker starts would inherit.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -127,7 +140,7 @@ def _outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another p
 
 
 def describe_failure(error: BaseException) -> WorkerFailure:
-    """Writes down an exception that the calling frame has caught."""
+    """Text of an exception that the calling frame has caught."""
     summary = f"raised {type(error).__name__}"
     if isinstance(error, UserError):
         return WorkerFailure(summary, str(error))

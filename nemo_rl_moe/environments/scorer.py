@@ -164,7 +164,7 @@ class EnvironmentScorer:
         actor_class = ray.remote(WorkerProcess)
         actor = actor_class.options(num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy="SPREAD").remote()
         self._actors[worker] = actor
-        call = actor.start.remote(*self._start_arguments, worker, self._config.num_workers)
+        call = actor.start.remote(*self._start_arguments, worker, self._config.num_workers, START_TIMEOUT_S)
         now = time.monotonic()
         self._calls[call] = _Call(worker, None, None, now, now + START_TIMEOUT_S)
 

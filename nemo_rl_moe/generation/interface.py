@@ -122,7 +122,7 @@ class GenerationEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Ends `sleep`."""
+        """Ends `sleep`; nothing where the engine does not sleep. `update_weights` may come before it."""
         ...
 
     def shutdown(self) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Converts a model's folder between Hugging Face's format and Megatron-Core's, in this process, on the host."""
+"""Conversion of a model's folder between Hugging Face's format and Megatron-Core's, in this process, on the host."""
 
 import math
 import os
@@ -17,7 +17,6 @@ from nemo_rl_moe.atomic_writes import put_in_place
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
-from nemo_rl_moe.launch.formats import NUMBER_FORMATS, NumberFormat, WeightsFormat
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
@@ -25,7 +24,15 @@ from nemo_rl_moe.models.hf_files import (
     load_config_json,
     load_hf_config,
 )
-from nemo_rl_moe.models.model_files import copied_model_files, left_out_line, tokenizer_code, write_model_files
+from nemo_rl_moe.models.model_files import (
+    NUMBER_FORMATS,
+    NumberFormat,
+    WeightsFormat,
+    copied_model_files,
+    left_out_line,
+    tokenizer_code,
+    write_model_files,
+)
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder, one_line, shown
 
 if TYPE_CHECKING:
@@ -40,13 +47,13 @@ _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64"
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is asked for.
+    """A conversion of one folder into another.
 
     Attributes:
-        source_format: Of the input.
-        target_format: Of the output.
-        source: An existing folder.
-        target: A folder that is not there yet.
+        source_format: Format of the input.
+        target_format: Format of the output.
+        source: Existing folder of the input.
+        target: Folder of the output; it must not exist.
         dtype: Number format of the weights; None: the input's.
     """
 
@@ -83,7 +90,7 @@ def convert(conversion: Conversion) -> None:
 
 @contextmanager
 def _told_of(option: str, folder: Path, consequence: str = "") -> Iterator[None]:
-    """What the operating system refuses inside is a problem with this option's folder."""
+    """Context whose errors of the operating system, such as a full disk, become problems with an option's folder."""
     try:
         yield
     except OSError as error:
@@ -109,7 +116,7 @@ def _check_folders(conversion: Conversion) -> None:
 
 
 def _hint(source: Path, found: WeightsFormat) -> str:
-    """What was probably meant."""
+    """The probable intention, in words; empty where there is none."""
     if found == "megatron":
         return "; did you mean --from megatron?"
     if holds_megatron_weights(source.parent) and source.name == MEGATRON_WEIGHTS_FOLDER:
@@ -170,9 +177,9 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
 
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """Where the output is put together, in a folder that nobody else has made; it gets its name when it is whole.
+    """Folder in which the output is put together; it gets its name when it is whole.
 
-    Whatever happens inside, an interrupt too, nothing but a whole output stays.
+    After a full disk or an interrupt nothing stays.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -200,7 +207,7 @@ def _next_step(target_format: WeightsFormat, target: Path) -> str:
 
 
 def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:
-    """The input's number format: that of its files, whatever `config.json` says; nothing is rounded unasked."""
+    """Number format of the input: that of its files, whatever `config.json` says, since nothing is rounded unasked."""
     stated = config_json.get("dtype", config_json.get("torch_dtype"))
     if held is None:
         return _writable(stated or "float32", "config.json: dtype")
@@ -235,7 +242,7 @@ def _writable(found: Any, what: str) -> NumberFormat:
 
 
 def _policy(source: Path, dtype: NumberFormat) -> PolicyConfig:
-    """A policy of one worker with the model's own settings."""
+    """Policy of one worker with the model's own settings."""
     overrides = [
         "policy.init=pretrained",
         f"policy.precision={dtype}",

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver process of a run: its restart number, its signals to stop, and its time limit."""
+"""The driver process of a run: its restart number, its stop signals, and its time limit."""
 
 import os
 import signal
@@ -31,21 +31,22 @@ class RunLaunch:
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 1.0
-"""A batch system signals every process of a job, and the supervisor passes its signal on: those are one request."""
+"""Signals so many seconds apart are one request: a batch system signals all processes, and the supervisor passes its
+own signal on."""
 EXIT_SIGNAL_BASE = 128
 STDERR = 2
 
 
 def exit_code_of_signal(number: int) -> int:
-    """What a program that a signal has ended returns, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
+    """Exit code of a program that a signal has ended, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
     return EXIT_SIGNAL_BASE + number
 
 
 class StopSignals:
-    """A context around a whole run, in the main thread of the driver.
+    """Handlers of SIGINT and SIGTERM for a whole run: a context in the main thread of the driver.
 
-    Outside of `graceful` the first signal ends the run at once, with everything stopped in order. Inside it only sets
-    `reason`, and the loop ends after its step. A second signal ends the process wherever it is.
+    Outside of `graceful` the first signal raises, which stops everything in order. Inside it only sets `reason`, and
+    the loop ends after its step. A second signal ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -55,12 +56,12 @@ class StopSignals:
         self._former_handlers: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
-        """The name of the signal that asked the run to stop, such as "SIGTERM"; None: none did."""
+        """Name of the signal that asked the run to stop, such as "SIGTERM"; None: none did."""
         return self._reason
 
     @contextmanager
     def graceful(self) -> Iterator[None]:
-        """The part of a run that looks at `reason` and stops by itself."""
+        """Context of the training loop, which asks for `reason` after each step and stops by itself."""
         self._is_graceful = True
         try:
             yield
@@ -99,19 +100,19 @@ class StopSignals:
 
 
 def _tell(message: str) -> None:
-    """Writes a line to stderr past Python's buffers, which the interrupted code may be in the middle of using."""
+    """Writes a line to stderr from a signal handler, past Python's buffers, which the interrupted code may be using."""
     os.write(STDERR, f"\n{message}\n".encode())
 
 
 class TimeLimit:
-    """Stops a run while there is still time for another step, and for saving after it.
+    """Time limit of a run: it stops after the last step behind which there is still time to save.
 
-    Both are taken to last as long as the longest of the run so far; a step's validation is part of it.
+    Further steps and saves are taken to last as long as the longest so far; a step's validation is part of it.
 
     Args:
         must_save_by: Time after the start, DD:HH:MM:SS, as `checkpointing.checkpoint_must_save_by`; None: no limit.
-        started: When the run started, in the clock's seconds; None: now.
-        clock: Seconds on a clock that only goes forward.
+        started: Start of the run in the clock's seconds; None: now.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(
@@ -124,12 +125,12 @@ class TimeLimit:
         self._longest_step = self._longest_saving = 0.0
 
     def is_up_after_step(self) -> bool:
-        """To be asked once at the end of each step: whether another one like the longest would be too long."""
+        """True when another step like the longest one would be too long. Called once at the end of each step."""
         now = self._clock()
         self._longest_step = max(self._longest_step, now - self._last)
         self._last = now
         return self._end is not None and now + self._longest_step + self._longest_saving >= self._end
 
     def note_saving(self, seconds: float) -> None:
-        """Tells how long a checkpoint has taken, from its beginning until it was whole on the disk."""
+        """Records the seconds that a checkpoint took from its beginning until it was whole on the disk."""
         self._longest_saving = max(self._longest_saving, seconds)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Tells the layout, the parameters and the memory of a run by arithmetic, and starts nothing."""
+"""Layout, parameters and memory of a run by arithmetic, without starting it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -64,7 +64,7 @@ def print_plan(config: MasterConfig) -> None:
 
 
 def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[str]:
-    """How many workers there are, and what each of them holds."""
+    """Lines on the workers of the run and the part of the model that each holds."""
     megatron, cluster = config.policy.megatron_cfg, config.cluster
     kind = "GPUs" if cluster.gpus_per_node else "CPU workers"
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
@@ -94,7 +94,7 @@ def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[s
 
 
 def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Parameters of the model and of each kind of worker."""
+    """Lines on the parameters of the model and of each kind of worker."""
     rows = [
         ("whole model", _billions(whole_model_parameters(transformer, hf_config))),
         ("active for each token", _billions(active_parameters(transformer, hf_config))),
@@ -109,7 +109,7 @@ def parameter_lines(config: MasterConfig, transformer: TransformerConfig, hf_con
 
 
 def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
-    """Memory of each worker, a column for each pipeline stage."""
+    """Table of the memory of each worker, a column for each pipeline stage."""
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
     rows = _memory_rows(config, workers)

@@ -118,9 +118,7 @@ MOE_SOURCES_FILE = "effective_moe_configuration_sources"
 def running_cluster(config: MasterConfig, console: ConsoleLogger) -> Iterator[RayCluster]:
     """Starts Ray, or joins a running one, and lets go of it whatever happens."""
     with console.phase("starting Ray"):
-        cluster = RayCluster(
-            config.cluster.num_nodes, config.cluster.gpus_per_node, config.cluster.cpu_workers_per_node
-        )
+        cluster = RayCluster(config.cluster)
     try:
         yield cluster
     finally:

@@ -1,6 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Processes and all that they start: who inherits the orphans, and how the last of them is ended."""
+"""The supervisor of a run: two light processes that pass on signals, restart the driver, and leave no process behind.
+
+The front is the process that the user started. It forks the guardian, which starts the driver. Each of the three can be
+killed: the front inherits and ends what a guardian leaves, the guardian what a driver leaves, and it ends all when the
+front is gone.
+"""
 
 import ctypes
 import os
@@ -16,7 +21,6 @@ from typing import NoReturn
 
 import psutil
 
-from nemo_rl_moe.distributed.node_tools import ProcessIdentity
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED
 from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS, exit_code_of_signal
 
@@ -26,7 +30,7 @@ ENDING_POLL_S = 0.05
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of every descendant whose own parent ends, whatever session it is in."""
+    """Makes this process the parent of every orphan among its descendants, whatever session that is in."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -36,7 +40,7 @@ def signal_when_parent_ends(number: signal.Signals) -> None:
 
 
 def end_descendants(
-    spared: Collection[ProcessIdentity] = (),
+    spared: Collection[psutil.Process] = (),
     *,
     has_grace: Callable[[psutil.Process], bool] = lambda process: False,
     grace_s: float = 0.0,
@@ -45,13 +49,13 @@ def end_descendants(
     """Kills every descendant of this process, again and again until none is left, and collects their exit codes.
 
     Args:
-        spared: Children that go on, with all that they have started.
-        has_grace: Which processes may end by themselves.
-        grace_s: Seconds that they have for it.
-        timeout_s: Seconds that all of this may take after the grace.
+        spared: Children that are left alone, with all that they have started.
+        has_grace: True for a process that ends by itself and is waited for.
+        grace_s: Seconds to wait for those.
+        timeout_s: Seconds that the killing may take after that.
 
     Returns:
-        The ids of those that cannot be killed.
+        Ids of processes that cannot be killed, such as those that wait for a dead disk.
     """
     start = time.monotonic()
     while True:
@@ -66,11 +70,11 @@ def end_descendants(
         time.sleep(ENDING_POLL_S)
 
 
-def _running_descendants(spared: Collection[ProcessIdentity]) -> list[psutil.Process]:
+def _running_descendants(spared: Collection[psutil.Process]) -> list[psutil.Process]:
     running: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if ProcessIdentity.of(child) in spared:
+            if child in spared:
                 continue
             for process in (child, *child.children(recursive=True)):
                 if process.status() != psutil.STATUS_ZOMBIE:
@@ -98,13 +102,13 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Supervision:
-    """What to run, and how.
+    """Command to run under supervision.
 
     Attributes:
         driver_command: Returns the driver's command, given the number of restarts so far.
-        environment: Variables that it has besides this process's own.
-        max_restarts: How often a driver that fails is started again.
-        resume_hint: Gives a line on how to go on after the run has failed; None where there is nothing to go on from.
+        environment: Variables in addition to this process's own.
+        max_restarts: Number of restarts of a driver that fails.
+        resume_hint: Returns a line on how to resume a run that has failed; None where it has no checkpoint.
         restart_wait_s: Seconds before the first restart; doubles with each.
         stubborn_s: Seconds that the driver has left after a second request to stop.
     """
@@ -118,12 +122,12 @@ class Supervision:
 
 
 def supervise(supervision: Supervision) -> int:
-    """Runs a driver to its end, which is also the end of everything that it has started.
+    """Runs a driver to its end, and ends everything that it has started.
 
     Returns:
         The exit code: the driver's own, 1 where it was killed, 128 and the signal's number where it was stopped.
     """
-    others = {ProcessIdentity.of(child) for child in psutil.Process().children()}
+    others = set(psutil.Process().children())
     adopt_orphans()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -159,7 +163,7 @@ def _wait_for_guardian(guardian: int, stop_signals: set[signal.Signals]) -> int:
 
 
 def _be_guardian(supervision: Supervision, stop_signals: set[signal.Signals]) -> NoReturn:
-    """The forked process, which never returns into the code that has called `supervise`."""
+    """Body of the forked process, which never returns into the code that has called `supervise`."""
     exit_code = EXIT_RUN_FAILED
     try:
         front = os.getppid()
@@ -180,20 +184,20 @@ def _be_guardian(supervision: Supervision, stop_signals: set[signal.Signals]) ->
 
 
 class _FrontEndedError(Exception):
-    """Nobody waits for the run any more."""
+    """The front has been killed: nobody waits for the run any more."""
 
 
 class _Requests:
-    """Requests to stop, each of which may come as several signals."""
+    """Requests to stop, each of which may arrive as several signals."""
 
     def __init__(self) -> None:
         self._last_at = float("-inf")
         self._number = 0
         self.last: signal.Signals | None = None
-        """What was passed on last; None: nothing."""
+        """Signal that was passed on last; None: no request yet."""
 
     def receive(self, number: int) -> signal.Signals | None:
-        """What to pass on; None for a signal that belongs to the request before it."""
+        """Signal to pass on; None for one that belongs to the request before it."""
         now = time.monotonic()
         is_same, self._last_at = now - self._last_at <= SAME_REQUEST_S, now
         if is_same:
@@ -282,7 +286,7 @@ class _Guardian:
         return exit_code
 
     def _collect(self, driver: int) -> int | None:
-        """Takes note of every child that has ended, orphans too: whoever waits for one sees it until then.
+        """Collects the exit codes of children that have ended, adopted orphans too, which stay as zombies until then.
 
         Returns:
             The driver's exit code, negative where a signal has killed it; None while it runs.
@@ -298,7 +302,7 @@ class _Guardian:
 
 
 def _is_logger_service(process: psutil.Process) -> bool:
-    """W&B's writer ends by itself when the driver has ended, with all records on the disk."""
+    """True for W&B's writer, which ends by itself after the driver, with all records on the disk."""
     return process.name().startswith("wandb")
 
 

@@ -311,7 +311,7 @@ class TrainingRun:
             checkpointer,
             stop_reason,
             self.config.policy.max_consecutive_skipped_updates,
-            self.resume.state.loop_state if self.resume is not None else LoopState(),
+            self.resume.state.loop if self.resume is not None else LoopState(),
         )
 
     def _observers(self, loggers: FanOutLogger, folder: Path) -> Observers:

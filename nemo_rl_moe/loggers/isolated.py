@@ -98,7 +98,7 @@ class IsolatedLogger:
 
     @property
     def is_active(self) -> bool:
-        """Whether the backend still takes part."""
+        """True while the backend takes part."""
         return self._is_active
 
     @property

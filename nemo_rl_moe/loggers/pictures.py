@@ -47,7 +47,7 @@ _LINEAR_UP_TO = 2.0
 
 
 def is_picture_step(step: int, every_steps: int | None) -> bool:
-    """Whether a step gets pictures: the first one and each multiple of `every_steps`; None or 0: never."""
+    """True for steps with pictures: the first one and each multiple of `every_steps`; None or 0: never."""
     return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
 
 

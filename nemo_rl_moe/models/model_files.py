@@ -6,11 +6,15 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+WeightsFormat = Literal["hf", "megatron"]
+NumberFormat = Literal["float32", "bfloat16"]
+WEIGHTS_FORMATS: tuple[WeightsFormat, ...] = get_args(WeightsFormat)
+NUMBER_FORMATS: tuple[NumberFormat, ...] = get_args(NumberFormat)
 CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
     "config.json",
     "generation_config.json",

@@ -206,7 +206,7 @@ class FindingTracker:
 
 
 def _is_same_episode(latest: Finding, since: int) -> bool:
-    """Whether a condition that holds since a step continues a finding.
+    """True where a condition that holds since a step continues a finding.
 
     The steps between the two count, not those until the condition has held long enough to be found: an expert with one
     token now and then is found dead again long after each.

@@ -28,7 +28,7 @@ RESTART_S = 4.0  # measured: 0.7
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[RayCluster]:
     """A Ray whose every place is reserved for policy workers."""
-    running = RayCluster(1, 0, usable_cores())
+    running = RayCluster(cluster_config(1, 0, usable_cores()))
     yield running
     running.shutdown()
 

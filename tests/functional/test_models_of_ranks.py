@@ -20,6 +20,7 @@ from nemo_rl_moe.launch.setup import fetch_on_machines
 from nemo_rl_moe.models.hf_files import HubModel, ModelSource
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from tests.functional import sft_runs
+from tests.support.clusters import cluster_config
 
 START_LIMIT_S = 90.0
 
@@ -47,7 +48,7 @@ class OtherOnRank1(ModelSource):
 def cluster() -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        cluster = RayCluster(1, 0, 2)
+        cluster = RayCluster(cluster_config(1, 0, 2))
         yield cluster
         cluster.shutdown()
 

@@ -24,6 +24,7 @@ import ray
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
+from tests.support.clusters import cluster_config
 
 NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0
@@ -122,7 +123,7 @@ def join_two_nodes_and_fail(notes: str) -> None:
     for _ in range(2):
         nodes.add_node(num_cpus=1, include_dashboard=False)
     os.environ["RAY_ADDRESS"] = nodes.address
-    cluster = RayCluster(2, 0, 1)
+    cluster = RayCluster(cluster_config(2, 0, 1))
     group = WorkerGroup(cluster, Ranks, {"notes": notes}, START_TIMEOUT_S)
     where = group.call_all("node")
     try:
@@ -140,7 +141,7 @@ def join_two_nodes_and_fail(notes: str) -> None:
 
 def drive_until_killed(notes: str) -> None:
     """A driver of its own, which hangs in a step: rank 1 never joins the collective."""
-    cluster = RayCluster(1, 0, NUM_WORKERS)
+    cluster = RayCluster(cluster_config(1, 0, NUM_WORKERS))
     group = WorkerGroup(cluster, HangingRanks, {"notes": notes}, START_TIMEOUT_S)
     # Ray's two agents are no workers; they end by themselves, but only when they have given up reaching the dead Ray.
     children = psutil.Process().children(recursive=True)
@@ -164,7 +165,7 @@ def cluster() -> Iterator[RayCluster]:
     """One Ray for the whole file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
-        cluster = RayCluster(1, 0, NUM_WORKERS)
+        cluster = RayCluster(cluster_config(1, 0, NUM_WORKERS))
         yield cluster
         cluster.shutdown()
         cluster.shutdown()
@@ -290,11 +291,11 @@ def test_a_result_that_cannot_travel(group: WorkerGroup):
 
 def test_a_second_run_finds_the_machine_busy(cluster: RayCluster):
     with pytest.raises(ConfigurationError) as error:
-        RayCluster(1, 0, NUM_WORKERS, placement_timeout_s=0.5)
+        RayCluster(cluster_config(1, 0, NUM_WORKERS), placement_timeout_s=0.5)
     assert "large enough, but busy: waited 0.5 s for 1 x 2 CPUs; free now: 0" in str(error.value)
     assert ray.is_initialized(), "a Ray that somebody else has started goes on"
     with pytest.raises(ConfigurationError, match="asked for 8 GPUs on one node, the Ray cluster has"):
-        RayCluster(1, 8, 1)
+        RayCluster(cluster_config(1, 8, 1))
 
 
 def start_driver(function: str, notes: Path, log: IO[str]) -> subprocess.Popen[bytes]:

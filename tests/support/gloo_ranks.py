@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real processes that run one function as the ranks of a job.
 
-Megatron-Core takes many seconds to import, so it is imported once, in a server process from which the ranks of every
-call are forked. Each call has fresh ranks: process groups leave threads behind, and Megatron-Core keeps global state.
+Megatron-Core takes many seconds to import, so it is imported once, in a server process from which ranks are forked. A
+rank's process is used again by the next call, after `rank_state` has put its state back; a call that fails costs the
+processes that it ran in, and a call with `fresh=True` has some of its own.
 """
 
+import atexit
 import faulthandler
 import importlib
 import multiprocessing
@@ -26,6 +28,8 @@ from typing import Any
 
 _PRELOADED = ["tests.support.rank_imports"]
 _GRACE_S = 5.0
+# Threads of process groups that are gone but not yet collected; beyond so many the process is not used again.
+_MOST_THREADS = 400
 
 
 class RankError(AssertionError):
@@ -39,7 +43,6 @@ class _Call:
     function: str
     environment: dict[str, str]
     arguments: tuple[Any, ...]
-    stack_file: str
 
 
 @dataclass(frozen=True)
@@ -53,24 +56,55 @@ class _Rank:
     connection: Connection
     stack_file: Path
 
+    def end(self) -> None:
+        """Ends the process, whatever it is doing."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+        self.stack_file.unlink(missing_ok=True)
 
-def _run_call(call: _Call, connection: Connection) -> None:
-    """What a rank's process does: run the function and send what it returned."""
-    with open(call.stack_file, "w") as stacks:  # noqa: PTH123  (one process start a test: no more imports)
+
+# Of this process (a pytest-xdist worker has its own): ranks that wait for a call.
+_idle: list[_Rank] = []
+
+
+def _serve_calls(connection: Connection, stack_file: str) -> None:
+    """What a rank's process does: run functions, one after the other, and send what each returned."""
+    from tests.support import rank_state
+
+    with open(stack_file, "w") as stacks:  # noqa: PTH123  (one process start a test: no more imports)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        sys.path[:] = call.search_path
-        os.environ.update(call.environment)
-        try:
-            function = getattr(importlib.import_module(call.module), call.function)
-            connection.send(function(*call.arguments))
-        # A test's pytest.fail, or a checkpoint error, is no Exception.
-        except BaseException:
-            connection.send(_Failure(traceback.format_exc()))
+        state = rank_state.ProcessState()
+        while True:
+            try:
+                call = connection.recv()
+            except (EOFError, OSError):
+                break
+            # A test's pytest.fail, or a checkpoint error, is no Exception; nor may arguments that are not understood
+            # keep the caller waiting.
+            except BaseException:
+                connection.send(_Failure(traceback.format_exc()))
+                break
+            sys.path[:] = call.search_path
+            try:
+                function = getattr(importlib.import_module(call.module), call.function)
+                state.note_new_modules()
+                os.environ.update(call.environment)
+                answer = function(*call.arguments)
+                connection.send(answer)
+            except BaseException:
+                connection.send(_Failure(traceback.format_exc()))
+                break
+            del call, function, answer
+            state.restore()
+            connection.send(rank_state.num_threads() <= _MOST_THREADS)
         # The answer is sent; nothing is worth waiting for peers that still need this rank.
         os._exit(0)
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0, fresh: bool = False
+) -> list[Any]:
     """Calls a module-level function on every rank of a job.
 
     Args:
@@ -79,6 +113,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         world_size: Number of ranks.
         arguments: The same for every rank.
         timeout_s: After so long the ranks are stopped.
+        fresh: Run in processes that have run nothing yet and will run nothing else, for functions that measure memory
+            or threads.
 
     Returns:
         What each rank returned, in rank order.
@@ -86,48 +122,81 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
     Raises:
         RankError: A rank raised, died, or did not answer in time.
     """
-    with tempfile.TemporaryDirectory(prefix="gloo_ranks_") as folder:
-        ranks = _start(function, world_size, arguments, Path(folder))
-        try:
-            answers = _collect(ranks, time.monotonic() + timeout_s)
-        finally:
+    fresh = fresh or _ALWAYS_FRESH
+    ranks = _start(world_size) if fresh else _take(world_size)
+    call = _Call(list(sys.path), function.__module__, function.__name__, {}, arguments)
+    problems = ["no answer was waited for"]
+    try:
+        _send(call, ranks)
+        answers = _collect(ranks, time.monotonic() + timeout_s)
+        problems = [
+            f"rank {index}: {answer.text}" for index, answer in sorted(answers.items()) if isinstance(answer, _Failure)
+        ]
+    finally:
+        if fresh or problems:
             for rank in ranks:
-                rank.process.kill()
-            for rank in ranks:
-                rank.process.join()
-                rank.connection.close()
-    problems = [
-        f"rank {index}: {answer.text}" for index, answer in sorted(answers.items()) if isinstance(answer, _Failure)
-    ]
+                rank.end()
+        else:
+            _idle.extend(ranks)
     if problems:
         raise RankError("\n".join(problems))
     return [answers[index] for index in range(world_size)]
 
 
-def _start(function: Callable[..., Any], world_size: int, arguments: tuple[Any, ...], folder: Path) -> list[_Rank]:
+# For comparing both ways: results must be the same.
+_ALWAYS_FRESH = os.environ.get("TESTS_FRESH_RANKS") == "1"
+
+
+def _take(count: int) -> list[_Rank]:
+    """Ranks that wait, once they have put their state back, and new ones where there are too few."""
+    taken: list[_Rank] = []
+    while _idle and len(taken) < count:
+        rank = _idle.pop(0)
+        try:
+            may_be_used = rank.connection.poll(30.0) and rank.connection.recv()
+        except (EOFError, OSError):
+            may_be_used = False
+        if may_be_used:
+            taken.append(rank)
+        else:
+            rank.end()
+    return taken + _start(count - len(taken))
+
+
+def end_idle_ranks() -> None:
+    """Ends the processes that wait for a call."""
+    while _idle:
+        _idle.pop().end()
+
+
+atexit.register(end_idle_ranks)
+
+
+def _send(call: _Call, ranks: Sequence[_Rank]) -> None:
+    port = _free_port()
+    for index, rank in enumerate(ranks):
+        call.environment.update(
+            RANK=str(index), WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        rank.connection.send(call)
+
+
+def _start(count: int) -> list[_Rank]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    port, ranks = _free_port(), []
+    ranks: list[_Rank] = []
     # The server starts with the first rank; it takes the environment, not this process's module search path.
     inherited = os.environ.copy()
     os.environ.update(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), OMP_NUM_THREADS="1")
     try:
-        for rank in range(world_size):
-            ours, theirs = context.Pipe(duplex=False)
-            environment = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port),
-            }
-            stack_file = folder / f"rank_{rank}"
-            call = _Call(
-                list(sys.path), function.__module__, function.__name__, environment, arguments, str(stack_file)
-            )
-            process = context.Process(target=_run_call, args=(call, theirs), daemon=True)
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            file, stack_file = tempfile.mkstemp(prefix="gloo_rank_")
+            os.close(file)
+            process = context.Process(target=_serve_calls, args=(theirs, stack_file), daemon=True)
             process.start()
             theirs.close()
-            ranks.append(_Rank(process, ours, stack_file))
+            ranks.append(_Rank(process, ours, Path(stack_file)))
     finally:
         os.environ.clear()
         os.environ.update(inherited)

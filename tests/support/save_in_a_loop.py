@@ -19,7 +19,7 @@ def save_in_a_loop(folder: Path) -> None:
     run = Run(folder, "checkpointing.keep_top_k=2")
     with run.store.locked():
         run.store.sweep()
-        newest = run.store.newest()
+        newest = next(reversed(run.store.checkpoints()), None)
         step = newest.step if newest else 0
         told = newest.folder if newest else None
         while True:

@@ -130,11 +130,17 @@ def parallel_job(policy: PolicyConfig) -> Iterator[int]:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
 
-    from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
+    from nemo_rl_moe.models.megatron.model.parallel_state import (
+        destroy_parallel_state,
+        initialize_parallel_state,
+        shared_gloo_device,
+    )
 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     apply_expert_bias = TopKRouter._apply_expert_bias
-    initialize_parallel_state(policy.megatron_cfg, rank, world_size, rank, seed=7)
+    # As a worker does it: a network thread for each of twenty groups would be most of what a small job does.
+    with shared_gloo_device():
+        initialize_parallel_state(policy.megatron_cfg, rank, world_size, rank, seed=7)
     try:
         yield rank
     finally:

@@ -194,7 +194,9 @@ print(sorted({"torch", "ray", "transformers", "megatron"} & set(sys.modules)))
 
 def test_the_supervisor_stays_light(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIGHT, str(tmp_path)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    # Not where a demo may have left checkpoints to resume from.
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
     assert done.stdout == "None\n[]\n", done.stderr
 
 

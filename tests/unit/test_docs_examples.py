@@ -5,6 +5,7 @@
 import re
 import runpy
 import shlex
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +16,13 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.metrics import StepRecord
+from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
@@ -167,7 +170,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 7
+    assert len(PYTHON_BLOCKS) == 8
 
 
 def write_demo_run() -> None:
@@ -236,6 +239,24 @@ def test_logger_that_is_added_logs_and_resumes(tmp_path: Path) -> None:
         notices.show()
     rows = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()]
     assert rows == [[str(s), *row] for s in (1, 2, 3) for row in (["train/loss", str(s / 2)], ["val/loss", "nan"])]
+
+
+def test_a_worker_of_an_engine_of_ones_own_takes_weights(tmp_path: Path) -> None:
+    """The engine around it runs in `tests/functional/test_refit.py`."""
+    make = run_block(PYTHON_BLOCKS[MODULES["my_engine"]], tmp_path)["Worker"]
+    assert callable(make)
+    worker = make(vocabulary_size=4)
+    weights = [("lm_head.weight", torch.eye(4)[[2, 0, 1, 3]] * torch.arange(4.0)), ("other", torch.ones(2))]
+    with FolderTransport(tmp_path / "transfers", 1, lambda spec: spec.send(weights, 0, 7)) as transport:
+        spec = transport.open(num_receivers=1, version=7)
+        with ThreadPoolExecutor(1) as pool:
+            receiving = pool.submit(worker.receive, spec, 0)
+            assert transport.send() == (16 + 2) * 4
+            assert receiving.result() is None
+    request = GenerationRequest((1, 2), 5, SamplingParameters(3, stop_token_ids=(0,)))
+    found = worker.generate(request, 7)
+    assert found.token_ids.tolist() == [3, 3, 3]
+    assert found.logprobs[0] == pytest.approx(float(torch.tensor([2.0, 0.0, 1.0, 3.0]).log_softmax(0)[3]))
 
 
 @pytest.mark.parametrize("name", sorted(PYTHON_BLOCKS.keys() - set(MODULES.values())))

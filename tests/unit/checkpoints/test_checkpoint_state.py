@@ -4,7 +4,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
-from nemo_rl_moe.checkpoints import state as state_module
 from nemo_rl_moe.checkpoints.state import (
     LoopState,
-    LoopStateRecord,
     json_ready,
-    loop_state_record,
     read_state,
     write_state,
 )
@@ -49,8 +46,8 @@ def changed(folder: Path, change: Callable[[dict[str, Any]], None]) -> list[str]
 def test_what_is_written_comes_back(saved: Path, tmp_path: Path) -> None:
     state = read_state(saved)
     assert (state.loop.step, state.loop.batches_taken, state.metric_value) == (3, 3, 0.1 + 0.2)
-    assert state.loop_state.first_validation == {"val/loss": math.inf}
-    assert math.isnan(state.loop_state.last_training["x"])
+    assert state.loop.first_validation == {"val/loss": math.inf}
+    assert math.isnan(state.loop.last_training["x"])
     assert state.versions == {"python": "3", "packages": {"ray": None}}
     json.loads((saved / "state.json").read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     write_state(tmp_path, state)
@@ -60,9 +57,7 @@ def test_what_is_written_comes_back(saved: Path, tmp_path: Path) -> None:
 @given(st.dictionaries(st.text(min_size=1, max_size=8), st.floats()), st.integers(0, 2**40))
 def test_loop_states_come_back_to_the_last_bit(metrics: dict[str, float], step: int) -> None:
     loop = LoopState(step=step, batches_taken=step, last_training=metrics, skipped_in_a_row=2)
-    record = loop_state_record(loop)
-    text = json.dumps(json_ready(record.model_dump()), allow_nan=False)
-    again = type(record).model_validate(json.loads(text))
+    again = TypeAdapter(LoopState).validate_json(json.dumps(json_ready(vars(loop)), allow_nan=False))
     assert again.last_training.keys() == metrics.keys()
     assert all(_same(again.last_training[key], value) for key, value in metrics.items())
     assert (again.step, again.skipped_in_a_row) == (step, 2)
@@ -78,7 +73,7 @@ def _same(left: float, right: float) -> bool:
         (lambda state: state.pop("run_id"), "run_id: Field required"),
         (lambda state: state.update(run_id=7), "run_id: Input should be a valid string"),
         (lambda state: state.update(wibble=1), "wibble: Extra inputs are not permitted"),
-        (lambda state: state.update(format_version=2), "format_version: got 2, expected 1"),
+        (lambda state: state.update(format_version=2), "format_version: Input should be 1"),
         (lambda state: state.update(format_version="1"), "format_version: Input should be 1"),
         (lambda state: state.update(with_optimizer=1), "with_optimizer: Input should be a valid boolean"),
         (lambda state: state.update(metric_value="0.5"), "metric_value: Input should be a valid number"),
@@ -101,31 +96,11 @@ def test_a_wrong_field_is_named(saved: Path, change: Callable[[dict[str, Any]], 
         (b"", "not valid JSON"),
         (b'{"format_version": 1,', "not valid JSON"),
         (b"\x80\x04\x95", "not valid JSON"),
-        (b'{"time": NaN}', "not valid JSON: NaN is no JSON number"),
-        (b"[" * 100_000, "not valid JSON: nested too deeply"),
-        (b'{"time": 1' + b"0" * 5000 + b"}", "not valid JSON"),
-        (b"[]", "all of it: Input should be a valid dictionary"),
-        (b'"step"', "all of it: Input should be a valid dictionary"),
+        (b"[]", "all of it: Input should be"),
+        (b'"step"', "all of it: Input should be"),
     ],
 )
 def test_what_is_no_state_is_refused(saved: Path, content: bytes, reason: str) -> None:
     (saved / "state.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=reason):
         read_state(saved)
-
-
-def test_what_is_no_plain_file_is_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved / "state.json"
-    monkeypatch.setattr(state_module, "LARGEST_STATE_BYTES", path.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="larger than"):
-        read_state(saved)
-    path.unlink()
-    with pytest.raises(CheckpointError, match="cannot be read: No such file"):
-        read_state(saved)
-    os.mkfifo(path)  # reading it would wait for ever
-    with pytest.raises(CheckpointError, match="not a plain file"):
-        read_state(saved)
-
-
-def test_the_schema_has_every_field_of_the_loop_state() -> None:
-    assert set(LoopState.__dataclass_fields__) == set(LoopStateRecord.model_fields)

@@ -95,31 +95,22 @@ def test_a_save_that_no_validation_follows_is_told_once(make_run: MakeRun) -> No
     assert keep_all.warnings == [], "nothing is chosen"
 
 
-def test_a_checkpoint_waits_for_the_records_of_its_steps(make_run: MakeRun) -> None:
+def test_a_checkpoint_without_the_records_of_its_steps_is_given_up(make_run: MakeRun) -> None:
     run = make_run()
     run.records_are_on_disk = False
     run.save(1)
-    run.checkpointer.poll(wait=True)
-    assert (run.steps(), run.warnings) == ([], [])
-    run.records_are_on_disk = True
-    run.checkpointer.poll(wait=True)
-    assert run.steps() == [1]
-    assert run.messages == [f"checkpoint of step 1: {run.store.path_of(1)}"]
-    assert run.checkpointer.longest_save_s == 0.0, "the wait for the records is none for saving"
-    run.save(2)
-    assert 0 < run.checkpointer.longest_save_s < 60
-
-
-def test_without_the_records_it_is_given_up_in_the_end(make_run: MakeRun) -> None:
-    run = make_run()
-    run.records_are_on_disk = False
-    run.save(1)
-    run.save(2)
     reason = "could not be saved: the records of its steps (metrics.jsonl) cannot be written"
     assert [warning.split(";")[0] for warning in run.warnings] == [f"the checkpoint of step 1 {reason}"]
-    with pytest.raises(CheckpointSaveError, match="checkpoint of step 2 could not be saved: the records"):
+    assert run.steps() == []
+    run.records_are_on_disk = True
+    run.save(2)
+    assert run.steps() == [2]
+    assert 0 < run.checkpointer.longest_save_s < 60
+    run.records_are_on_disk = False
+    run.save(3)
+    with pytest.raises(CheckpointSaveError, match="checkpoint of step 3 could not be saved: the records"):
         run.checkpointer.finish()
-    assert list(run.store.folder.iterdir()) == []
+    assert sorted(entry.name for entry in run.store.folder.iterdir()) == ["step_2"]
 
 
 def test_closing_leaves_no_thread_at_work(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,10 @@ def test_a_duration_by_hand() -> None:
     ] * 6
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where no demo has left its data
     (tmp_path / "file").write_text("")
     name = tmp_path / "file" / "runs"
     with pytest.raises(ConfigurationError) as error:

@@ -6,73 +6,71 @@ import time
 import pytest
 import ray
 
-from nemo_rl_moe.distributed.cluster import (
-    ClusterRequest,
-    RayCluster,
-    describe_shortage,
-)
+from nemo_rl_moe.config.schema_run import ClusterConfig
+from nemo_rl_moe.distributed.cluster import RayCluster, describe_shortage, node_resources
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support.clusters import cluster_config
 
 
-def test_request_counts_workers():
-    on_cpus, on_gpus = ClusterRequest(2, 0, 3), ClusterRequest(2, 8, 3)
-    assert (on_cpus.workers_per_node, on_cpus.world_size, on_cpus.bundle) == (3, 6, {"CPU": 3})
-    assert (on_gpus.workers_per_node, on_gpus.world_size, on_gpus.bundle) == (8, 16, {"CPU": 8, "GPU": 8})
+def test_workers_of_a_cluster():
+    on_cpus, on_gpus = cluster_config(2, 0, 3), cluster_config(2, 8, 3)
+    assert (on_cpus.workers_per_node, on_cpus.world_size, node_resources(on_cpus)) == (3, 6, {"CPU": 3})
+    assert (on_gpus.workers_per_node, on_gpus.world_size, node_resources(on_gpus)) == (8, 16, {"CPU": 8, "GPU": 8})
 
 
 @pytest.mark.parametrize(
-    ("request_", "nodes"),
+    ("config", "nodes"),
     [
-        (ClusterRequest(1, 0, 4), [{"CPU": 4}]),
-        (ClusterRequest(1, 8, 1), [{"CPU": 2}, {"CPU": 64, "GPU": 8}]),
-        (ClusterRequest(2, 4, 1), [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 64}]),
+        (cluster_config(1, 0, 4), [{"CPU": 4}]),
+        (cluster_config(1, 8, 1), [{"CPU": 2}, {"CPU": 64, "GPU": 8}]),
+        (cluster_config(2, 4, 1), [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}, {"CPU": 64}]),
     ],
 )
-def test_a_cluster_that_is_large_enough(request_: ClusterRequest, nodes: list[dict[str, float]]):
-    assert describe_shortage(request_, nodes) == []
+def test_a_cluster_that_is_large_enough(config: ClusterConfig, nodes: list[dict[str, float]]):
+    assert describe_shortage(config, nodes) == []
 
 
 @pytest.mark.parametrize(
-    ("request_", "nodes", "problem"),
+    ("config", "nodes", "problem"),
     [
         (
-            ClusterRequest(1, 8, 1),
+            cluster_config(1, 8, 1),
             [{"CPU": 2}],
             "cluster.gpus_per_node: asked for 8 GPUs on one node, the Ray cluster has 0; nearest:"
             " cluster.gpus_per_node=0, which trains on CPUs",
         ),
         (
-            ClusterRequest(2, 8, 1),
+            cluster_config(2, 8, 1),
             [{"CPU": 64, "GPU": 8}, {"CPU": 64, "GPU": 4}],
             "cluster.gpus_per_node: asked for 8 GPUs on each of 2 nodes, the Ray cluster has 8, 4 on its 2 nodes;"
             " nearest: cluster.gpus_per_node=4",
         ),
         (
-            ClusterRequest(4, 8, 1),
+            cluster_config(4, 8, 1),
             [{"CPU": 64, "GPU": 8}],
             "cluster.num_nodes: got 4, the Ray cluster has 1; nearest: cluster.num_nodes=1",
         ),
         (
-            ClusterRequest(1, 0, 16),
+            cluster_config(1, 0, 16),
             [{"CPU": 4}],
             "cluster.cpu_workers_per_node: 16 workers on one node need a CPU each, the Ray cluster has 4; nearest:"
             " cluster.cpu_workers_per_node=4",
         ),
         (
-            ClusterRequest(1, 8, 1),
+            cluster_config(1, 8, 1),
             [{"CPU": 4, "GPU": 8}],
             "cluster.gpus_per_node: 8 workers on one node need a CPU each, the Ray cluster has 4; nearest:"
             " cluster.gpus_per_node=4",
         ),
     ],
 )
-def test_a_shortage_is_named(request_: ClusterRequest, nodes: list[dict[str, float]], problem: str):
-    assert describe_shortage(request_, nodes) == [problem]
+def test_a_shortage_is_named(config: ClusterConfig, nodes: list[dict[str, float]], problem: str):
+    assert describe_shortage(config, nodes) == [problem]
 
 
 def refusal(*sizes: int) -> str:
     with pytest.raises(ConfigurationError) as error:
-        RayCluster(*sizes)
+        RayCluster(cluster_config(*sizes))
     assert not ray.is_initialized()
     return str(error.value)
 

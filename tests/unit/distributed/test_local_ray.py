@@ -1,18 +1,67 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+"""The local Ray around stand-ins for its servers: a death is noticed, the others are ended, and the program ends."""
+
+import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import ray
 
-from nemo_rl_moe.distributed.cluster import (
+from nemo_rl_moe.distributed.local_ray import (
     LARGEST_OBJECT_STORE_BYTES,
     SMALLEST_OBJECT_STORE_BYTES,
-    kept_in_its_place,
     object_store_bytes,
+    preserved_handlers,
 )
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD
+
+PROGRAM = """
+import atexit, os, subprocess, sys, time
+import psutil
+from nemo_rl_moe.distributed import local_ray
+
+folder, victim = sys.argv[1:]
+
+def start(program):
+    return psutil.Popen([program, "600"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+class FakeRay(local_ray.LocalRay):
+    def _start(self, num_cpus):
+        names = ("gcs_server", "raylet", "agent")
+        self.started = {name: start(os.path.join(folder, name)) for name in names}
+        if victim == "at the start":
+            self.started["raylet"].kill()
+            raise RuntimeError("Ray waits in vain")
+
+def crash_like_ray():
+    print("Ray's end")
+
+local_ray.UNWINDING_S = 0.5
+atexit.register(crash_like_ray)
+other = start(os.path.join(folder, "raylet"))
+try:
+    fake = FakeRay(1)
+except Exception as error:
+    other.kill()
+    sys.exit(str(error))
+atexit.register(lambda: print("the loggers' end"))
+service = start("sleep")
+time.sleep(0.3)
+assert fake.failure is None
+fake.started[victim].kill()
+while fake.failure is None:
+    time.sleep(0.01)
+gone, alive = psutil.wait_procs(list(fake.started.values()), timeout=5.0)
+assert not alive, alive
+goes_on = other.is_running(), service.is_running()
+other.kill()
+service.kill()
+assert goes_on == (True, True), "they are not Ray's"
+"""
 
 WORKER = """
 import os, signal, subprocess, sys
@@ -40,7 +89,7 @@ def test_ray_takes_over_neither_signals_nor_output(
 ) -> None:
     monkeypatch.setattr(ray._private.worker, "print_to_stdstream", ray._private.worker.print_to_stdstream)
     former = signal.getsignal(signal.SIGTERM)
-    with kept_in_its_place():
+    with preserved_handlers():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) == former
     ray._private.worker.print_to_stdstream({"lines": ["a page"], "pid": "raylet", "is_err": False}, ignore_prefix=False)
@@ -50,3 +99,37 @@ def test_ray_takes_over_neither_signals_nor_output(
 def test_a_worker_outlives_sigterm_and_what_it_starts_does_not() -> None:
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{-signal.SIGTERM} {-signal.SIGTERM}\n", done.stderr
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Path:
+    """A folder of programs with the names of Ray's."""
+    for name in ("gcs_server", "raylet", "agent"):
+        shutil.copy(shutil.which("sleep") or "", tmp_path / name)
+    return tmp_path
+
+
+def run_program(folder: Path, victim: str, ending: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM + ending, str(folder), victim], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+def test_a_program_that_ends_in_order_leaves_out_rays_end(servers: Path, victim: str) -> None:
+    done = run_program(servers, victim, "print(fake.failure, file=sys.stderr); sys.exit(7)")
+    assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.stderr.startswith(f"Ray's {victim} (pid ")
+    assert done.stderr.endswith(") on this machine has died\n")
+    assert done.stdout == "the loggers' end\n"
+
+
+def test_a_program_that_hangs_is_ended(servers: Path) -> None:
+    done = run_program(servers, "raylet", "time.sleep(600)")
+    assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.stderr.startswith("error: Ray's raylet (pid ")
+
+
+def test_servers_that_do_not_start_leave_nothing_behind(servers: Path) -> None:
+    done = run_program(servers, "at the start", "")
+    assert "Ray could not be started on this machine: Ray" in done.stderr

@@ -11,8 +11,9 @@ import pytest
 from nemo_rl_moe.distributed import node_tools
 from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
-    end_processes,
-    find_families,
+    end_families,
+    families,
+    is_running,
     read_tail,
     threads_per_worker,
     usable_cores,
@@ -54,12 +55,12 @@ def test_a_process_and_its_children_end():
         assert process.stdout.readline() == b"up\n"
         root = ProcessIdentity.of(psutil.Process(process.pid))
         deadline = time.monotonic() + 10
-        while len(family := find_families([root])) < 2 and time.monotonic() < deadline:
+        while len(family := families([psutil.Process(process.pid)])) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(family) == 2
-        assert end_processes(family, grace_s=0.0) == []
-        assert not any(identity.find() for identity in family)
-        assert find_families([root]) == []
+        end_families([root])
+        assert not any(map(is_running, family))
+        assert root.find() is None
 
 
 def test_a_reused_process_id_is_another_process():

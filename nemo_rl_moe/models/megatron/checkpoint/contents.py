@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The names of a model's tensors in a checkpoint, which are the same whatever modules the model is made of.
+"""Contents of a checkpoint: names of a model's tensors, optimizer, counters and random states.
 
+The names are the same whatever modules the model is made of.
 Transformer Engine keeps the weight of a norm in the linear layer behind it, but not in front of experts.
 Megatron-Core's own modules keep it apart; their layer specs name it as Transformer Engine does for a dense layer, in
 front of experts too, but not beside multi-latent attention. Here a norm has the name of a module of its own everywhere.
@@ -58,12 +59,12 @@ def may_keep_zeros(name: str) -> bool:
 
 
 def check_names(directory: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
-    """Compares what the ranks ask a checkpoint for with what it has of a model. Every rank calls it.
+    """Compares the names that the ranks ask a checkpoint for with those that it has. Every rank calls it.
 
     Args:
         directory: The checkpoint, for the message.
-        wanted: Names in the checkpoint that this rank asks for.
-        saved: All of the checkpoint's names.
+        wanted: Names that this rank asks for.
+        saved: All names in the checkpoint.
 
     Raises:
         CheckpointError: A tensor is missing, or no rank has a place for one; the same on every rank.
@@ -100,7 +101,7 @@ def random_states() -> dict[str, Tensor]:
 
 
 def restore_random_states(states: Mapping[str, Tensor]) -> None:
-    """Puts back what `random_states` returned, or some of it."""
+    """Restores random states of `random_states`, or some of them."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and not cpu_backend.ACTIVE:
@@ -113,7 +114,7 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
 
 @dataclass(frozen=True)
 class TrainingObjects:
-    """The objects of one rank that training changes.
+    """Objects of one rank that training changes.
 
     Attributes:
         chunks: The model's chunks, unwrapped.
@@ -128,12 +129,12 @@ class TrainingObjects:
 
 @dataclass(frozen=True)
 class TrainerCounters:
-    """Whole numbers that the trainer counts.
+    """Counters of the trainer.
 
     Attributes:
         num_updates: Optimizer steps that changed the weights.
         num_calls: Calls of `train`.
-        scheduler_ticks: Where the learning-rate schedule stands.
+        scheduler_ticks: Position of the learning-rate schedule.
     """
 
     num_updates: int
@@ -142,7 +143,7 @@ class TrainerCounters:
 
 
 def layout_name() -> str:
-    """Names the layout; random states belong to the ranks of one."""
+    """Name of the layout, to whose ranks the random states belong."""
     sizes = {
         "world": dist.get_world_size(),
         "tp": parallel_state.get_tensor_model_parallel_world_size(),
@@ -155,7 +156,7 @@ def layout_name() -> str:
 
 
 def random_key(name: str) -> str:
-    """The name of one of this rank's random states in a checkpoint."""
+    """Name of one of this rank's random states in a checkpoint."""
     return f"{RANDOM_PREFIX}{layout_name()}.rank{dist.get_rank()}.{name}"
 
 
@@ -210,7 +211,7 @@ def sharded_contents(
 
 @torch.no_grad()
 def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None:
-    """Fills the model with what was read under the names of `sharded_model`."""
+    """Fills the model with tensors that were read under the names of `sharded_model`."""
     live = sharded_model(chunks)
     for name, tensor in loaded.items():
         live[name].data.copy_(tensor)
@@ -218,7 +219,7 @@ def restore_model(chunks: Sequence[GPTModel], loaded: dict[str, Tensor]) -> None
 
 @torch.no_grad()
 def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> TrainerCounters | None:
-    """Fills the objects with what was read.
+    """Fills the objects with tensors that were read under the names of `sharded_contents`.
 
     Returns:
         The counters; None where the weights alone were read.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a checkpoint into a rank's training objects or its model, in the layout that wrote it or in another."""
+"""Loading of a checkpoint into a rank's training objects or its model, in the layout that wrote it or another one."""
 
 import pickle
 import re
@@ -36,7 +36,7 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
     In another layout than the checkpoint's the random states stay as they are: they belong to ranks.
 
     Args:
-        objects: What to fill.
+        objects: Objects to fill.
         directory: A folder that `start_write` has filled.
         with_optimizer: False reads the weights alone.
 
@@ -61,7 +61,7 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
     An expert bias that the checkpoint has no tensor for keeps its zeros.
 
     Args:
-        chunks: What to fill.
+        chunks: Chunks of the model to fill.
         directory: A folder that `start_write` has filled.
 
     Raises:

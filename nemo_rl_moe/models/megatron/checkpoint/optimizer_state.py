@@ -56,7 +56,7 @@ def ensure_state(optimizer: MegatronOptimizer) -> None:
 
 
 def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
-    """Tells the optimizer how many updates it has done, which Adam's bias correction needs.
+    """Sets the optimizer's number of updates, which Adam's bias correction needs.
 
     Every parameter gets a tensor of its own: torch adds to it in each step, so one that parameters share would count as
     many updates a step as it has owners. (Megatron-Core's own loading shares one, or restores 0.)
@@ -95,7 +95,7 @@ def sharded_optimizer_state(
 
 
 def put_back(optimizer: MegatronOptimizer, loaded: Sequence[dict[str, Any]]) -> None:
-    """Fills the optimizer with what was read for `sharded_optimizer_state`."""
+    """Fills the optimizer with tensors that were read under the names of `sharded_optimizer_state`."""
     for part, state in zip(optimizer_parts(optimizer), loaded, strict=True):
         if isinstance(part, DistributedOptimizer):
             by_index: dict[int, dict[str, Tensor]] = {}

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes a checkpoint in Megatron-Core's `torch_dist` format, without holding up training.
+"""Saving of a checkpoint in Megatron-Core's `torch_dist` format, in a thread beside the training.
 
 The format, the plan of who writes what and the final index are Megatron-Core's and torch's. The writing itself is a
 thread here: Megatron-Core's own asynchronous writers fork a process that holds this one's sockets, start a server
@@ -37,10 +37,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 
 
 class _SnapshotWriter(FileSystemWriterAsync):
-    """Copies what this rank writes when it is planned, and writes the copies when it is told to.
+    """Writer of one rank's part: copies its tensors when they are planned, and writes the copies later.
 
     Args:
-        directory: Where to.
+        directory: Folder of the checkpoint.
         copies_at_once: False copies each tensor when its turn comes, for a model that nothing changes meanwhile.
     """
 
@@ -86,8 +86,8 @@ class CheckpointWrite:
     """One rank's part of a checkpoint that is being written.
 
     Args:
-        writer: Holds the snapshot.
-        plan: Of all ranks, on the first one; None on others.
+        writer: Writer with the snapshot.
+        plan: Plan of all ranks, on the first one; None on others.
     """
 
     def __init__(self, writer: _SnapshotWriter, plan: Any):
@@ -101,7 +101,7 @@ class CheckpointWrite:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's part is over, well or not."""
+        """True when the writing of this rank's part has ended, well or not."""
         return not self._thread.is_alive()
 
     def cancel(self) -> None:
@@ -113,7 +113,7 @@ class CheckpointWrite:
         """Writes the index of all parts, on the first rank. Every rank calls it, when all are written or to wait.
 
         Returns:
-            What went wrong on any of the ranks, the same on all; None when the checkpoint is whole.
+            Problems of any of the ranks, the same on all; None when the checkpoint is whole.
         """
         self._thread.join()
         parts: list[Any] = [None] * dist.get_world_size()
@@ -126,7 +126,7 @@ class CheckpointWrite:
         return outcome[0]
 
     def _complete(self, results: list[list[WriteResult]]) -> str | None:
-        """Writes the index, if the first rank finds what every rank has written; what went wrong, or None."""
+        """Writes the index, if the first rank finds the parts of all ranks. Returns the problem, or None."""
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
@@ -156,7 +156,7 @@ class CheckpointWrite:
 
 
 def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
-    """What a rank has written and this one does not find."""
+    """Problem with a part that a rank has written and this one does not find: the ranks do not share the folder."""
     for rank, parts in enumerate(results):
         places = [part.storage_data for part in parts]
         ends = {place.relative_path: place.offset + place.length for place in places}  # the last one lies last
@@ -195,7 +195,7 @@ def start_write(contents: dict[str, Any], directory: Path, *, snapshot: bool = T
     """Takes the snapshot and begins to write it. Every rank calls it; training may go on when it returns.
 
     Args:
-        contents: What `sharded_contents` returned.
+        contents: Result of `sharded_contents`.
         directory: An existing, empty folder that every rank can reach.
         snapshot: False saves the memory for it: nothing may change what is written until it is written.
     """

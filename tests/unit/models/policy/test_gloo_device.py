@@ -43,7 +43,7 @@ def sum_in_many_groups() -> tuple[int, int, list[float]]:
 
 
 def test_groups_share_one_network_thread_and_keep_their_members() -> None:
-    results = run_ranks(sum_in_many_groups, WORLD_SIZE)
+    results = run_ranks(sum_in_many_groups, WORLD_SIZE, fresh=True)
     assert [(shared, own) for shared, own, _ in results] == [(1, 1)] * WORLD_SIZE
     assert [sums for _, _, sums in results] == [[11.0, 101.0], [11.0, 110.0], [110.0, 101.0]]
 

@@ -1,0 +1,174 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ray on this machine for one run: out of reach of signals meant for the program, watched, and ended at once."""
+
+import atexit
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import psutil
+import ray
+
+from nemo_rl_moe.distributed.node_tools import end_processes, families, is_running
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError
+
+LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
+SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
+SHARED_MEMORY = "/dev/shm"
+SERVERS = ("gcs_server", "raylet")
+POLL_S = 0.1
+UNWINDING_S = 6.0
+"""Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
+
+
+def object_store_bytes() -> int:
+    """Size of a small object store, as batches and metrics are all that travels; less where shared memory is scarce."""
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        free = LARGEST_OBJECT_STORE_BYTES
+    return max(SMALLEST_OBJECT_STORE_BYTES, min(LARGEST_OBJECT_STORE_BYTES, int(0.8 * free)))
+
+
+@contextmanager
+def preserved_handlers() -> Iterator[None]:
+    """Context in which `ray.init` takes over neither the program's handling of SIGTERM nor its output.
+
+    Ray prints pages of its servers' logs when a worker or a server dies. The errors that the driver gets say the same.
+    """
+    worker_module = ray._private.worker
+    if hasattr(worker_module, "print_to_stdstream"):
+        worker_module.print_to_stdstream = lambda *args, **options: None
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _blocked_stop_signals() -> Iterator[None]:
+    """Context whose child processes and threads never get SIGINT or SIGTERM.
+
+    Batch systems signal every process of a job: Ray's servers would be gone before the run has saved.
+    """
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, former)
+
+
+class LocalRay:
+    """Ray's servers as children of this process.
+
+    A thread notices within a second that one of them has died, killed when memory runs out say, which Ray itself
+    reports after a minute or not at all. A program that is still there a few seconds later is ended with a message.
+
+    Args:
+        num_cpus: CPUs that Ray offers to workers.
+
+    Raises:
+        WorkerDiedError: They do not start; nothing of them is left.
+    """
+
+    def __init__(self, num_cpus: int):
+        self._others = set(psutil.Process().children())
+        self._servers: dict[str, psutil.Process] = {}
+        self._processes: list[psutil.Process] | None = None
+        self._failure: str | None = None
+        self._stopped = threading.Event()
+        # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
+        # and wait for the servers or crash.
+        atexit.register(self._leave_out_ray)
+        self._thread = threading.Thread(target=self._watch, name="watch over Ray", daemon=True)
+        self._thread.start()
+        try:
+            with preserved_handlers(), _blocked_stop_signals():
+                self._start(num_cpus)
+        except Exception as error:
+            problem = self._failure
+            self._stop_watching()
+            # Ray leaves the servers that did start to the end of this process.
+            end_processes(self._family())
+            raise WorkerDiedError(f"Ray could not be started on this machine: {problem or error}") from error
+        # Children that come later, a logger's service say, are not Ray's.
+        self._processes = self._children()
+
+    @property
+    def failure(self) -> str | None:
+        """Death of a server, in words; None: all live. After it, calls to Ray may never return."""
+        return self._failure
+
+    def shutdown(self) -> None:
+        """Ends the servers and all that they have started."""
+        self._stop_watching()
+        family = self._family()
+        node: Any = getattr(ray._private.worker, "_global_node", None)
+        if kill := getattr(node, "kill_all_processes", None):
+            # SIGTERM is blocked in the servers: Ray would wait a second for each to follow it.
+            node.kill_all_processes = lambda **options: kill(**options | {"allow_graceful": False})
+        ray.shutdown()
+        end_processes(family)
+
+    def _start(self, num_cpus: int) -> None:
+        ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=object_store_bytes(),
+            # Ray gives its workers the lowest priority but four; here they are the program itself.
+            _system_config={"worker_niceness": 0},
+        )
+
+    def _children(self) -> list[psutil.Process]:
+        return [child for child in psutil.Process().children() if child not in self._others]
+
+    def _family(self) -> list[psutil.Process]:
+        return families(self._children() if self._processes is None else self._processes)
+
+    def _dead_server(self) -> str | None:
+        if len(self._servers) < len(SERVERS):  # they are still being started
+            for child in self._children():
+                with suppress(psutil.NoSuchProcess):
+                    if child.name() in SERVERS:
+                        self._servers[child.name()] = child
+        for name, server in self._servers.items():
+            if not is_running(server):
+                return f"Ray's {name} (pid {server.pid}) on this machine has died"
+        return None
+
+    def _stop_watching(self) -> None:
+        """Ends the watch before the servers are ended on purpose; one that has found them dead goes on."""
+        if self._failure is None:
+            self._stopped.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_S):
+            if (problem := self._dead_server()) is not None:
+                self._failure = problem
+                end_processes(self._family())
+                time.sleep(UNWINDING_S)
+                print(f"error: {problem}", file=sys.stderr, flush=True)
+                self._leave_out_ray()
+
+    def _leave_out_ray(self) -> None:
+        if self._failure is not None:
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(EXIT_FAILURE_TOLD)

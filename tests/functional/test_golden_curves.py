@@ -1,0 +1,27 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric of the first five steps is what it was: `tests/golden_curves.json` holds what earlier code gave.
+
+A change that is meant to give other numbers writes the file anew with `tests/make_golden_curves.py`, in a commit that
+says why. On one machine the numbers are equal to the bit; the tolerance is for the rounding of other processors.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.golden_runs import ALGORITHMS, run_golden
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, repository_root: Path) -> None:
+    golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[algorithm]
+    found = run_golden(algorithm, tmp_path, repository_root)
+    assert found.keys() == golden.keys()
+    for step, metrics in golden.items():
+        assert found[step].keys() == metrics.keys(), f"step {step}"
+        # A loss of GRPO is a difference of nearly equal sums: its absolute error is what rounding bounds.
+        assert found[step] == pytest.approx(metrics, rel=1e-6, abs=1e-8), f"step {step}"
+    changed = [name for step in golden for name, value in golden[step].items() if found[step][name] != value]
+    print(f"{algorithm}: {len(changed)} of {sum(map(len, golden.values()))} values differ in their last bits")

@@ -1,0 +1,121 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Five short steps of each algorithm, whose metrics `tests/golden_curves.json` keeps.
+
+Nothing here imports the package: `tests/make_golden_curves.py` runs other versions of it, too.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ALGORITHMS = ("sft", "dpo", "grpo")
+# Metrics of each step; `timing/` is left out.
+Curves = dict[str, dict[str, float]]
+
+_NUM_STEPS = 5
+_REWARD = "def reward(item):\n    return sum(character.isdigit() for character in item.response) / 8\n"
+
+
+def run_golden(algorithm: str, folder: Path, repository: Path) -> Curves:
+    """Metrics of a run of five steps, on two workers with the experts divided among them.
+
+    Args:
+        algorithm: One of `ALGORITHMS`.
+        folder: Empty; data and logs go here.
+        repository: Holds the package and the examples.
+    """
+    settings = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[algorithm](folder)
+    common = {
+        "policy.model_name": repository / "examples/assets/tiny_qwen3_moe",
+        "policy.init": "random",
+        "policy.megatron_cfg.expert_model_parallel_size": 2,
+        "policy.megatron_cfg.scheduler.lr_warmup_iters": 2,
+        f"{algorithm}.max_num_steps": _NUM_STEPS,
+        f"{algorithm}.val_period": 2,
+        "checkpointing.checkpoint_dir": "null",
+        "logger.log_dir": "logs",
+        "logger.tensorboard_enabled": "false",
+        "logger.wandb_enabled": "false",
+        "logger.mlflow_enabled": "false",
+    }
+    overrides = [f"{key}={value}" for key, value in {**common, **settings}.items()]
+    command = [sys.executable, "-m", "nemo_rl_moe.cli", algorithm]
+    command += ["--config", str(repository / f"examples/configs/{algorithm}_tiny_moe.yaml")]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(repository), str(folder)]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *overrides], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout + done.stderr)
+    (path,) = folder.glob("logs/*/metrics.jsonl")
+    curves: Curves = {}
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        metrics = {name: value for name, value in record["metrics"].items() if not name.startswith("timing/")}
+        curves.setdefault(str(record["step"]), {}).update(metrics)
+    return curves
+
+
+def _additions(count: int, seed: int) -> list[tuple[int, int]]:
+    generator = random.Random(seed)
+    return [
+        (generator.randrange(1, 10 ** generator.randrange(1, 4)), generator.randrange(1, 999)) for _ in range(count)
+    ]
+
+
+def _write(path: Path, count: int, seed: int, record: Callable[[int, int], dict[str, object]]) -> Path:
+    path.write_text("".join(f"{json.dumps(record(a, b))}\n" for a, b in _additions(count, seed)))
+    return path
+
+
+def _sft(folder: Path) -> dict[str, object]:
+    def record(a: int, b: int) -> dict[str, object]:
+        return {"prompt": f"{a}+{b}=", "completion": str(a + b)}
+
+    return {
+        "data.train.path": _write(folder / "train.jsonl", 96, 1, record),
+        "data.validation.path": _write(folder / "validation.jsonl", 19, 2, record),
+        "policy.train_global_batch_size": 16,
+        "policy.train_micro_batch_size": 4,
+    }
+
+
+def _dpo(folder: Path) -> dict[str, object]:
+    def record(a: int, b: int) -> dict[str, object]:
+        return {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": f"{a}{b}" + "0" * (a % 4)}
+
+    return {
+        "data.train.path": _write(folder / "train.jsonl", 48, 3, record),
+        "data.validation.path": _write(folder / "validation.jsonl", 9, 4, record),
+        "policy.train_global_batch_size": 8,
+        "policy.train_micro_batch_size": 2,
+    }
+
+
+def _grpo(folder: Path) -> dict[str, object]:
+    def record(a: int, b: int) -> dict[str, object]:
+        return {"prompt": f"{a}+{b}=", "answer": str(a + b), "metadata": {}}
+
+    (folder / "golden_reward.py").write_text(_REWARD)
+    return {
+        "data.train.path": _write(folder / "prompts.jsonl", 24, 5, record),
+        "data.validation.path": _write(folder / "validation.jsonl", 6, 6, record),
+        "env.name": "callable",
+        "env.callable.function": "golden_reward:reward",
+        "grpo.num_prompts_per_step": 4,
+        "grpo.num_generations_per_prompt": 4,
+        "grpo.max_val_samples": 6,
+        # Two updates a step: importance weights and ratios are those of a policy that has moved.
+        "policy.train_global_batch_size": 8,
+        "policy.train_micro_batch_size": 4,
+        "policy.logprob_batch_size": 4,
+        "policy.generation.max_new_tokens": 8,
+        "loss_fn.reference_policy_kl_penalty": 0.05,
+        "loss_fn.importance_sampling_correction": "truncated",
+    }

@@ -1,0 +1,171 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a rank's process that one test must not leave to the next."""
+
+import functools
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+# Modules whose names, and whose classes' attributes, are put back; pytest imports a test file by its own name.
+_ROOMS = ("megatron.", "nemo_rl_moe.", "tests.", "test_")
+# Of these only functions: the rest is torch's own record of process groups, which it clears itself.
+_TORCH_MODULES = ("torch.distributed", "torch.distributed.distributed_c10d")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGALRM, signal.SIGXFSZ, signal.SIGUSR2)
+_ABSENT = object()
+
+Container = dict[Any, Any] | list[Any] | set[Any]
+
+
+class ProcessState:
+    """What a fresh process has, noted once and put back after each call.
+
+    Process groups are left and Megatron-Core's parallel state is destroyed; environment variables, random number
+    generators, signal handlers, limits, filters of warnings and levels of logging are set as they were, and so is every
+    name in modules of Megatron-Core, of the package and of the tests, in their classes, and in dicts, lists and sets
+    that these names stand for. Caches of functions are emptied.
+    """
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._folder = os.getcwd()  # noqa: PTH109  (no Path: this is set again as it is)
+        self._signals = {number: signal.getsignal(number) for number in _SIGNALS}
+        self._file_limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._warnings = list(warnings.filters)
+        self._levels: dict[str, int] = {}
+        self._restore_logging()
+        self._random = random.getstate()
+        self._numpy_random = np.random.get_state()
+        self._torch_random = torch.get_rng_state()
+        self._modules: set[str] = set()
+        self._names: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._containers: dict[int, tuple[Container, Container]] = {}
+        self.note_new_modules()
+
+    def note_new_modules(self) -> bool:
+        """Notes the names of modules that were imported since the last time. True if there are any."""
+        new = [name for name in list(sys.modules) if name.startswith(_ROOMS) and name not in self._modules]
+        for name in new:
+            self._modules.add(name)
+            for owner in _owners(sys.modules[name]):
+                self._note(owner)
+        if not self._modules.issuperset(_TORCH_MODULES):
+            self._modules.update(_TORCH_MODULES)
+            for name in _TORCH_MODULES:
+                functions = {key: value for key, value in vars(sys.modules[name]).items() if callable(value)}
+                self._names[id(sys.modules[name])] = (sys.modules[name], functions)
+        return bool(new)
+
+    def _note(self, owner: Any) -> None:
+        names = {name: value for name, value in vars(owner).items() if not _is_left_alone(name, value)}
+        self._names[id(owner)] = (owner, names)
+        for value in names.values():
+            if type(value) in (dict, list, set):
+                self._containers[id(value)] = (value, value.copy())
+
+    def restore(self) -> None:
+        """Puts everything back."""
+        _leave_process_groups()
+        has_new_modules = any(name.startswith(_ROOMS) and name not in self._modules for name in list(sys.modules))
+        for owner, names in self._names.values():
+            _restore_names(owner, names, only_known=owner.__name__ in _TORCH_MODULES)
+        for container, items in self._containers.values():
+            if not _same_items(container, items):
+                _restore_items(container, items, keep_additions=has_new_modules)
+        self.note_new_modules()
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.chdir(self._folder)
+        for number, handler in self._signals.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+        if resource.getrlimit(resource.RLIMIT_FSIZE) != self._file_limit:
+            resource.setrlimit(resource.RLIMIT_FSIZE, self._file_limit)
+        warnings.filters[:] = self._warnings  # type: ignore[index]
+        self._restore_logging()
+        random.setstate(self._random)
+        np.random.set_state(self._numpy_random)
+        torch.set_rng_state(self._torch_random)
+        torch.set_default_dtype(torch.float32)
+        torch.set_grad_enabled(True)
+        # Models and process groups refer to themselves; groups keep threads until they are collected.
+        gc.collect()
+
+    def _restore_logging(self) -> None:
+        known = logging.root.manager.loggerDict
+        for name, logger in [("", logging.root), *known.items()]:
+            if isinstance(logger, logging.Logger):
+                level = self._levels.setdefault(name, logger.level)
+                if logger.level != level:
+                    logger.setLevel(level)
+
+
+def num_threads() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))  # noqa: PTH208
+
+
+def _owners(module: ModuleType) -> Iterator[Any]:
+    """The module and the classes that it defines."""
+    yield module
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and value.__module__ == module.__name__:
+            yield value
+
+
+def _is_left_alone(name: str, value: Any) -> bool:
+    return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl" or isinstance(value, ModuleType)
+
+
+def _restore_names(owner: Any, names: dict[str, Any], *, only_known: bool) -> None:
+    now = vars(owner)
+    for name, value in names.items():
+        if now.get(name, _ABSENT) is not value:
+            setattr(owner, name, value)
+        clear = getattr(value, "cache_clear", None)
+        if clear is not None and isinstance(value, functools._lru_cache_wrapper):
+            clear()
+    if not only_known and len(now) > len(names):
+        for name in [each for each, value in now.items() if each not in names and not _is_left_alone(each, value)]:
+            delattr(owner, name)
+
+
+def _same_items(container: Container, items: Container) -> bool:
+    if len(container) != len(items):
+        return False
+    if isinstance(container, dict) and isinstance(items, dict):
+        return all(items.get(key, _ABSENT) is value for key, value in container.items())
+    if isinstance(container, list):
+        return all(first is second for first, second in zip(container, items, strict=True))
+    return container == items
+
+
+def _restore_items(container: Any, items: Any, *, keep_additions: bool) -> None:
+    """Puts a container's items back; what importing has added to a registry stays: a module is not imported again."""
+    if keep_additions and isinstance(container, dict):
+        items.update({key: value for key, value in container.items() if key not in items})
+    container.clear()
+    if isinstance(container, list):
+        container.extend(items)
+    else:
+        container.update(items)
+
+
+def _leave_process_groups() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
