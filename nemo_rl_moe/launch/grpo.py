@@ -82,7 +82,7 @@ def prompt_fingerprints(config: GRPOMasterConfig, training: PromptDataset) -> di
 
 
 def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
-    """How training responses are drawn.
+    """Sampling parameters of training responses.
 
     Args:
         generation: What the user wants.

@@ -43,7 +43,7 @@ from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 @dataclass(frozen=True)
 class RankTrainResult:
-    """What one rank did in one `train` call.
+    """Result of one `train` call on one rank.
 
     Attributes:
         global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
@@ -249,7 +249,7 @@ class MegatronTrainer:
 
     @property
     def checkpoint_is_written(self) -> bool:
-        """Whether this rank's part of the last checkpoint is over, well or not."""
+        """True when this rank has finished its part of the last checkpoint, well or not."""
         return self._checkpoint_write is None or self._checkpoint_write.is_written
 
     def finish_checkpoint(self) -> str | None:
