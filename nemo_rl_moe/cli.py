@@ -277,7 +277,7 @@ def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
 
 
 def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
-    """How to go on after the driver could not tell it itself; None where there is no checkpoint."""
+    """Hint how to resume, where the driver could not give it itself; None where there is no checkpoint."""
     from nemo_rl_moe.checkpoints.resume import find_resume_point
 
     try:

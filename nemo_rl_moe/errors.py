@@ -7,7 +7,7 @@ from collections.abc import Sequence
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 1
 EXIT_FAILURE_TOLD = 70
-"""What a run's main process says to the supervisor for 1: it has told the user why. Ray's libraries end it with 1."""
+"""Exit code of a run's main process that has told the user why it failed; Ray's libraries end a process with 1."""
 EXIT_DIVERGED = 3
 
 

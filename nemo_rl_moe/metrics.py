@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A metric carries its own reduction, so that no name ever decides how a number is combined."""
+"""Metrics that carry their own reduction, and the seconds and tokens of a step's phases."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from enum import Enum
 
 
 class Reduction(Enum):
-    """How the values of one metric, one a microbatch or rank, become one number."""
+    """Reduction of a metric's values, one a microbatch or rank, to one number."""
 
     SUM = "sum"
     SHARE = "share"
@@ -58,7 +58,7 @@ def concatenate(series: Iterable[MetricSeries]) -> MetricSeries:
 
 
 def timing_metrics(phase: str, seconds: float, num_tokens: int = 0) -> dict[str, float]:
-    """How long a phase took, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
+    """Seconds of a phase, and its tokens a second where it has tokens, as `timing/{phase}/...` keys."""
     metrics = {"seconds": seconds}
     if num_tokens:
         metrics["tokens_per_second"] = num_tokens / seconds

@@ -43,7 +43,7 @@ STANDARD_DEVIATION_FLOOR = 1e-6
 def compute_advantages(
     rewards: Float[Tensor, "groups generations"], config: AdvantageConfig
 ) -> Float[Tensor, "groups generations"]:
-    """How much better each response did than others.
+    """Advantages of responses over others.
 
     - `grpo`: than the group, the other responses to the same prompt. The baseline is the mean reward of the group
       (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's other responses (RLOO, arXiv:2402.14740),

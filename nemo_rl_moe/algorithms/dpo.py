@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What the reference model gives the responses of preference pairs: one number a sequence."""
+"""DPO: the reference model's log-probabilities of preference pairs, and the loop over them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -78,7 +78,7 @@ def batches_to_measure(loader: GlobalBatchLoader, steps: range) -> list[list[int
 
 
 def num_pairs(batch: TokenBatch) -> int:
-    """How much a batch counts in a mean over pairs."""
+    """Number of pairs of a batch: its weight in a mean over pairs."""
     return len(batch) // 2
 
 

@@ -41,7 +41,7 @@ def keep_as_it_is(batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
 
 @dataclass(frozen=True)
 class SupervisedTraining:
-    """What is trained, on what, and how.
+    """Inputs of a supervised training loop.
 
     Attributes:
         schedule: The algorithm's section: how long, and when to validate.
@@ -104,7 +104,7 @@ def run_validation(training: SupervisedTraining) -> dict[str, float]:
 
 
 def _means(policy: PolicyInterface, batch: TokenBatch, loss_function: LossFunction) -> Mapping[str, float]:
-    """What the loss function reports as means; counts say nothing of a validation as a whole."""
+    """Means that the loss function reports; counts say nothing of a validation as a whole."""
     measured = validation_metrics(policy.evaluate(batch, loss_function))
     return {name: value for name, value in measured.items() if not name.startswith("val/num_")}
 

@@ -11,7 +11,7 @@ from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 
 
 def training_metrics(result: TrainResult, further: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """What one `train` call measured, as `train/...` keys.
+    """Metrics of one `train` call, as `train/...` keys.
 
     Args:
         result: The call's result.
@@ -33,7 +33,7 @@ def training_metrics(result: TrainResult, further: Mapping[str, float] = Mapping
 
 
 def validation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """What one validation measured, as `val/...` keys."""
+    """Metrics of one validation, as `val/...` keys."""
     return with_prefix("val", _reduced(result.microbatch_metrics))
 
 

@@ -32,7 +32,7 @@ class ScheduleConfig(Protocol):
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run came to.
+    """Summary of a run.
 
     Attributes:
         num_steps: Steps done.
@@ -61,7 +61,7 @@ def num_training_steps(config: ScheduleConfig, steps_per_epoch: int) -> int:
 
 
 def validation_is_due(config: ScheduleConfig, step: int, num_steps: int) -> bool:
-    """Whether a validation follows this step (counted from 1)."""
+    """True when a validation follows this step (counted from 1)."""
     periodic = config.val_period > 0 and step % config.val_period == 0
     return periodic or (config.val_at_end and step == num_steps)
 
@@ -70,7 +70,7 @@ _SHOWN_SAMPLES = 8
 
 
 class Checkpoints(Protocol):
-    """Where checkpoints go; `checkpoints.checkpointer.Checkpointer` is one."""
+    """Writer of checkpoints; `checkpoints.checkpointer.Checkpointer` is one."""
 
     @property
     def last_published(self) -> Path | None:
@@ -78,7 +78,7 @@ class Checkpoints(Protocol):
         ...
 
     def is_due(self, step: int) -> bool:
-        """Whether the user wants one after this step."""
+        """True when `save_period` asks for one after this step."""
         ...
 
     def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
@@ -96,7 +96,7 @@ class Checkpoints(Protocol):
 
 @dataclass(frozen=True)
 class Observers:
-    """Who hears of a run.
+    """Receivers of a run's records.
 
     Attributes:
         logger: Gets one record for each step.
@@ -111,7 +111,7 @@ class Observers:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step came to.
+    """Outcome of one step.
 
     Attributes:
         batches_taken: Batches, or rounds of prompts, taken from the data so far.
@@ -164,7 +164,7 @@ class StepRecorder:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no step has been done."""
+        """True before the first step."""
         return self.state.step == 0
 
     def record_start(self, validation: Mapping[str, float], samples: Mapping[str, Sequence[Any]] | None = None) -> None:

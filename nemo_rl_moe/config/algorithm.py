@@ -26,7 +26,7 @@ ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What the package knows of an algorithm.
+    """Record of an algorithm: all that the package knows of it.
 
     The functions take a checked configuration, an instance of `config_class`.
 
@@ -65,7 +65,7 @@ class Algorithm:
 
     @property
     def generates(self) -> bool:
-        """Whether the algorithm trains on responses of its own."""
+        """True when the algorithm trains on responses that it generates."""
         return self.responses_at_a_time is not None
 
     @property
@@ -169,7 +169,7 @@ def find_algorithm(name: str) -> Algorithm:
 
 
 def _problems(algorithm: Algorithm) -> Iterator[str]:
-    """What keeps an imported record from being used."""
+    """Problem that keeps an imported record from being used."""
     fields = algorithm.config_class.model_fields
     if algorithm.name in BUILT_IN:
         yield f"its name {algorithm.name} is that of a built-in algorithm"

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The section that only direct preference optimization (DPO) has."""
+"""The whole configuration of each algorithm, and the section that only DPO has."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Neighbouring sequences that must run in the same microbatch, planned as if each group were one sequence."""
+"""Plan of microbatches: the sequences that each data-parallel rank runs, padded, by tokens or packed."""
 
 import heapq
 import math
@@ -11,7 +11,7 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
-    """What each group takes where every sequence is padded to the longest of its microbatch.
+    """Tokens of each group where every sequence is padded to the longest of its microbatch.
 
     A microbatch of groups takes as many times the largest of these numbers as it holds groups.
 
@@ -23,7 +23,7 @@ def padded_group_lengths(lengths: Sequence[int], group_size: int) -> list[int]:
 
 
 def packed_group_lengths(lengths: Sequence[int], group_size: int, sequence_multiple: int) -> list[int]:
-    """What each group takes where sequences stand end to end.
+    """Tokens of each group where sequences stand end to end.
 
     Args:
         lengths: Tokens of each sequence; their number is a multiple of `group_size`.
@@ -151,7 +151,7 @@ Batching = PlainBatching | DynamicBatching | PackedBatching
 
 @dataclass(frozen=True)
 class MicrobatchPlan:
-    """Who runs what.
+    """Assignment of sequences to data-parallel ranks and microbatches.
 
     Attributes:
         global_batches: For each global batch, by data-parallel rank, its microbatches of sequence indices. The indices
@@ -162,13 +162,13 @@ class MicrobatchPlan:
 
     @property
     def num_microbatches(self) -> tuple[int, ...]:
-        """How many microbatches each rank runs in each global batch."""
+        """Number of microbatches that each rank runs in each global batch."""
         return tuple(len(by_rank[0]) for by_rank in self.global_batches)
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """Who runs what, for a batch of any size.
+    """Assignment of sequences to ranks and microbatches, for a batch of any size.
 
     Attributes:
         by_rank: Microbatches by data-parallel rank; every rank has as many.
@@ -367,7 +367,7 @@ def _noun(group_size: int) -> str:
 
 
 def _group_lengths(lengths: Sequence[int], group_size: int, batching: Batching) -> list[int]:
-    """What each group takes of a microbatch, padding included; every group fits one."""
+    """Tokens of each group in a microbatch, padding included; every group fits one."""
     if lengths and min(lengths) < 1:
         raise ValueError(f"sequence {list(lengths).index(min(lengths))} holds no token")
     if isinstance(batching, PackedBatching):

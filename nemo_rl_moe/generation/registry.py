@@ -21,7 +21,7 @@ KEY = "policy.generation.backend"
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """What an engine is made from.
+    """Inputs of an engine's factory.
 
     Attributes:
         config: The whole configuration.

@@ -125,7 +125,7 @@ def start_rollouts(
 
 
 def sampling_parameters(generation: GenerationConfig, tokenizer: Any, vocabulary_size: int) -> SamplingParameters:
-    """How training responses are drawn.
+    """Sampling parameters of training responses.
 
     Args:
         generation: What the user wants.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """What the driver knows of a run's model.
+    """The model of a run as the driver knows it.
 
     Attributes:
         source: Where it is read from.
@@ -82,7 +82,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
 def model_warnings(
     policy: PolicyConfig, hf_config: Any, config_json: Mapping[str, Any], transformer: "TransformerConfig"
 ) -> list[str]:
-    """What a user should know of the model's settings before a run, a line each.
+    """Warnings about the model's settings before a run, a line each.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -101,7 +101,7 @@ def model_warnings(
 
 
 def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource, Path]:
-    """Where the model is, and its folder on this machine."""
+    """Source of the model, and its folder on this machine."""
     if Path(policy.model_name).is_dir():
         source = find_model(policy)
     else:

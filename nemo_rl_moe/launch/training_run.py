@@ -192,7 +192,7 @@ class TrainingRun:
 
     @property
     def is_complete(self) -> bool:
-        """Whether an earlier run has come to its end and has written the final weights."""
+        """True when an earlier run has come to its end and has written the final weights."""
         if self.resume is None:
             return False
         final = self.resume.folder.parent / FINAL_WEIGHTS_FOLDER / FINAL_RUN_FILE
@@ -283,7 +283,7 @@ class TrainingRun:
         self._ending = summarise(config, summary, self._folder, weights)
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
-        """Which training made the final weights: those of another one may stand in the same folder."""
+        """Origin of the final weights: those of another training may stand in the same folder."""
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
 
     @property

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A model's files on the Hugging Face hub: exactly those that a run reads, fetched before a worker starts."""
+"""A model's configuration and weights: a local folder, or the hub's files, fetched before a worker starts."""
 
 import json
 import socket

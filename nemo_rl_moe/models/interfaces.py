@@ -95,7 +95,7 @@ def needs_of(loss_function: LossFunction) -> frozenset[Head]:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What one `train` call did, the same numbers on every rank.
+    """Result of one `train` call, the same numbers on every rank.
 
     Attributes:
         global_loss: Loss of the global batch, without auxiliary losses; of several, the mean.
@@ -128,14 +128,14 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What one `evaluate` call measured: a series for each metric of the loss function."""
+    """Result of one `evaluate` call: a series for each metric of the loss function."""
 
     microbatch_metrics: dict[str, MetricSeries]
 
 
 @dataclass(frozen=True)
 class WriteOutcome:
-    """How the writing of a checkpoint ended.
+    """Outcome of writing a checkpoint.
 
     Attributes:
         problem: What went wrong, on whichever rank; None when every rank has written its part.
@@ -186,7 +186,7 @@ class PolicyInterface(Protocol):
         ...
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """How the writing stands; None while it goes on. With `wait`, comes back when it has ended."""
+        """Outcome of the writing; None while it goes on. With `wait`, returns when it has ended."""
         ...
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:

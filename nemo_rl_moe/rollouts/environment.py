@@ -81,7 +81,7 @@ class Session:
 
     @property
     def has_room(self) -> bool:
-        """Whether another token fits."""
+        """True when another token fits."""
         return self.num_tokens < self.max_tokens
 
     async def generate(self) -> Turn:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rollout sources: where the groups of trajectories of a training step come from."""
+"""Rollout sources: they supply the groups of trajectories of each training step."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ class RolloutSource(Protocol):
 
     @property
     def is_used_up(self) -> bool:
-        """Whether no prompts are left."""
+        """True when no prompts are left."""
         ...
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
@@ -66,7 +66,7 @@ class RolloutSource(Protocol):
         ...
 
     def state_dict(self) -> dict[str, int]:
-        """Where it stands between two steps, for a checkpoint."""
+        """Position between two steps, for a checkpoint."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -108,7 +108,7 @@ class SynchronousSource:
 
     @property
     def is_used_up(self) -> bool:
-        """Whether no prompts are left."""
+        """True when no prompts are left."""
         return self._next_round is None
 
     def state_dict(self) -> dict[str, int]:

@@ -67,7 +67,7 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether it was cut at a limit on its tokens."""
+        """True when it was cut at a limit on its tokens."""
         return self.finish_reason == "length"
 
     @property

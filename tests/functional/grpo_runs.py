@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.rollouts.environment import Session
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.functional import sft_runs
 
 EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/grpo_tiny_moe.yaml"
@@ -61,6 +63,16 @@ def reward_that_fails_at_times(item: ScoringItem) -> float:
     if "9" in item.response:
         raise ValueError("a nine")
     return sum(character.isdigit() for character in item.response) / 12
+
+
+async def ask_twice(session: Session) -> Trajectory:
+    """An environment of two turns: the second question repeats the first answer's first digit."""
+    first = await session.generate()
+    digit = next((character for character in first.text if character.isdigit()), "0")
+    session.append_text(f"{digit}+1=")
+    second = await session.generate()
+    digits = sum(character.isdigit() for character in first.text + second.text)
+    return session.finish(Score(digits / 16, is_correct=digits > 4), {"env/num_digits": float(digits)})
 
 
 def command(overrides: list[str]) -> list[str]:

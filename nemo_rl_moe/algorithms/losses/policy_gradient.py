@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The ratio of the probabilities that two policies give a token, and the bounds that an objective holds it in."""
+"""Policy-gradient losses: GRPO, DAPO, GSPO and CISPO, with their ratios, corrections, KL penalty and metrics."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 
 LARGEST_LOG_RATIO = 20.0
-"""What `bounded_exp` takes a larger exponent for: e^20 is half a billion, and float32 ends at e^88."""
+"""Largest exponent of `bounded_exp`: e^20 is half a billion, and float32 ends at e^88."""
 
 
 def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -40,7 +40,7 @@ def probability_ratio(
     *,
     of_sequences: bool,
 ) -> Float[Tensor, "sequences targets"]:
-    """How much more likely the policy makes each token than it did before this step.
+    """Ratio of each token's probability under the policy to that before this step.
 
     Args:
         logprobs: Of the policy that is trained; finite where masked.
@@ -57,7 +57,7 @@ def probability_ratio(
 
 @dataclass(frozen=True)
 class RatioBounds:
-    """What the objective holds each ratio between.
+    """Bounds of the probability ratio in the objective.
 
     Attributes:
         lower: Where a ratio is below, the objective takes this for it, and its gradient is 0.
@@ -97,12 +97,12 @@ def surrogate_bounds(advantages: Float[Tensor, "sequences targets"], config: Pol
 def importance_ratio(
     prev_logprobs: Float[Tensor, "*shape"], generation_logprobs: Float[Tensor, "*shape"]
 ) -> Float[Tensor, "*shape"]:
-    """How much more likely training makes each token than generation did, before the step; no gradient."""
+    """Ratio of each token's probability in training to that in generation, before the step; no gradient."""
     return bounded_exp((prev_logprobs - generation_logprobs).detach())
 
 
 def importance_weights(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
-    """What each token's part of the loss is multiplied by, always token by token.
+    """Importance weight of each token's part of the loss.
 
     - `none`: 1.
     - `truncated`: the ratio, at most the upper bound (truncated importance sampling; F. Yao et al., "Your Efficient RL
@@ -122,7 +122,7 @@ def importance_weights(ratio: Float[Tensor, "*shape"], config: PolicyGradientLos
 
 
 def out_of_bounds(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Bool[Tensor, "*shape"]:
-    """Where the correction does not take the ratio as it is; of the bounds, `truncated` has the upper one only."""
+    """Tokens whose ratio the correction changes; of the bounds, `truncated` has the upper one only."""
     too_large = ratio > config.importance_sampling_ratio_max
     if config.importance_sampling_correction == "truncated":
         return too_large
@@ -161,7 +161,7 @@ Metrics = dict[str, tuple[Tensor, Reduction]]
 def ratio_metrics(
     ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
 ) -> Metrics:
-    """How far the policy has moved since the step began.
+    """Metrics of the probability ratio: the policy's move since the step began.
 
     - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
     - `probs_ratio_clamped`: the mean of the ratio held between both bounds, whatever the advantage
@@ -194,7 +194,7 @@ def mismatch_metrics(
     generation: Float[Tensor, "sequences targets"],
     inputs: LossInputs,
 ) -> Metrics:
-    """What generation and training make of the same tokens with the same weights, and the policy's entropy.
+    """Metrics of the mismatch between generation and training with the same weights, and the policy's entropy.
 
     - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`; 1 is perfect
     - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats; 0 is perfect
@@ -220,7 +220,7 @@ def correction_metrics(
     config: PolicyGradientLossConfig,
     inputs: LossInputs,
 ) -> Metrics:
-    """What the importance-sampling correction does; nothing without one.
+    """Metrics of the importance-sampling correction; none without one.
 
     - `importance_weight`: its mean
     - `importance_weight_truncated_fraction` or, of IcePop, `importance_weight_dropped_fraction`: share of the tokens
@@ -304,7 +304,7 @@ class PolicyGradientLoss:
 
 
 def ratio_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """What the objective holds the ratio of each token between."""
+    """Bounds of each token's ratio in the objective."""
     return both_bounds(advantages, config) if config.objective == "cispo" else surrogate_bounds(advantages, config)
 
 

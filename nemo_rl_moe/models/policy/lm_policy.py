@@ -47,7 +47,7 @@ POLICY_ROLE = "policy"
 
 
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
-    """How microbatches are cut: by tokens where the configuration says so, otherwise of this many sequences."""
+    """Batching of a policy: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
         return PackedBatching(max_tokens=policy.sequence_packing.train_mb_tokens)
     if policy.dynamic_batching.enabled:
@@ -139,7 +139,7 @@ class ModelWorkers:
         self._workers.shutdown()
 
     def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
-        """Who runs which sequences, and the batch with the fillers that the plan's indices may refer to."""
+        """Plan of the ranks' microbatches, and the batch with the fillers that its indices may refer to."""
         plan = plan_evaluation(
             batch.lengths.tolist(),
             num_data_parallel_ranks=self._data_parallel_size,
@@ -302,7 +302,7 @@ class MegatronPolicy(ModelWorkers):
         self._workers.call_all("start_checkpoint", directory.absolute(), with_optimizer)
 
     def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """How the writing stands; None while it goes on."""
+        """Outcome of the writing; None while it goes on."""
         if wait or all(self._workers.call_all("checkpoint_is_written")):
             return WriteOutcome(self._workers.call_all("finish_checkpoint")[0])
         return None

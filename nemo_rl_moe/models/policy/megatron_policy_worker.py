@@ -20,7 +20,7 @@ from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 @dataclass(frozen=True)
 class WorkerDescription:
-    """What a worker tells of itself once it has started.
+    """Description of a worker that has started.
 
     Attributes:
         problems: Why it cannot work, a line each; then there is nothing else.
@@ -39,7 +39,7 @@ class WorkerDescription:
 
 @dataclass(frozen=True)
 class WeightsOutcome:
-    """How the writing of a Hugging Face folder ended.
+    """Outcome of writing a Hugging Face folder.
 
     Attributes:
         problem: What went wrong, on whichever rank; None when the folder is whole.
@@ -123,7 +123,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
             self._problems = error.problems
 
     def describe(self) -> WorkerDescription:
-        """What this rank is, or why it cannot be."""
+        """Description of this rank, or the problems that keep it from working."""
         from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
         from nemo_rl_moe.models.megatron.model.transformer_config import effective_moe_configuration
 
@@ -177,7 +177,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         self._trainer.start_checkpoint(directory, with_optimizer=with_optimizer)
 
     def checkpoint_is_written(self) -> bool:
-        """Whether this rank's part of the last checkpoint is over, well or not."""
+        """True when this rank has finished its part of the last checkpoint, well or not."""
         return self._trainer.checkpoint_is_written
 
     def finish_checkpoint(self) -> str | None:

@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """How this rank runs microbatches.
+    """Forward and backward passes of this rank over microbatches.
 
     Attributes:
         config: The model's effective configuration.

@@ -61,7 +61,7 @@ class ModelMicrobatch:
 
 @dataclass(frozen=True)
 class MicrobatchShape:
-    """What the microbatches of one step are padded to.
+    """Padded shape of the microbatches of one step.
 
     Attributes:
         column_multiple: Columns are a multiple of this (the sequence-parallel size).

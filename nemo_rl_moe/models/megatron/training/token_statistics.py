@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probabilities and greedy matches from logits that are cut along the vocabulary, a piece at a time."""
+"""Log-probabilities, greedy matches and entropies from logits that are cut along the vocabulary."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

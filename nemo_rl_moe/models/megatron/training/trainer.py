@@ -47,7 +47,7 @@ from megatron.core.transformer.module import MegatronModule
 
 @dataclass(frozen=True)
 class RankTrainResult:
-    """What one rank did in one `train` call.
+    """Result of one `train` call on one rank.
 
     Attributes:
         global_loss: Loss of the global batch over all ranks; of several, the mean. The same on every rank.
@@ -281,7 +281,7 @@ class MegatronTrainer(MegatronModel):
 
     @property
     def checkpoint_is_written(self) -> bool:
-        """Whether this rank's part of the last checkpoint is over, well or not."""
+        """True when this rank has finished its part of the last checkpoint, well or not."""
         return self._checkpoint_write is None or self._checkpoint_write.is_written
 
     def finish_checkpoint(self) -> str | None:

@@ -1,0 +1,40 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose environment asks a second question that depends on the first answer."""
+
+import json
+import math
+from pathlib import Path
+
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
+from tests.functional import grpo_runs, sft_runs
+
+
+def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 12)
+    turns = {
+        "env__rollout": "tests.functional.grpo_runs:ask_twice",
+        "policy__generation__max_new_tokens": 6,
+        "grpo__max_num_steps": 2,
+        "loss_fn__force_on_policy_ratio": "never",
+    }
+    settings = grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl())
+    done = grpo_runs.run(settings, tmp_path)
+    assert done.returncode == 0, done.stderr
+    run_folder = sft_runs.only_run_folder(tmp_path)
+    steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert metrics["train/mean_turns_per_sample"] == 2.0
+        assert math.isfinite(metrics["train/loss"])
+        assert metrics["train/env/num_digits"] == metrics["train/reward"] * 16
+        # Training sees the tokens of both turns as generation saw them, with what the environment put between them.
+        assert abs(metrics["train/token_mult_prob_error"] - 1) < 1e-5
+    lines = (run_folder / SAMPLES_FILE_NAME).read_text().splitlines()
+    samples = [sample for sample in map(json.loads, lines) if sample["split"] == "train"]
+    assert len(samples) == 2 * 16
+    assert {sample["num_turns"] for sample in samples} == {2}
+    assert all("+1=" in sample["response"] for sample in samples)
+    assert len({sample["response"].split("+1=")[0][-1] for sample in samples}) > 1, "the questions differ"
+    assert {sample["weight_version"] for sample in samples} == {0, 1}

@@ -1,0 +1,216 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Environments of several turns: masks, log-probabilities, seeds and limits of what they make."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_moe.distributed.batch import Axis
+from nemo_rl_moe.environments.interface import Fault, Score
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn, make_environment
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, training_batch
+from tests.support.grpo_fakes import END_TOKEN, SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+
+
+async def two_turns(session: Session) -> Trajectory:
+    """Asks again, with a question made of the first answer."""
+    first = await session.generate()
+    session.append([90 + first.token_ids[0]])
+    second = await session.generate()
+    return session.finish(
+        Score(float(len(second.token_ids)), is_correct=True), {"env/asked": float(len(session.turns))}
+    )
+
+
+def run(function, engine=None, num_prompts=2, generations=2, max_tokens=100):  # type: ignore[no-untyped-def]
+    worker = make_worker(engine or FakeEngine(), FakeScorer(), RolloutFunction(function), max_tokens)
+    return worker.run(prompts(num_prompts), generations, SAMPLING, (3, 1), PhaseClock())
+
+
+def test_the_second_question_depends_on_the_first_answer() -> None:
+    engine = FakeEngine()
+    found = run(two_turns, engine)
+    first, second = engine.requests
+    assert len(first.prompts) == len(second.prompts) == 4, "each turn of all trajectories is one call of the engine"
+    for trajectory, asked, asked_again in zip(found, first.prompts, second.prompts, strict=True):
+        answer = asked_again[len(asked) : -1]
+        assert asked_again[: len(asked)] == asked
+        assert asked_again[-1] == 90 + answer[0], "the environment's own token"
+        assert trajectory.token_ids.tolist()[: len(asked_again)] == list(asked_again)
+        assert trajectory.num_turns == 2
+    assert len({90 + prompt[-1] for prompt in second.prompts}) > 1, "answers differ, and so do the questions"
+
+
+def test_only_sampled_tokens_are_trained_on() -> None:
+    engine = FakeEngine(weight_version=4)
+    for trajectory, asked, asked_again in zip(
+        run(two_turns, engine), engine.requests[0].prompts, engine.requests[1].prompts, strict=True
+    ):
+        sampled = np.ones(len(trajectory.token_ids), dtype=bool)
+        sampled[: len(asked)] = False
+        sampled[len(asked_again) - 1] = False
+        assert trajectory.loss_mask.tolist() == sampled.tolist()
+        assert (trajectory.weight_versions == np.where(sampled, 4, NOT_SAMPLED)).all()
+        assert (trajectory.logprobs == np.where(sampled, -0.25, 0.0)).all()
+        assert trajectory.num_sampled_tokens == sampled.sum()
+        assert trajectory.metrics == {"env/asked": 2.0}
+        batch = training_batch([trajectory], [torch.arange(len(sampled))], 0, leave_out_truncated=False)
+        assert batch.token_mask[0].tolist() == sampled.tolist()
+        assert batch.columns["advantages"].axis is Axis.TOKEN
+        assert batch.columns["advantages"].values[0].tolist() == list(range(len(sampled)))
+
+
+def test_turns_draw_other_random_numbers_and_the_same_ones_each_time() -> None:
+    def seeds() -> list[tuple[int, ...]]:
+        engine = FakeEngine()
+        run(two_turns, engine)
+        return [request.seeds for request in engine.requests]
+
+    first, second = seeds()
+    assert len({*first, *second}) == 8
+    assert seeds() == [first, second]
+    single = FakeEngine()
+    make_worker(single, FakeScorer()).run(prompts(2), 2, SAMPLING, (3, 1), PhaseClock())
+    assert single.requests[0].seeds == first, "the first turn is drawn as the only one of a single turn"
+
+
+def test_trajectories_of_different_lengths_share_their_calls() -> None:
+    async def until_done(session: Session) -> Trajectory:
+        while len(session.turns) < 1 + int(session.prompt.sample_id.split(":")[1]):
+            await session.generate()
+        return session.finish(await session.score())
+
+    engine = FakeEngine()
+    found = run(until_done, engine, num_prompts=3, generations=1)
+    assert [trajectory.num_turns for trajectory in found] == [1, 2, 3]
+    assert [len(request.prompts) for request in engine.requests] == [3, 2, 1]
+
+
+def test_a_trajectory_ends_at_its_limit() -> None:
+    @dataclass
+    class LongWinded(FakeEngine):
+        limits: list[int] = field(default_factory=list)
+
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            for index, request in enumerate(requests):
+                self.limits.append(request.sampling.max_new_tokens)
+                size = request.sampling.max_new_tokens
+                yield index, GeneratedSequence(np.full(size, 7), np.zeros(size), True, 0)
+
+    async def as_long_as_possible(session: Session) -> Trajectory:
+        while session.has_room:
+            await session.generate()
+        with pytest.raises(ValueError, match="full, at 10 tokens"):
+            await session.generate()
+        return session.finish(Score(0.0, is_correct=False))
+
+    engine = LongWinded()
+    (found,) = run(as_long_as_possible, engine, num_prompts=1, generations=1, max_tokens=10)
+    assert engine.limits == [6, 3], "the prompt has one token, and a response six at most"
+    assert len(found.token_ids) == 10
+    assert found.finish_reason == "length"
+
+
+def test_a_function_that_raises_costs_its_trajectory_alone() -> None:
+    async def fails_at_times(session: Session) -> Trajectory:
+        await session.generate()
+        if session.prompt.sample_id == "train:1":
+            raise RuntimeError("no such tool")
+        return session.finish(Score(1.0, is_correct=True))
+
+    found = run(fails_at_times, generations=1)
+    assert [trajectory.reward for trajectory in found] == [1.0, 0.0]
+    assert (found[1].fault, found[1].fault_message) == (Fault.ERROR, "RuntimeError: no such tool")
+    assert found[1].loss_mask.any(), "what was generated is there"
+
+
+def test_an_environment_may_wait_for_something_else() -> None:
+    async def with_a_tool(session: Session) -> Trajectory:
+        await session.generate()
+        await asyncio.sleep(0.01 * (1 + int(session.prompt.sample_id[-1])))
+        session.append_text("5 6")
+        await session.generate()
+        return session.finish(await session.score())
+
+    engine = FakeEngine()
+    found = run(with_a_tool, engine, num_prompts=3, generations=1)
+    assert [len(request.prompts) for request in engine.requests] == [3, 3], "who is done first waits for the others"
+    assert all(trajectory.num_turns == 2 for trajectory in found)
+
+
+def test_answers_arrive_as_they_are_ready() -> None:
+    order: list[str] = []
+
+    class Streaming(FakeEngine):
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            for index in reversed(range(len(requests))):
+                order.append(f"generated {index}")
+                yield index, GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0)
+
+    async def notes(session: Session) -> Trajectory:
+        await session.generate()
+        order.append(f"went on {session.prompt.sample_id[-1]}")
+        return session.finish(Score(0.0, is_correct=False))
+
+    run(notes, Streaming(), generations=1)
+    assert order == ["generated 1", "went on 1", "generated 0", "went on 0"]
+
+
+def test_an_error_of_the_engine_ends_the_run_with_itself() -> None:
+    class Broken(FakeEngine):
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            raise RuntimeError("the engine is gone")
+
+    with pytest.raises(RuntimeError, match="the engine is gone"):
+        run(two_turns, Broken())
+
+
+def test_routes_of_the_last_request_are_kept_and_later_tokens_have_none() -> None:
+    class Routed(FakeEngine):
+        def _respond_to(self, request: GenerationRequest) -> GeneratedSequence:
+            size = len(request.token_ids) + 2
+            routes = np.arange(size * 2, dtype=np.int16).reshape(size, 2, 1)
+            return GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, routes)
+
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            yield from enumerate(map(self._respond_to, requests))
+
+    async def asks_and_adds(session: Session) -> Trajectory:
+        await session.generate()
+        session.append([42])
+        return session.finish(Score(0.0, is_correct=False))
+
+    (found,) = run(asks_and_adds, Routed(), num_prompts=1, generations=1)
+    assert found.routed_experts is not None
+    assert found.routed_experts.dtype == np.int16
+    assert found.routed_experts[:, 0, 0].tolist() == [0, 2, 4, -1]
+
+
+async def named_in_a_configuration(session: Session) -> Trajectory:
+    """A function for `env.rollout`."""
+    return await two_turns(session)
+
+
+def no_coroutine(session: Session) -> None:
+    """Not a function for `env.rollout`."""
+
+
+def test_the_configuration_names_the_function() -> None:
+    env = small_config().env
+    assert isinstance(make_environment(env), SingleTurn)
+    here = "tests.unit.rollouts.test_environments"
+    assert isinstance(
+        make_environment(env.model_copy(update={"rollout": f"{here}:named_in_a_configuration"})), RolloutFunction
+    )
+    with pytest.raises(ConfigurationError, match=r"env\.rollout: .*expected a coroutine function"):
+        make_environment(env.model_copy(update={"rollout": f"{here}:no_coroutine"}))
+    with pytest.raises(ConfigurationError, match=r"env\.rollout: .*did you mean named_in_a_configuration"):
+        make_environment(env.model_copy(update={"rollout": f"{here}:named_in_a_configuratio"}))
