@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.loggers.pictures import is_picture_step
+from nemo_rl_moe.loggers.wandb_files import last_wandb_step
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX
 from nemo_rl_moe.run_folder.lines import to_plain
 from nemo_rl_moe.run_folder.metrics import RunOutcome, StepRecord
@@ -154,13 +154,10 @@ class WandbLogger:
         )
         self.run_id = run_id
         self.announcement: str | None = None
-        self._step_file: Path | None = None
         # Asked first, since W&B warns when an offline run is asked for its address.
         if self._run.offline:
-            folder = run_folder / "wandb"
-            if folder.is_dir():  # not with WANDB_MODE=disabled
-                self._step_file = folder / f"last_step_{run_id}.txt"
-            self.last_step = _number_in(self._step_file) if is_resumed and self._step_file else -1
+            # Its files say what a killed run has left; what its service had not written yet is sent again.
+            self.last_step = last_wandb_step(run_folder / "wandb", run_id) if is_resumed else -1
             self._first_step = 0
             self.announcement = f"W&B run is offline; to upload it: wandb sync {Path(self._run.dir).parent}"
         else:
@@ -186,9 +183,6 @@ class WandbLogger:
             self._draw_outliers(step)
         # Committed at once: otherwise the row waits for the next step, and the last one is lost in a crash.
         self._run.log({key: float(value) for key, value in metrics.items()}, step=step, commit=True)
-        if self._step_file is not None:
-            # An offline run has no server to ask, and a run that is killed and resumed sends W&B what it lacks.
-            write_whole(self._step_file, str(step))
 
     def _draw_outliers(self, step: int) -> None:
         # W&B writes the chart's table to the disk, which may be full; the next chart has all outliers again.
@@ -262,12 +256,6 @@ def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
             f"WANDB_MODE is {chosen!r}, and nobody is logged in: run `wandb login`, or set WANDB_API_KEY"
         )
     return "offline"
-
-
-def _number_in(file: Path) -> int:
-    """Number that a file holds; -1 where there is no file, or a power failure has left an empty one."""
-    text = file.read_text() if file.is_file() else ""
-    return int(text) if text.isdecimal() else -1
 
 
 def _is_logged_in(environment: Mapping[str, str]) -> bool:

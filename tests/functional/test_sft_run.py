@@ -18,6 +18,7 @@ import torch
 
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, HeatmapGeometry, cell_colors
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.run_folder.run_data import read_run
 from tests.functional import sft_runs
 from tests.support.logged_metrics import (
@@ -30,7 +31,6 @@ from tests.support.logged_metrics import (
     read_wandb_offline,
     read_wandb_offline_pictures,
 )
-from tests.support.wandb_files import wandb_files, wandb_records
 
 NUM_STEPS = 40
 NUM_TRAIN = 3000

@@ -9,9 +9,9 @@ from typing import Any
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_images, wandb_rows
 from nemo_rl_moe.run_folder.metrics import MetricHistory as MetricHistory
 from nemo_rl_moe.run_folder.metrics import read_history
-from tests.support.wandb_files import wandb_files, wandb_images, wandb_rows
 
 PictureHistory = dict[str, list[tuple[int, bytes]]]
 

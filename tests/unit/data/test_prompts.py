@@ -54,6 +54,7 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
             "score_truncated": False,
             "reasoning_gym": task,
             "callable": None,
+            "rollout": None,
         }
     )
     data = PromptDataConfig(train=source, validation=None, **settings)

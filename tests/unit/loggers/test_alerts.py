@@ -15,12 +15,12 @@ from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.loggers.alerts import Alert, AlertWatch, alerts_of
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.moe.findings import Finding
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.loggers import load_of, settings_for
-from tests.support.wandb_files import wandb_files, wandb_records
 
 TOPK = 2
 HEALTHY = load_of([100, 100, 101, 99], [101, 98, 100, 101])

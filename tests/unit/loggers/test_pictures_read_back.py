@@ -17,6 +17,7 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_trac
 from nemo_rl_moe.loggers.isolated import Patience
 from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
 from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.logged_metrics import (
@@ -31,7 +32,6 @@ from tests.support.logged_metrics import (
     read_wandb_offline_pictures,
 )
 from tests.support.loggers import load_of, settings_for
-from tests.support.wandb_files import wandb_files, wandb_records
 
 BACKENDS = ("tensorboard", "wandb", "mlflow")
 OUTLIER = "train/moe_expert_utilization/layer_1_expert_"

@@ -54,16 +54,18 @@ def _mark_only(**marks: bool) -> Callable[[torch.nn.Module], None]:
 
 # Cure to what takes its place when a test runs without it.
 _WITHOUT: dict[str, dict[str, Any]] = {
-    "expert_marks": {"model.mark_expert_parameters": lambda chunk: None},
-    "no_sequence_parallel_experts": {"model.mark_expert_parameters": _mark_only(allreduce=False)},
-    "expert_biases_in_norm": {"model.mark_expert_parameters": _mark_only(allreduce=False, sequence_parallel=False)},
-    "sink_marks": {"model.mark_attention_sinks": lambda chunk: None},
-    "plain_p2p": {"transformer_config._implementation_fields": _communicate_in_batches},
-    "expert_bias": {"model.correct_expert_bias_with_padding": lambda: None},
-    "stage_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
-    "padding_mask": {"forward_backward.padding_mask_for_stage": lambda mask, **_: None},
-    "mask_for_global_loss": {"forward_backward.needs_padding_mask": lambda config: False},
-    "decay_groups": {"optimizer.get_standard_config_overrides": lambda config: {}},
+    "expert_marks": {"model.gpt_model.mark_expert_parameters": lambda chunk: None},
+    "no_sequence_parallel_experts": {"model.gpt_model.mark_expert_parameters": _mark_only(allreduce=False)},
+    "expert_biases_in_norm": {
+        "model.gpt_model.mark_expert_parameters": _mark_only(allreduce=False, sequence_parallel=False)
+    },
+    "sink_marks": {"model.gpt_model.mark_attention_sinks": lambda chunk: None},
+    "plain_p2p": {"model.transformer_config._implementation_fields": _communicate_in_batches},
+    "expert_bias": {"model.gpt_model.correct_expert_bias_with_padding": lambda: None},
+    "stage_mask": {"training.forward_backward.padding_mask_for_stage": lambda mask, **_: mask},
+    "padding_mask": {"training.forward_backward.padding_mask_for_stage": lambda mask, **_: None},
+    "mask_for_global_loss": {"training.forward_backward.needs_padding_mask": lambda config: False},
+    "decay_groups": {"training.optimizer.get_standard_config_overrides": lambda config: {}},
 }
 
 

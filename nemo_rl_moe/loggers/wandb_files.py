@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Reader of the `.wandb` files of offline runs; W&B's package has none in Python."""
+"""Reader of the `.wandb` files of offline runs: the steps that a killed run has left; W&B's package has none."""
 
 import importlib
 import json
@@ -48,6 +48,23 @@ def wandb_images(path: Path) -> Iterator[tuple[int, dict[str, Path]]]:
         keys = [key for (key, *part), value in row.items() if part == ["_type"] and value == "image-file"]
         if keys:
             yield step, {key: path.parent / "files" / row[key, "path"] for key in keys}
+
+
+def last_wandb_step(folder: Path, run_id: str) -> int:
+    """The last step in the newest file of a run that holds any; -1 where none does.
+
+    A damaged file counts up to the damage: what is after it cannot be read by W&B either.
+    """
+    for path in reversed(wandb_files(folder, run_id)):
+        last = -1
+        try:
+            for step, _ in wandb_rows(path):
+                last = max(last, step)
+        except DataError:
+            pass
+        if last >= 0:
+            return last
+    return -1
 
 
 def wandb_records(path: Path, kind: str) -> Iterator[Any]:
