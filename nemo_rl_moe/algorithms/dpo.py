@@ -22,7 +22,7 @@ from nemo_rl_moe.models.interfaces import PolicyInterface
 MeasureLogprobs = Callable[[TokenBatch], Float[Tensor, "batch sequence"]]
 
 
-def measured_in_step(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
+def add_reference_sums(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
     """The batch with its reference sums, measured by the reference weights that the policy keeps.
 
     Args:
@@ -35,7 +35,7 @@ def measured_in_step(policy: PolicyInterface, batch: TokenBatch, clock: PhaseClo
     return batch.with_columns(**{REFERENCE_SUMS: per_sequence(sums)})
 
 
-def measured_beforehand(
+def precompute_reference_sums(
     logprobs: MeasureLogprobs,
     dataset: PreferenceDataset,
     batches: Sequence[Sequence[int]],
@@ -110,7 +110,7 @@ def train_dpo(
         batches,
         PreferenceLoss(config),
         validation_batches,
-        prepare=partial(measured_in_step, policy) if in_step else keep_as_it_is,
+        prepare=partial(add_reference_sums, policy) if in_step else keep_as_it_is,
         count_of=num_pairs,
     )
     return train_on_batches(training, recorder)

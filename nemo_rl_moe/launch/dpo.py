@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl_moe.algorithms.dpo import batches_to_measure, measured_beforehand, train_dpo
+from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_sums, train_dpo
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import DPOMasterConfig
@@ -129,7 +129,7 @@ def _measure(
     name: str,
 ) -> PreferenceDataset:
     with console.phase(f"measuring {sum(map(len, batches)):,} {name} pairs with the reference model"):
-        return measured_beforehand(policy.logprobs, pairs, batches, pad_token_id)
+        return precompute_reference_sums(policy.logprobs, pairs, batches, pad_token_id)
 
 
 def _token_ids(pairs: PreferenceDataset) -> Iterator[Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.dpo import batches_to_measure, measured_beforehand
+from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_sums
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.dataset import DataReport
 from nemo_rl_moe.data.loader import GlobalBatchLoader, TokenStore
@@ -39,7 +39,7 @@ def loader_of(count: int, size: int) -> GlobalBatchLoader:
 
 
 def test_sums_of_responses_go_to_their_pairs() -> None:
-    measured = measured_beforehand(logprobs, pairs(4), [[3, 1], [2]], pad_token_id=9)
+    measured = precompute_reference_sums(logprobs, pairs(4), [[3, 1], [2]], pad_token_id=9)
     sums = [pair.reference_sums for pair in measured]
     assert sums[1:] == [(-1.0 * 2, -1.0), (-2.0 * 3, -2.0), (-3.0 * 4, -3.0)]
     assert sums[0] is not None

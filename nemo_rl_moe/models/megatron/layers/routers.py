@@ -205,12 +205,12 @@ class ExpertBias:
         self._kept: list[Tensor] = []
 
     @torch.no_grad()
-    def keep(self) -> None:
+    def snapshot(self) -> None:
         """Saves the bias; called before a step."""
         self._kept = [router.expert_bias.clone() for router in self._routers]
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restores the saved bias."""
         for router, kept in zip(self._routers, self._kept, strict=True):
             router.expert_bias.copy_(kept)

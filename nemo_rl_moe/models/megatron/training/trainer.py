@@ -193,7 +193,7 @@ class MegatronTrainer(MegatronModel):
         for shard in shards:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
-            self._expert_bias.keep()
+            self._expert_bias.snapshot()
             results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
             done += len(shard.microbatches)
             series.append(self._series(results))
@@ -207,7 +207,7 @@ class MegatronTrainer(MegatronModel):
                 self.scheduler.step(1)
                 self.num_updates += 1
             else:
-                self._expert_bias.put_back()
+                self._expert_bias.restore()
             skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
             num_skipped += not is_updated
         self._calls += 1

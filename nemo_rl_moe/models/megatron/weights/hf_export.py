@@ -15,7 +15,7 @@ from torch import Tensor
 from nemo_rl_moe.atomic_writes import delete, put_in_place
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
-from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, bring_together, plan_deliveries
+from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, gather_tensors, plan_deliveries
 from nemo_rl_moe.models.safetensors_files import (
     SafetensorsWriter,
     TensorHeader,
@@ -90,7 +90,7 @@ def tensors_of_this_rank(
     deliveries, _ = plan_deliveries(chunks, config, hf_config)
     failure = SharedFailure()
     for delivery in deliveries:
-        entries = list(bring_together(delivery, hf_config, failure))
+        entries = list(gather_tensors(delivery, hf_config, failure))
         whole = None
         with failure.caught():
             if delivery.is_mine and not failure.has_failed:
@@ -131,7 +131,7 @@ def _write(
         if files and not staging.is_dir():
             raise FileNotFoundError(f"there is no folder {staging}; all ranks must share it")
     for number, delivery in enumerate(deliveries, start=1):
-        for entry in bring_together(delivery, hf_config, failure):
+        for entry in gather_tensors(delivery, hf_config, failure):
             with failure.caught():
                 writer.write(entry)
         progress(number / len(deliveries))

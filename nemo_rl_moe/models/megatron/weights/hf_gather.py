@@ -139,7 +139,7 @@ def _assigned(
     return deliveries
 
 
-def bring_together(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
+def gather_tensors(delivery: Delivery, hf_config: Any, failure: SharedFailure) -> Iterator[Tensor]:
     """Yields the tensor on the host of the rank that it comes to, a stacked one expert by expert; elsewhere nothing.
 
     Every rank runs through all deliveries, in order, and through each of them to its end.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.dpo import measured_in_step
+from nemo_rl_moe.algorithms.dpo import add_reference_sums
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
@@ -78,7 +78,7 @@ def train(policy: PolicyConfig, reference: list[list[float]] | None) -> tuple[Tr
         for step in range(NUM_STEPS):
             batch = pairs_of_step(step)
             if reference is None:
-                batch = measured_in_step(OneRank(trainer), batch, PhaseClock())  # type: ignore[arg-type]
+                batch = add_reference_sums(OneRank(trainer), batch, PhaseClock())  # type: ignore[arg-type]
             else:
                 batch = replace(
                     batch, columns={REFERENCE_SUMS: per_sequence(torch.tensor(reference[step], dtype=torch.float64))}
