@@ -271,9 +271,9 @@ def test_a_killed_receiver_is_noticed(tmp_path: Path) -> None:
         tmp_path, all_senders(1), [*all_receivers(1), partial(killed_receive, receiver=1)], stall_timeout_s=0.5
     )
     assert found["receiver 1"] is None, "it is dead"
-    assert found["sender 0"] == found["receiver 0"]
-    # Whoever notices it first.
-    assert re.fullmatch(r"WeightSyncError: \w+ 0: waited for 0\.5 s for receivers \[1\] to take .*", found["sender 0"])
+    # Whoever notices it first tells the other; or both notice it at the same moment.
+    for side in ("sender 0", "receiver 0"):
+        assert re.fullmatch(r"WeightSyncError: \w+ 0: waited for 0\.5 s for receivers \[1\] to take .*", found[side])
 
 
 def robbed_send(spec: FolderTransfer, sender: int) -> None:
