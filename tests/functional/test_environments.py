@@ -20,6 +20,7 @@ from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.environments.worker import LONGEST_HOLD_S
 from nemo_rl_moe.errors import WorkerDiedError
+from tests.support.clusters import cluster_config
 
 TIMEOUT_S = 0.5
 RESTART_S = 4.0  # measured: 0.7

@@ -243,4 +243,4 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_last(tmp_path: Path) -
     for layer, shares in zip(load.layers, utilization(load.counts[-1]), strict=True):
         (row,) = (line.split() for line in screen if re.match(rf" +{layer} +(dead|\d\.\d\d)", line))
         assert row[1:] == ["dead" if share == 0 else f"{share:.2f}" for share in shares]
-    assert np.count_nonzero(counts[-1]) == len(layers) * 4
+    assert np.count_nonzero(load.counts[-1]) == len(load.layers) * 4
