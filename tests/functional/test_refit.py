@@ -24,6 +24,7 @@ from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.functional import grpo_runs, sft_runs
+from tests.support.clusters import cluster_config
 from tests.support.logged_metrics import read_jsonl
 from tests.support.tiny_model import tiny_batch
 from tests.support.transformers_engine import TransformersEngine
@@ -36,7 +37,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    started = RayCluster(1, 0, 2)
+    started = RayCluster(cluster_config(1, 0, 2))
     yield started
     started.shutdown()
 
@@ -132,6 +133,8 @@ def weights_over_the_driver(policy: MegatronPolicy) -> int:
     return num_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayCluster, tmp_path: Path) -> None:
     """Tokens, log-probabilities and versions; then the driver's memory with a model ten times as large."""
     growths, over_the_driver, sizes = {}, {}, {}
@@ -259,7 +262,7 @@ def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
     ("backend", "problem"),
     [
         ("no_such_module:make", "policy.generation.backend: no_such_module:make: there is no module no_such_module"),
-        ("json:dumpz", "policy.generation.backend: json:dumpz: json has no dumpz; did you mean dumps?"),
+        ("json:dumpz", "policy.generation.backend: json:dumpz: json has no dumpz; did you mean dump"),
         ("json:__name__", "policy.generation.backend: json:__name__ is 'json' (str), expected a function"),
     ],
 )
