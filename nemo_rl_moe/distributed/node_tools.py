@@ -97,6 +97,18 @@ def end_processes(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -
     psutil.wait_procs(processes, timeout=timeout_s)
 
 
-def end_families(roots: Iterable[ProcessIdentity]) -> None:
-    """Kills processes with everything that they have started, which Ray's own kill of a worker leaves behind."""
-    end_processes(families(process for root in roots if (process := root.find())))
+def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:
+    """Identities of the processes among `roots` that run, and of everything that they have started."""
+    running = (process for root in roots if (process := root.find()))
+    found = []
+    for member in families(running):
+        with suppress(psutil.NoSuchProcess):
+            found.append(ProcessIdentity.of(member))
+    return found
+
+
+def end_families(members: Iterable[ProcessIdentity], grace_s: float) -> None:
+    """Waits for processes to end, and kills those that do not within so many seconds."""
+    running = [process for member in members if (process := member.find())]
+    _, stubborn = psutil.wait_procs(running, timeout=grace_s)
+    end_processes(stubborn)

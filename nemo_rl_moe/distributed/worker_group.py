@@ -19,6 +19,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
     end_families,
+    find_families,
     read_tail,
     threads_per_worker,
 )
@@ -83,6 +84,8 @@ ROOT_CAUSE_WAIT_S = 3.0
 """After the first failure: a peer's "connection closed" often arrives before the news of the death that caused it."""
 LONGEST_WAIT_S = 1.0
 """Between two looks at whether Ray's own servers are there: Ray would wait for them for a minute."""
+END_GRACE_S = 2.0
+"""For Ray's own kill of the workers, before what is left of them is killed."""
 LOG_TAIL_LINES = 30
 MOST_TAILS = 8
 REMOTE_CALL_TIMEOUT_S = 8.0
@@ -175,13 +178,17 @@ class WorkerGroup:
         by_node: defaultdict[str, list[ProcessIdentity]] = defaultdict(list)
         for place in self._places.values():
             by_node[place.node_id].append(place.process)
-        # Ray's own kill leaves out what a worker has started, and may be late for one that hangs in a library.
-        for node, processes in by_node.items():
-            self._on_node(node, end_families, processes, default=None)
+        members = {
+            node: self._on_node(node, find_families, processes, default=[]) for node, processes in by_node.items()
+        }
         if self._cluster.can_be_called:
+            # First, or Ray would tell the user of workers that were killed.
             for actor in actors:
                 with suppress(RayError, ValueError):
                     ray.kill(actor, no_restart=True)
+        # Ray's own kill leaves out what a worker has started, and may be late for one that hangs in a library.
+        for node, family in members.items():
+            self._on_node(node, end_families, family, END_GRACE_S, default=None)
 
     def _start(self, worker_class: type, worker_kwargs: dict[str, Any], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

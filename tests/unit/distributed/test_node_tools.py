@@ -13,6 +13,7 @@ from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
     end_families,
     families,
+    find_families,
     is_running,
     read_tail,
     threads_per_worker,
@@ -58,7 +59,7 @@ def test_a_process_and_its_children_end():
         while len(family := families([psutil.Process(process.pid)])) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(family) == 2
-        end_families([root])
+        end_families(find_families([root]), grace_s=0.0)
         assert not any(map(is_running, family))
         assert root.find() is None
 
