@@ -7,7 +7,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterator
 
-PAGES_FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
+PAGES_FROM_ROOT = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 """Pages that stand outside of `docs/`, to their place in the site."""
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _MATHEMATICS = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
