@@ -34,7 +34,7 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 @dataclass(frozen=True)
 class PreparedRollouts:
-    """What rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
+    """Parts that rollouts are made from: prompts, environment, engine, sampling; checked before anything is started.
 
     Attributes:
         model: The policy's model and tokenizer.
