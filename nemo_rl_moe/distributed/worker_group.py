@@ -74,8 +74,6 @@ def worker_environment(
             # the direct ways between them. Empty on CPUs: GPUs that happen to be there stay out of it.
             "CUDA_VISIBLE_DEVICES": ",".join(gpu for neighbour in on_this_node for gpu in neighbour.gpu_ids),
         }
-        if not place.gpu_ids:
-            environment["TORCHDYNAMO_DISABLE"] = "1"
         environments.append(environment)
     return environments
 

@@ -37,7 +37,7 @@ class OtherOnRank1(ModelSource):
 
     def folder(self) -> Path:
         assert self.local is not None
-        if os.environ["RANK"] == "0":
+        if os.environ.get("RANK", "0") == "0":  # the driver has none
             return self.local
         if self.other is None:
             raise ConfigurationError("policy.model_name: this machine cannot reach the hub")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from tests.support.family_reference import Array, ModelOutputs, as_rows, token_ids
 
 
@@ -21,7 +21,7 @@ def trainer_of(folder: Path, policy: PolicyConfig, num_steps: int = 1) -> Any:
     """This rank's trainer, with the weights of a folder."""
     from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
-    return MegatronTrainer(policy, load_hf_config(str(folder)), folder, num_steps=num_steps)
+    return MegatronTrainer(policy, plain_config(load_hf_config(str(folder))), folder, num_steps=num_steps)
 
 
 def files_beside(folder: Path) -> dict[str, bytes]:

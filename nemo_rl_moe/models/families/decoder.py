@@ -58,15 +58,18 @@ def softmax_scale(hf_config: Any, head_dim: int) -> float | None:
 
 def _stretched(hf_config: Any) -> tuple[Tensor | None, float]:
     """Inverse frequencies, and the factor of cosines and sines."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     kind = _rope_parameters(hf_config)["rope_type"]
     if kind == "default":
         return None, 1.0
+    # Imported here: most models need none of it, and it takes a second.
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    hf_config = copy.copy(hf_config)
     if getattr(hf_config, "head_dim", 0) is None:
         # transformers' functions take a size that is there for one that is known.
-        hf_config = copy.copy(hf_config)
         hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    if not hasattr(hf_config, "standardize_rope_params"):
+        hf_config.standardize_rope_params = lambda: None  # a plain configuration was standardised before
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](hf_config)
     return frequencies, float(factor)
 

@@ -16,7 +16,6 @@ import importlib.abc
 import importlib.machinery
 import importlib.metadata
 import importlib.util
-import os
 import re
 import sys
 import types
@@ -61,6 +60,8 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
     # 0.16.1 tests a name that it only binds when Transformer Engine is there.
     no_te_gemm = SourceEdit(r"^    HAVE_TE = False$", "    HAVE_TE = False\n    te_general_gemm = None", 1)
     return {
+        # torch.compile costs 19 s of start for its first function, seconds for its imports, and gains nothing on a CPU.
+        "megatron.core.jit": (SourceEdit(r"^enable_jit_fuser\(\)$", "disable_jit_fuser()", 1),),
         "megatron.core.optimizer.clip_grads": (_on_cpu(5), _cpu_tensor_types(1)),
         "megatron.core.optimizer.optimizer": (_on_cpu(4 if old else 5), _cpu_tensor_types(3)),
         "megatron.core.optimizer.distrib_optimizer": (
@@ -233,8 +234,6 @@ def _activate() -> bool:
         raise ImportError(
             f"megatron-core {version} was not tried on a CPU; install one of {', '.join(SUPPORTED_VERSIONS)}"
         )
-    # Megatron's jit_fuser is torch.compile, which costs 19 s of start here and gains nothing on a CPU.
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # Megatron warns of what a CPU cannot have, and of a default of its own, each time that it is imported or used.
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)

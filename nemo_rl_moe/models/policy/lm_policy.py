@@ -28,7 +28,7 @@ from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, concatenate
-from nemo_rl_moe.models.hf_files import ModelSource
+from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
 from nemo_rl_moe.models.policy.megatron_policy_worker import (
     MegatronPolicyWorker,
@@ -100,6 +100,7 @@ class ModelWorkers:
             {
                 "policy": policy,
                 "source": source,
+                "hf_config": plain_config(load_hf_config(str(source.folder()))),
                 "seed": seed,
                 "num_steps": num_steps,
                 "keep_reference": keep_reference,

@@ -71,6 +71,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         world_size: Number of ranks.
         policy: The `policy` section of the configuration.
         source: Where the model is read from.
+        hf_config: The model's configuration, of `plain_config`.
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run; None: forward passes alone, without optimizer state.
         keep_reference: Keep the first weights as the reference model.
@@ -84,6 +85,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         *,
         policy: PolicyConfig,
         source: ModelSource,
+        hf_config: Any,
         seed: int,
         num_steps: int | None,
         keep_reference: bool,
@@ -93,7 +95,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         import torch
 
         from nemo_rl_moe.data.tokenizer import load_tokenizer
-        from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config, weights_folder
+        from nemo_rl_moe.models.hf_files import load_config_json, weights_folder
         from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
         from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
         from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
@@ -102,7 +104,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of
         # which the driver hears at once. Behind it they would wait for this one, and its reason would be lost.
         folder = source.folder()
-        self._config_json, hf_config = load_config_json(str(folder)), load_hf_config(str(folder))
+        self._config_json = load_config_json(str(folder))
         # Loading it imports parts of transformers that take more than a second.
         settings = policy.tokenizer
         tokenizer = load_tokenizer(settings.name, settings.chat_template) if decodes_text else None

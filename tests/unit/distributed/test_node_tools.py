@@ -87,7 +87,6 @@ def test_environment_on_one_machine_without_gpus():
         "MKL_NUM_THREADS": "4",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
-        "TORCHDYNAMO_DISABLE": "1",
     }
     assert {key for key in first if first[key] != second[key]} == {"RANK", "LOCAL_RANK"}
 
@@ -99,7 +98,6 @@ def test_environment_on_two_machines_with_gpus():
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "0", "1"]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["2,0", "2,0", "1,0", "1,0"]
     assert {each["MASTER_ADDR"] for each in environments} == {"10.0.0.1"}
-    assert "TORCHDYNAMO_DISABLE" not in environments[0]
 
 
 def raise_deep(error: BaseException) -> None:

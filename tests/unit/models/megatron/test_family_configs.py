@@ -4,6 +4,7 @@
 
 import json
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import FAMILIES, family_of
 from nemo_rl_moe.models.families import decoder as rotary
-from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from tests.support.family_models import FAMILY_MODELS
@@ -213,3 +214,19 @@ def test_other_positions_are_refused(parameters: dict[str, Any], message: str, t
     hf_config = llama(tmp_path, rope_parameters={"rope_theta": 100.0, **parameters})
     with pytest.raises(ConfigurationError, match=f"policy.model_name: config.json: {message}"):
         build_transformer_config(tiny_policy(), hf_config)
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_a_plain_configuration_says_the_same_without_transformers(name: str) -> None:
+    """What a worker is given instead of the configuration that transformers reads."""
+    hf_config = FAMILY_MODELS[name].hf_config()
+    sent = pickle.dumps(plain_config(hf_config))
+    assert b"transformers." not in sent, "no class of it is imported where this is read"
+    plain = pickle.loads(sent)
+    assert family_of(plain) is family_of(hf_config)
+    assert family_of(plain).transformer_fields(plain) == family_of(hf_config).transformer_fields(hf_config)
+    own, frequencies = rotary.inverse_frequencies(hf_config), rotary.inverse_frequencies(plain)
+    assert (own is None) == (frequencies is None)
+    assert own is None or torch.equal(own, frequencies)
+    for field, other in hf_config.attribute_map.items():
+        assert getattr(plain, field) == getattr(plain, other) == getattr(hf_config, other)
