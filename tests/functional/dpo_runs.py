@@ -4,11 +4,10 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.functional import sft_runs
+from tests.functional import sft_runs, shared_ray
 
 EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/dpo_tiny_moe.yaml"
 
@@ -50,20 +49,6 @@ def settings(folder: Path, data: Path, **changes: Any) -> list[str]:
     return sft_runs.as_overrides(values, sft_runs.only_jsonl() | changes)
 
 
-def command(overrides: list[str]) -> list[str]:
-    """What a user types."""
-    script = sft_runs.REPOSITORY_ROOT / "examples/run_dpo.py"
-    return [sys.executable, str(script), "--config", str(EXEMPLAR), *overrides]
-
-
-def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs what a user types, to its end."""
-    return subprocess.run(
-        command(overrides),
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        cwd=cwd,
-        timeout=240,
-        check=False,
-    )
+def run_here(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs what a user types, in this process and on the Ray that tests share."""
+    return shared_ray.run_here(["dpo", "--config", str(EXEMPLAR), *overrides], folder)

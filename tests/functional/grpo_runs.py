@@ -11,7 +11,7 @@ from typing import Any
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.rollouts.environment import Session
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from tests.functional import sft_runs
+from tests.functional import sft_runs, shared_ray
 
 EXEMPLAR = sft_runs.REPOSITORY_ROOT / "examples/configs/grpo_tiny_moe.yaml"
 
@@ -92,3 +92,8 @@ def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         timeout=240,
         check=False,
     )
+
+
+def run_here(overrides: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs the same in this process, on the Ray that tests share."""
+    return shared_ray.run_here(["grpo", "--config", str(EXEMPLAR), *overrides], folder)

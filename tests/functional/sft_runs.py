@@ -13,6 +13,8 @@ from typing import Any
 
 import psutil
 
+from tests.functional import shared_ray
+
 REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 EXEMPLAR = REPOSITORY_ROOT / "examples/configs/sft_tiny_moe.yaml"
 MODEL = REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe"
@@ -73,6 +75,11 @@ def only_jsonl() -> dict[str, bool]:
 def sft_command(overrides: list[str]) -> list[str]:
     """What a user types."""
     return [sys.executable, str(REPOSITORY_ROOT / "examples/run_sft.py"), "--config", str(EXEMPLAR), *overrides]
+
+
+def run_here(overrides: list[str], folder: Path, *, merged: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs the same in this process, on the Ray that tests share."""
+    return shared_ray.run_here(["sft", "--config", str(EXEMPLAR), *overrides], folder, merged=merged)
 
 
 def environment() -> dict[str, str]:

@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.functional import sft_runs
+from tests.functional import sft_runs, shared_ray
 from tests.support.logged_metrics import read_jsonl
+
+pytestmark = pytest.mark.shared_ray
 
 INDEX = "model.safetensors.index.json"
 
@@ -22,17 +24,9 @@ INDEX = "model.safetensors.index.json"
 def convert(
     source: Path, target: Path, source_format: str, target_format: str, *more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command."""
+    """Runs the command in this process."""
     formats = ["--from", source_format, "--to", target_format]
-    words = ["convert", *formats, "--input", str(source), "--output", str(target), *more]
-    return subprocess.run(
-        [sys.executable, "-m", "nemo_rl_moe.cli", *words],
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        timeout=180,
-        check=False,
-    )
+    return shared_ray.called_here(["convert", *formats, "--input", str(source), "--output", str(target), *more])
 
 
 def converted(source: Path, target: Path, source_format: str, target_format: str, *more: str) -> Path:
@@ -88,16 +82,23 @@ def test_there_and_back_changes_nothing(model: Path, megatron_model: Path) -> No
     assert not list(model.parent.glob("*.incomplete"))
 
 
-@pytest.mark.slow
 def test_output_tells_the_router_settings_and_what_to_do_with_it(model: Path, tmp_path: Path) -> None:
-    done = convert(model, tmp_path / "out", "hf", "megatron")
+    """As a user types it."""
+    words = ["convert", "--from", "hf", "--to", "megatron", "--input", str(model), "--output", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, "-m", "nemo_rl_moe.cli", *words],
+        capture_output=True,
+        text=True,
+        env=sft_runs.environment(),
+        timeout=180,
+        check=True,
+    )
     assert "moe_router_topk: 2  (config.json: num_experts_per_tok)" in done.stdout
     assert "moe_aux_loss_coeff: 0.01  (config.json: router_aux_loss_coef)" in done.stdout
     assert f"policy.model_name={tmp_path / 'out'}" in done.stdout
     assert done.stderr == ""
 
 
-@pytest.mark.slow
 def test_number_format_can_be_changed(model: Path, tmp_path: Path) -> None:
     target = converted(model, tmp_path / "out", "hf", "hf", "--dtype", "bfloat16")
     assert {tensor.dtype for tensor in tensors_in(target).values()} == {torch.bfloat16}
@@ -185,11 +186,11 @@ def spoil_field(folder: Path) -> str:
     [
         spoil_missing_entry,
         spoil_path,
-        pytest.param(spoil_truncated, marks=pytest.mark.slow),
-        pytest.param(spoil_missing_file, marks=pytest.mark.slow),
-        pytest.param(spoil_shape, marks=pytest.mark.slow),
-        pytest.param(spoil_dtype, marks=pytest.mark.slow),
-        pytest.param(spoil_field, marks=pytest.mark.slow),
+        spoil_truncated,
+        spoil_missing_file,
+        spoil_shape,
+        spoil_dtype,
+        spoil_field,
     ],
 )
 def test_spoilt_input_is_one_line_and_nothing_is_written(spoil: Any, model: Path, tmp_path: Path) -> None:
@@ -255,14 +256,7 @@ def train(folder: Path, data: Path, model: Path) -> Path:
         cluster__cpu_workers_per_node=1,
         **sft_runs.only_jsonl(),
     )
-    done = subprocess.run(
-        sft_runs.sft_command(overrides),
-        capture_output=True,
-        text=True,
-        env=sft_runs.environment(),
-        timeout=240,
-        check=False,
-    )
+    done = sft_runs.run_here(overrides, folder)
     assert done.returncode == 0, done.stderr
     return checkpoints
 
@@ -301,7 +295,6 @@ def test_transformers_loads_a_finished_run(checkpoints: Path) -> None:
     assert loaded.generation_config.temperature == 0.7
 
 
-@pytest.mark.slow
 def test_both_formats_train_alike(checkpoints: Path, model: Path, data: Path, tmp_path: Path) -> None:
     other = train(tmp_path, data, model)
     assert_same_tensors(other / "final", checkpoints / "final")
@@ -313,7 +306,6 @@ def test_both_formats_train_alike(checkpoints: Path, model: Path, data: Path, tm
     assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_of_another(checkpoints: Path, data: Path, tmp_path: Path) -> None:
     """Its weights alone: `policy.model_name` is a checkpoint's folder."""
     from_checkpoint = train(tmp_path / "checkpoint", data, checkpoints / "step_3")

@@ -124,6 +124,7 @@ def test_the_reverse_divergence_from_the_teacher_falls(finished: Path) -> None:
     assert {"train/reward", "train/moe/load_balancing_loss", "timing/teacher_logprobs/seconds"} <= run.metrics.keys()
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_its_checkpoint(finished: Path) -> None:
     state = json.loads((finished / f"results/opd/step_{NUM_STEPS}/state.json").read_text())
     assert state["algorithm"] == "opd"

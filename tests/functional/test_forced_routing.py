@@ -3,7 +3,6 @@
 """A drill as a user starts it: every token goes to one of two expert-parallel ranks, and everything says so."""
 
 import json
-import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,8 @@ import yaml
 from nemo_rl_moe.config.loading import load_config
 from tests.functional import sft_runs
 from tests.support.logged_metrics import read_jsonl
+
+pytestmark = pytest.mark.shared_ray
 
 NUM_STEPS = 3
 BATCH_SIZE = 16
@@ -54,15 +55,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
         logger__alerts__sustained_steps=2,
         **sft_runs.only_jsonl(),
     )
-    done = subprocess.run(
-        sft_runs.sft_command(overrides),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=sft_runs.environment(),
-        cwd=folder,
-        timeout=240,
-    )
+    done = sft_runs.run_here(overrides, folder, merged=True)
     assert done.returncode == 0, done.stdout
     return FinishedRun(sft_runs.only_run_folder(folder), done.stdout)
 

@@ -4,6 +4,8 @@
 
 import json
 import re
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ import pytest
 from tests.functional import grpo_runs, sft_runs
 from tests.support.logged_metrics import MetricHistory, read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
 
+pytestmark = pytest.mark.shared_ray
+
+Run = Callable[[list[str], Path], subprocess.CompletedProcess[str]]
 NUM_STEPS = 3
 FLOAT32_EPSILON = 2.0**-23
 REWARD_KEYS = {"reward", "reward_std", "accuracy", "frac_zero_std_groups"}
@@ -69,10 +74,10 @@ class FinishedRun:
         return [json.loads(line) for line in (self.run_folder / "samples.jsonl").read_text().splitlines()]
 
 
-def finished_run(folder: Path, data: Path, **changes: Any) -> FinishedRun:
+def finished_run(folder: Path, data: Path, run: Run = grpo_runs.run_here, **changes: Any) -> FinishedRun:
     """Runs to a good end."""
     (folder / "work").mkdir(parents=True)
-    done = grpo_runs.run(grpo_runs.settings(folder, data, **changes), folder / "work")
+    done = run(grpo_runs.settings(folder, data, **changes), folder / "work")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     assert list((folder / "work").iterdir()) == []
@@ -86,7 +91,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> FinishedRun:
-    return finished_run(tmp_path_factory.mktemp("grpo"), data)
+    return finished_run(tmp_path_factory.mktemp("grpo"), data, grpo_runs.run)
 
 
 def test_logs_reward_beside_routing_by_the_field_s_names(run: FinishedRun) -> None:

@@ -5,26 +5,23 @@
 The tests of the trainer compare layouts more closely; here data, sharding, Ray, loggers and weight files take part.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.dataset
 import pytest
-import ray
 import safetensors.torch
 import torch
 
-from nemo_rl_moe.config.loading import load_config
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.launch.training_run import launch_run
 from nemo_rl_moe.run_folder.metrics import StepRecord, read_metrics
 from tests.functional import sft_runs
 from tests.support.tiny_model import layout
 
+pytestmark = pytest.mark.shared_ray
+
 NUM_STEPS = 3
-MOST_WORKERS = 4
 NUM_VALIDATION = 5
 
 # Relative, but for weights. Largest seen: 1.1e-7, 5.4e-7, 2.6e-7, and 1.4e-6 where weights move by 1e-2.
@@ -121,8 +118,8 @@ class Runs:
             name if name.startswith(sections) else f"policy__megatron_cfg__{name}": value
             for name, value in chosen.items()
         }
-        config = load_config(sft_runs.EXEMPLAR, sft_runs.settings(folder, self._data, self._models[model], **keys))
-        launch_run(config, RunLaunch(folder.name), StopSignals())
+        done = sft_runs.run_here(sft_runs.settings(folder, self._data, self._models[model], **keys), self._folder)
+        assert done.returncode == 0, done.stdout + done.stderr
         return read_run(sft_runs.only_run_folder(folder))
 
 
@@ -140,18 +137,8 @@ def read_run(run_folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    """One Ray for the whole file; each run uses it as it is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", sft_runs.environment()["PYTHONPATH"])
-        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Threads that wait for each other by spinning take the core from the process that they wait for.
-        patch.setenv("OMP_WAIT_POLICY", "passive")
-        patch.delenv("RAY_ADDRESS", raising=False)
-        patch.chdir(sft_runs.REPOSITORY_ROOT)
-        ray.init(address="local", num_cpus=MOST_WORKERS, include_dashboard=False, log_to_driver=False)
-        yield Runs(tmp_path_factory.mktemp("layouts"))
-        ray.shutdown()
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("layouts"))
 
 
 def assert_same_metrics(run: Run, reference: Run) -> None:
@@ -189,7 +176,7 @@ def test_reference_run(runs: Runs) -> None:
 
 
 # What only Ray adds shows in these; each layout alone is a unit test too.
-QUICK = {"pp2_ep2_zero1"}
+QUICK = {"tp2_ep2"}
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from tests.functional import sft_runs
 from tests.support.clusters import cluster_config
 
+pytestmark = pytest.mark.shared_ray
+
 START_LIMIT_S = 90.0
 
 

@@ -29,6 +29,8 @@ from tests.support.logged_metrics import read_jsonl
 from tests.support.tiny_model import tiny_batch
 from tests.support.transformers_engine import TransformersEngine
 
+pytestmark = pytest.mark.shared_ray
+
 BACKEND = "tests.support.transformers_engine:make_engine"
 GREEDY = SamplingParameters(max_new_tokens=12, temperature=0.0)
 SAMPLED = SamplingParameters(max_new_tokens=12, temperature=0.8, stop_token_ids=(1,))
@@ -201,7 +203,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             env__callable={"function": "tests.functional.grpo_runs:reward_that_fails_at_times"},
             **sft_runs.only_jsonl(),
         )
-        done = grpo_runs.run(overrides, folder / name)
+        done = grpo_runs.run_here(overrides, folder / name)
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = sft_runs.only_run_folder(folder / name)
     return found
@@ -238,6 +240,7 @@ def test_the_time_of_the_refit_is_told(runs: dict[str, Path]) -> None:
     assert "timing/refit/seconds" not in read_jsonl(runs["megatron"] / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
     """The documentation's, found in the folder that the command runs in."""
     page = (sft_runs.REPOSITORY_ROOT / "docs/adding-a-generation-engine.md").read_text(encoding="utf-8")
@@ -268,7 +271,8 @@ def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
 )
 def test_an_engine_that_is_not_there_is_told(backend: str, problem: str, tmp_path: Path) -> None:
     data = grpo_runs.make_prompts(tmp_path / "data", 4)
-    done = grpo_runs.run(grpo_runs.settings(tmp_path, data, policy__generation__backend=json.dumps(backend)), tmp_path)
+    changed = grpo_runs.settings(tmp_path, data, policy__generation__backend=json.dumps(backend))
+    done = grpo_runs.run_here(changed, tmp_path)
     assert done.returncode == 2
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error")]
     assert line.startswith(f"error: {problem}")

@@ -18,8 +18,10 @@ from safetensors import safe_open
 
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
 from nemo_rl_moe.run_folder.metrics import read_metrics
-from tests.functional import dpo_runs, grpo_runs, sft_runs
+from tests.functional import dpo_runs, grpo_runs, sft_runs, shared_ray
 from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard, read_wandb_offline
+
+pytestmark = pytest.mark.shared_ray
 
 NUM_STEPS, STOP_AFTER, TIME_LIMIT_S = 7, 4, 200
 CHECKPOINTING: dict[str, Any] = {"checkpointing__save_period": 3, "checkpointing__keep_top_k": 1}
@@ -128,12 +130,42 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.parametrize("make", [sft, grpo, pytest.param(dpo, marks=pytest.mark.slow)], ids=lambda make: make.__name__)
+def test_a_run_of_fewer_steps_goes_on_to_the_last_bit(make: Any, tmp_path: Path) -> None:
+    data = sft_runs.make_additions(tmp_path / "data", 300, 40)
+    folders = {name: tmp_path / name / "logs" / "exp_001" for name in ("whole", "extended")}
+    same_schedule = f"policy.megatron_cfg.scheduler.lr_decay_iters={NUM_STEPS}"
+
+    def run(name: str, *changes: str) -> str:
+        algorithm = make(tmp_path / name, data)
+        only_jsonl = [f"logger.{logger}=false" for logger in sft_runs.JSONL_ONLY]
+        words = [algorithm.name, "--config", str(algorithm.config), *algorithm.overrides, *only_jsonl, same_schedule]
+        done = shared_ray.run_here([*words, *changes], tmp_path / "work")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("whole")
+    run("extended", f"{make.__name__}.max_num_steps={STOP_AFTER}")
+    assert f": {STOP_AFTER} of {NUM_STEPS} steps are done" in run("extended")
+    assert_same_run(folders["extended"], folders["whole"])
+    if make is grpo:
+        assert samples_of(folders["extended"] / "samples.jsonl") == samples_of(folders["whole"] / "samples.jsonl")
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """Metrics of each step, final weights and expert load of two run folders are the same, bit for bit."""
+    metrics = [untimed(folder / "metrics.jsonl") for folder in (found, expected)]
+    assert sorted(metrics[0]) == list(range(NUM_STEPS + 1))
+    assert str(metrics[0]) == str(metrics[1]), "as text, since NaN equals nothing"
+    assert weights_of(found / "checkpoints" / "final") == weights_of(expected / "checkpoints" / "final")
+    loads = [read_expert_load(folder) for folder in (found, expected)]
+    for name in ("steps", "layers", "counts"):
+        np.testing.assert_array_equal(getattr(loads[0], name), getattr(loads[1], name))
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # three runs with every logger
-@pytest.mark.parametrize(
-    "make",
-    [sft, pytest.param(grpo, marks=pytest.mark.slow), pytest.param(dpo, marks=pytest.mark.slow)],
-    ids=lambda make: make.__name__,
-)
+@pytest.mark.parametrize("make", [sft, grpo, dpo], ids=lambda make: make.__name__)
 def test_a_stopped_run_goes_on_to_the_last_bit(make: Any, tmp_path: Path) -> None:
     data = sft_runs.make_additions(tmp_path / "data", 300, 40)
     work = tmp_path / "work"
@@ -157,14 +189,7 @@ def test_a_stopped_run_goes_on_to_the_last_bit(make: Any, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "stopped" / "logs").iterdir()] == ["exp_001"], "in the same folder"
     assert list(work.iterdir()) == []
 
-    expected, found = (untimed(folder / "metrics.jsonl") for folder in folders.values())
-    assert sorted(found) == list(range(NUM_STEPS + 1))
-    assert str(found) == str(expected), "bit for bit; as text, since NaN equals nothing"
-    finals = [weights_of(folder / "checkpoints" / "final") for folder in folders.values()]
-    assert finals[0] == finals[1]
-    loads = [read_expert_load(folder) for folder in folders.values()]
-    for name in ("steps", "layers", "counts"):
-        np.testing.assert_array_equal(getattr(loads[0], name), getattr(loads[1], name))
+    assert_same_run(folders["stopped"], folders["whole"])
     if make is grpo:
         assert samples_of(folders["stopped"] / "samples.jsonl") == samples_of(folders["whole"] / "samples.jsonl")
 

@@ -6,9 +6,13 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
 from tests.functional import grpo_runs, sft_runs
+
+pytestmark = pytest.mark.shared_ray
 
 
 def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
@@ -20,7 +24,7 @@ def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
         "loss_fn__force_on_policy_ratio": "never",
     }
     settings = grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl())
-    done = grpo_runs.run(settings, tmp_path)
+    done = grpo_runs.run_here(settings, tmp_path)
     assert done.returncode == 0, done.stderr
     run_folder = sft_runs.only_run_folder(tmp_path)
     steps = [record.metrics for record in read_metrics(run_folder / METRICS_FILE_NAME) if record.step]

@@ -22,11 +22,28 @@ _REWARD = "def reward(item):\n    return sum(character.isdigit() for character i
 
 
 def run_golden(algorithm: str, folder: Path, repository: Path) -> Curves:
-    """Metrics of a run of five steps, on two workers with the experts divided among them.
+    """Metrics of a run of five steps that a process of its own makes.
 
     Args:
         algorithm: One of `ALGORITHMS`.
         folder: Empty; data and logs go here.
+        repository: Holds the package and the examples.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(repository), str(folder)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "nemo_rl_moe.cli", *golden_words(algorithm, folder, repository)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(done.stdout + done.stderr)
+    return curves_of(folder)
+
+
+def golden_words(algorithm: str, folder: Path, repository: Path) -> list[str]:
+    """The command's words after the program's name: two workers with the experts divided among them.
+
+    Args:
+        algorithm: One of `ALGORITHMS`.
+        folder: Empty, and the working folder of the command; gets the data.
         repository: Holds the package and the examples.
     """
     settings = {"sft": _sft, "dpo": _dpo, "grpo": _grpo}[algorithm](folder)
@@ -44,15 +61,11 @@ def run_golden(algorithm: str, folder: Path, repository: Path) -> Curves:
         "logger.mlflow_enabled": "false",
     }
     overrides = [f"{key}={value}" for key, value in {**common, **settings}.items()]
-    command = [sys.executable, "-m", "nemo_rl_moe.cli", algorithm]
-    command += ["--config", str(repository / f"examples/configs/{algorithm}_tiny_moe.yaml")]
-    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    environment |= {"PYTHONPATH": os.pathsep.join([str(repository), str(folder)]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *overrides], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode != 0:
-        raise RuntimeError(done.stdout + done.stderr)
+    return [algorithm, "--config", str(repository / f"examples/configs/{algorithm}_tiny_moe.yaml"), *overrides]
+
+
+def curves_of(folder: Path) -> Curves:
+    """Metrics of the one run that logged below a folder, by step."""
     (path,) = folder.glob("logs/*/metrics.jsonl")
     curves: Curves = {}
     for line in path.read_text().splitlines():

@@ -1,0 +1,89 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs in the process of the tests, on one Ray that they share: the driver's part of a command, from its words on.
+
+A run that a user starts begins with a supervisor, a driver that imports torch, and a Ray of its own: ten seconds of
+every twenty. A test that asks what a run computes and writes saves them; one about processes, signals, output or exit
+codes of the program types the command.
+"""
+
+import os
+import subprocess
+import uuid
+from collections.abc import Sequence
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+import ray
+
+from nemo_rl_moe.cli import main
+from nemo_rl_moe.distributed.local_ray import object_store_bytes, preserved_handlers
+from tests.conftest import REPOSITORY_ROOT
+
+NUM_CPUS = 4
+"""Places of workers, the most that one of the runs takes."""
+
+
+def start_shared_ray() -> None:
+    """Starts the Ray of this process's tests, unless it runs already."""
+    if ray.is_initialized():
+        return
+    # Workers look for modules where a command's would; threads that wait for each other by spinning would take the
+    # core from the process that they wait for.
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    with mock.patch.dict(os.environ, environment), preserved_handlers():
+        os.environ.pop("RAY_ADDRESS", None)
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=object_store_bytes(),
+            _system_config={"worker_niceness": 0},
+        )
+
+
+def end_shared_ray() -> None:
+    """Ends it, so that what runs next starts a Ray of its own."""
+    ray.shutdown()
+
+
+def called_here(words: Sequence[str], *, merged: bool = False) -> subprocess.CompletedProcess[str]:
+    """Exit code and output of a command, as of a process, that runs in this one.
+
+    Args:
+        words: What follows the program's name.
+        merged: Errors stand among the output, in the order of time.
+    """
+    output = StringIO()
+    errors = output if merged else StringIO()
+    with mock.patch.dict(os.environ, {"COLUMNS": "120"}):
+        os.environ.pop("RAY_ADDRESS", None)
+        with redirect_stdout(output), redirect_stderr(errors):
+            try:
+                code = main(words)
+            except SystemExit as error:
+                code = int(error.code or 0)
+    return subprocess.CompletedProcess(list(words), code, output.getvalue(), "" if merged else errors.getvalue())
+
+
+def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> subprocess.CompletedProcess[str]:
+    """Runs a command that trains as its driver process does.
+
+    Args:
+        words: What follows the program's name.
+        folder: The working folder; made where it is missing.
+        merged: Errors stand among the output, in the order of time.
+
+    Returns:
+        Exit code and output, as of a process.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with chdir(folder):
+        return called_here([*words, "--run-id", uuid.uuid4().hex], merged=merged)
