@@ -30,7 +30,7 @@ PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
 # Two at a time; who is done takes tests from the other. Unit tests of pure functions come first (tests/conftest.py).
 IN_PARALLEL := -n 2 --dist worksteal
 # Two files of runs at a time: half of a run is starting processes, which two cores do side by side.
-RUNS_IN_PARALLEL := -n 2 --dist loadfile
+RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
