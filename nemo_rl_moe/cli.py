@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe import __version__
+from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
@@ -50,6 +51,7 @@ examples:
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
+  nemo-rl-moe verify logs/sft_tiny_moe/exp_001
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
   nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
 """
@@ -319,7 +321,7 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
 
 _CONVERT = "convert"
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
-_OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command}
+_OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command, "verify": verify_command}
 _RUN = "run"
 
 

@@ -37,6 +37,16 @@ class CheckpointError(UserError):
     """A checkpoint is damaged, is refused, or does not fit the run."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """Files of a checkpoint are not what was written; an older one may be whole."""
+
+
+class DamageFoundError(UserError):
+    """Files that were looked at are not what was written. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
 class CheckpointSaveError(CheckpointError):
     """The last checkpoint of a run could not be saved. Exit code 1."""
 

@@ -105,6 +105,22 @@ def find_resume_point(
     return _checked_resume_point(checkpoint, config, warn)
 
 
+def older_resume_point(
+    config: MasterConfig, damaged: Sequence[Path], warn: Callable[[str], None]
+) -> ResumePoint | None:
+    """The newest checkpoint before some that were found damaged when they were loaded; None where there is none.
+
+    Args:
+        config: A checked configuration.
+        damaged: Folders of checkpoints of one history of training, all in one folder.
+        warn: Receives warnings for the user, one line each.
+    """
+    checkpoints = CheckpointStore(damaged[0].parent, warn).checkpoints()
+    history = next(found.state.first_run_id for found in checkpoints if found.folder == damaged[0])
+    whole = [found for found in of_history(checkpoints, history) if found.folder not in damaged]
+    return _checked_resume_point(whole[-1], config, warn) if whole else None
+
+
 def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Checkpoints of the training history that was written to last, ascending by step.
 

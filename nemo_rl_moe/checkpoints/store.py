@@ -4,67 +4,16 @@
 
 import contextlib
 import fcntl
-import json
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place, sync
-from nemo_rl_moe.checkpoints.state import CheckpointState, read_state, validation_problems
+from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
+from nemo_rl_moe.checksums import InventoryError, check_sizes, write_inventory
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
-
-INVENTORY_FILE_NAME = "files.json"
-_SIZES = TypeAdapter(dict[str, Annotated[int, Field(ge=0)]], config=ConfigDict(strict=True))
-
-
-def write_inventory(folder: Path) -> None:
-    """Writes `files.json`: names and sizes, in bytes, of all files in a checkpoint's folder.
-
-    Raises:
-        OSError: The disk did not take it.
-    """
-    sizes = _sizes(folder)
-    sizes.pop(INVENTORY_FILE_NAME, None)
-    (folder / INVENTORY_FILE_NAME).write_text(json.dumps(sizes, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def check_inventory(folder: Path) -> None:
-    """Compares the files of a checkpoint's folder with `files.json`: a copy that was cut short is not taken for whole.
-
-    Raises:
-        CheckpointError: `files.json` or a file is missing, or a file has another size; names the first such file.
-    """
-    path = folder / INVENTORY_FILE_NAME
-    try:
-        listed = _SIZES.validate_json(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValidationError as error:
-        raise CheckpointError(validation_problems(path, error)) from None
-    present = _sizes(folder)
-    for name, size in listed.items():
-        if name not in present:
-            raise CheckpointError(f"{folder / name}: is missing")
-        if present[name] != size:
-            raise CheckpointError(f"{folder / name}: got {present[name]} bytes, expected {size}")
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    sizes = {}
-    for parent, _, names in os.walk(folder):
-        for path in (Path(parent) / name for name in names):
-            try:
-                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
-            except FileNotFoundError:  # its run removes the checkpoint at this moment, or a link leads nowhere
-                continue
-    return sizes
-
 
 POLICY_FOLDER_NAME = MEGATRON_WEIGHTS_FOLDER
 FINAL_WEIGHTS_FOLDER = "final"
@@ -246,7 +195,10 @@ class CheckpointStore:
             raise CheckpointError(f"{folder}: state.json: loop.step: got {state.loop.step}, expected {step}")
         if not (folder / POLICY_FOLDER_NAME).is_dir():
             raise CheckpointError(f"{folder}: holds no folder {POLICY_FOLDER_NAME}")
-        check_inventory(folder)
+        try:
+            check_sizes(folder)
+        except InventoryError as error:
+            raise CheckpointError(str(error)) from None
         return Checkpoint(folder, state)
 
     def _leftover(self, step: int, kind: str) -> Path:

@@ -20,6 +20,7 @@ from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
+    check_small_files,
     holds_megatron_weights,
     load_config_json,
     load_hf_config,
@@ -130,6 +131,7 @@ def _hint(source: Path, found: WeightsFormat) -> str:
 def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     source, target = conversion.source, conversion.target
     with _told_of("--input", source):
+        check_small_files(source)
         config_json, hf_config = load_config_json(str(source)), load_hf_config(str(source))
         held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
     policy = _policy(source, conversion.dtype or _dtype_of(config_json, held, console))

@@ -3,7 +3,7 @@
 """A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,14 +13,20 @@ from typing import Any, TypeVar
 from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.changes import changed_inputs
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
-from nemo_rl_moe.checkpoints.resume import ResumePoint, checkpoint_dir_of, find_resume_point
+from nemo_rl_moe.checkpoints.resume import (
+    ResumePoint,
+    checkpoint_dir_of,
+    find_resume_point,
+    older_resume_point,
+)
 from nemo_rl_moe.checkpoints.state import LoopState, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
+from nemo_rl_moe.checksums import add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
-from nemo_rl_moe.errors import ConfigurationError, TrainingDivergedError
+from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
@@ -234,14 +240,31 @@ class TrainingRun:
     def restore(self) -> None:
         """Loads the checkpoint into the policy; the reference model stays the one that the run began with.
 
+        Where its files are not what was written, the newest older checkpoint of the run is taken instead.
+
         Raises:
-            CheckpointError: The checkpoint is damaged, holds anything but tensors, or belongs to another model.
+            CheckpointError: All checkpoints are damaged, or one holds anything but tensors or belongs to another model.
         """
-        if self.resume is not None:
-            with self.console.phase(f"loading {self.resume.folder}"):
-                self._started.load_checkpoint(
-                    self.resume.policy_folder, with_optimizer=self.resume.state.with_optimizer
-                )
+        damaged: list[Path] = []
+        while self.resume is not None:
+            folder, with_optimizer = self.resume.policy_folder, self.resume.state.with_optimizer
+            try:
+                with self.console.phase(f"loading {self.resume.folder}"):
+                    self._started.load_checkpoint(folder, with_optimizer=with_optimizer)
+                return
+            except DamagedCheckpointError as error:
+                damaged.append(self.resume.folder)
+                self.resume = self._before_damage(damaged, error)
+
+    def _before_damage(self, damaged: Sequence[Path], error: DamagedCheckpointError) -> ResumePoint:
+        """The newest checkpoint of the same training that has not been found damaged."""
+        older = older_resume_point(self.config, damaged, self.console.warn)
+        if older is None:
+            raise error
+        for problem in error.problems:
+            self.console.warn(problem)
+        self.console.message(self._beginning(older))
+        return older
 
     def open(self) -> StepRecorder:
         """Opens the run's folder, its loggers and its checkpoints, and tells what is in force.
@@ -278,6 +301,7 @@ class TrainingRun:
                 left_out = self._started.save_weights(weights)
                 origin = json.dumps(self.origin_of_weights(summary.num_steps))
                 (weights / FINAL_RUN_FILE).write_text(f"{origin}\n", encoding="utf-8")
+                add_to_inventory(weights, FINAL_RUN_FILE)
             for name in left_out:
                 self.console.warn(left_out_line(name))
         self._ending = summarise(config, summary, self._folder, weights)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from nemo_rl_moe.checksums import ACCEPTING, INVENTORY_FILE_NAME, InventoryError, check_sizes
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -244,6 +245,21 @@ def _unreadable(model_name: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(f"policy.model_name: cannot read the configuration of {model_name!r}: {one_line(error)}")
 
 
+def check_small_files(folder: Path) -> None:
+    """Checks that the files beside a model's weights are those that were written, and the sizes of all.
+
+    A folder without `files.json`, such as a hub's, has nothing to compare with.
+
+    Raises:
+        ConfigurationError: A file is missing, or is another.
+    """
+    if (folder / INVENTORY_FILE_NAME).is_file():
+        try:
+            check_sizes(folder)
+        except InventoryError as error:
+            raise ConfigurationError(f"policy.model_name: {error}; {ACCEPTING.format(folder=folder)}") from None
+
+
 def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:
     """Folder of the policy's starting weights; None for random ones.
 
@@ -260,7 +276,8 @@ def holds_megatron_weights(folder: Path) -> bool:
 
 
 def check_weights(policy: PolicyConfig, folder: Path) -> None:
-    """Checks that the folder of the starting weights holds complete files of them; reads no weights.
+    """Checks that the folder of the starting weights holds complete files of them, and that the small files are those
+    that were written; reads no weights.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -269,6 +286,7 @@ def check_weights(policy: PolicyConfig, folder: Path) -> None:
     Raises:
         ConfigurationError: It holds none, or one that is damaged.
     """
+    check_small_files(folder)
     if policy.init == "random" or holds_megatron_weights(folder):
         return
     try:

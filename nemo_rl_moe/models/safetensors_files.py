@@ -4,17 +4,17 @@
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from nemo_rl_moe.checksums import HEADER, ChecksumStream, Part
 from nemo_rl_moe.models.safetensors_folder import ONE_FILE, SafetensorsFolder
 
 TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -158,13 +158,18 @@ class SafetensorsWriter:
     Args:
         folder: Where to.
         files: Name of each file to its tensors. Larger types must come first, so that all are aligned.
+
+    Attributes:
+        parts: By file, once it is complete: its header and each tensor with their checksum.
     """
 
     def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorHeader]]):
         self._folder = folder
         self._files = list(files.items())
-        self._stream: IO[bytes] | None = None
+        self._stream: ChecksumStream | None = None
+        self._missing: list[TensorHeader] = []
         self._missing_bytes = 0
+        self.parts: dict[str, list[Part]] = {}
 
     def write(self, numbers: Tensor) -> None:
         """Writes the next numbers: a tensor on the host, or a part of one whose other parts follow.
@@ -176,11 +181,10 @@ class SafetensorsWriter:
             self._begin_file()
         assert self._stream is not None  # just opened
         content = numbers.contiguous().view(-1).view(torch.uint8).numpy()
-        assert content.nbytes <= self._missing_bytes  # a tensor lies in one file
+        assert content.nbytes <= self._missing_bytes  # of one tensor
         self._stream.write(content.data)
         self._missing_bytes -= content.nbytes
-        if not self._missing_bytes:
-            self._end_file()
+        self._end_tensors()
 
     def close(self) -> None:
         """Ends the writing; a file that is not complete stays so."""
@@ -207,16 +211,28 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _ALIGNMENT)
         # A file that is there already was not written by this rank.
-        self._stream = (self._folder / name).open("xb")
+        self._stream = ChecksumStream((self._folder / name).open("xb"))
         self._stream.write(len(text).to_bytes(8, "little") + text)
-        self._missing_bytes = end
+        self._stream.end_part(HEADER)
+        self._missing = list(tensors)
+        self._missing_bytes = tensors[0].num_bytes
+
+    def _end_tensors(self) -> None:
+        """Ends the tensor that is complete, those after it that hold nothing, and the file after the last one."""
+        assert self._stream is not None  # something was written
+        while not self._missing_bytes:
+            self._stream.end_part(self._missing.pop(0).name)
+            if not self._missing:
+                self._end_file()
+                return
+            self._missing_bytes = self._missing[0].num_bytes
 
     def _end_file(self) -> None:
         assert self._stream is not None  # its last tensor was just written
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self.close()
+        self._stream.to_disk()
         name, tensors = self._files.pop(0)
+        self.parts[name] = self._stream.parts
+        self.close()
         with safe_open(self._folder / name, framework="pt") as file:
             for tensor in tensors:
                 found = file.get_slice(tensor.name)

@@ -25,7 +25,7 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_microbatches,
 )
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
-from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError, ConfigurationError, WeightSyncError
+from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
@@ -312,11 +312,12 @@ class MegatronPolicy(ModelWorkers):
         """Puts back what `start_checkpoint` wrote.
 
         Raises:
-            CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
+            DamagedCheckpointError: Its files are not what was written; nothing of them was used.
+            CheckpointError: It holds anything but tensors, or belongs to another model.
         """
         problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
-        if any(problems):
-            raise CheckpointError(next(filter(None, problems)))
+        for problem in filter(None, problems):
+            raise problem
         self.weight_version = self._workers.call_all("weight_version")[0]
 
     def _transfer_folder(self) -> Path:

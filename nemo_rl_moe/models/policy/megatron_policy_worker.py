@@ -186,10 +186,10 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         """Completes the checkpoint; what went wrong on any rank, or None."""
         return self._trainer.finish_checkpoint()
 
-    def load_checkpoint(self, directory: Path, with_optimizer: bool) -> str | None:
+    def load_checkpoint(self, directory: Path, with_optimizer: bool) -> CheckpointError | None:
         """Goes back to a checkpoint; what is wrong with it, or None."""
         try:
             self._trainer.load_checkpoint(directory, with_optimizer=with_optimizer)
         except CheckpointError as error:
-            return str(error)
+            return type(error)(error.problems)  # alone: what it came from may not travel
         return None

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
-from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
 from nemo_rl_moe.models.megatron.checkpoint.contents import (
     COUNTERS_KEY,
     TrainerCounters,
@@ -24,6 +24,7 @@ from nemo_rl_moe.models.megatron.checkpoint.contents import (
     sharded_model,
 )
 from nemo_rl_moe.models.megatron.checkpoint.index import check_folder, data_only
+from nemo_rl_moe.models.megatron.model.agreement import damage_of_all_ranks
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -118,6 +119,8 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
             f"{directory}: rank {strangers[0]} finds another checkpoint than rank 0; all ranks must share the folder"
         )
     assert index is not None  # no rank has a problem
+    if damage := damage_of_all_ranks(directory):
+        raise DamagedCheckpointError(damage)
     return index
 
 

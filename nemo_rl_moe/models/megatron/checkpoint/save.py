@@ -7,10 +7,9 @@ thread here: Megatron-Core's own asynchronous writers fork a process that holds 
 process for each save, and leave the other ranks waiting when the disk is full on one.
 """
 
-import os
 import threading
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,8 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _write_
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from nemo_rl_moe.atomic_writes import sync
+from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, ChecksumStream, Part, write_inventory
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.checkpoint.index import COMMON_FILE, FORMAT, FORMAT_FILE
 
@@ -42,12 +43,17 @@ class _SnapshotWriter(FileSystemWriterAsync):
     Args:
         directory: Folder of the checkpoint.
         copies_at_once: False copies each tensor when its turn comes, for a model that nothing changes meanwhile.
+
+    Attributes:
+        is_cancelled: Set to end the writing.
+        parts: By file, once it is written: the bytes of each tensor with their checksum.
     """
 
     def __init__(self, directory: Path, *, copies_at_once: bool):
         super().__init__(directory)
         self._copies_at_once = copies_at_once
         self.is_cancelled = False
+        self.parts: dict[str, list[Part]] = {}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """The original makes the folder where a rank has none, and writes there what no other rank will find."""
@@ -69,7 +75,8 @@ class _SnapshotWriter(FileSystemWriterAsync):
         if not snapshot:
             return []
         results = []
-        with (Path(self.checkpoint_dir) / self._file_name).open("wb") as stream:
+        with (Path(self.checkpoint_dir) / self._file_name).open("wb") as file:
+            stream: Any = ChecksumStream(file)
             for item, tensor in snapshot:
                 if self.is_cancelled:
                     raise RuntimeError("cancelled")
@@ -78,7 +85,9 @@ class _SnapshotWriter(FileSystemWriterAsync):
                 results.append(
                     _write_item(self.transforms, stream, whole, item, self._file_name, SerializationFormat.TORCH_SAVE)
                 )
-            _to_disk(stream)
+                stream.end_part(item.index.fqn)
+            stream.to_disk()
+        self.parts = {self._file_name: stream.parts}
         return results
 
 
@@ -117,16 +126,17 @@ class CheckpointWrite:
         """
         self._thread.join()
         parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, (self._problem, self._results))
-        problems = [f"rank {rank}: {problem}" for rank, (problem, _) in enumerate(parts) if problem is not None]
+        dist.all_gather_object(parts, (self._problem, self._results, self._writer.parts))
+        problems = [f"rank {rank}: {problem}" for rank, (problem, _, _) in enumerate(parts) if problem is not None]
         outcome = ["; ".join(problems) or None]
         if dist.get_rank() == 0 and not problems:
-            outcome = [self._complete([results for _, results in parts])]
+            files = {name: checked for _, _, of_rank in parts for name, checked in of_rank.items()}
+            outcome = [self._complete([results for _, results, _ in parts], files)]
         dist.broadcast_object_list(outcome)  # the others wait for it whatever happened
         return outcome[0]
 
-    def _complete(self, results: list[list[WriteResult]]) -> str | None:
-        """Writes the index, if the first rank finds the parts of all ranks. Returns the problem, or None."""
+    def _complete(self, results: list[list[WriteResult]], files: dict[str, list[Part]]) -> str | None:
+        """Writes index and checksums, if the first rank finds the parts of all ranks. Returns the problem, or None."""
         try:
             problem = _torn_part(self._directory, results)
             if problem is None:
@@ -134,8 +144,9 @@ class CheckpointWrite:
                 vars(self._plan).pop("all_local_plans", None)
                 self._writer.finish(self._plan, results)
                 save_config(CheckpointingConfig(*FORMAT), str(self._directory))
-                with (self._directory / FORMAT_FILE).open("rb") as stream:
-                    _to_disk(stream)
+                sync(self._directory / FORMAT_FILE)
+                write_inventory(self._directory, files)
+                sync(self._directory / INVENTORY_FILE_NAME)
         except Exception as error:
             problem = _text(error)
         return None if problem is None else f"rank 0: {problem}"
@@ -146,9 +157,8 @@ class CheckpointWrite:
                 raise FileNotFoundError(f"there is no folder {self._directory}; all ranks must share it")
             if dist.get_rank() == 0:
                 # What Megatron-Core keeps beside tensors; here nothing. Both releases can read it.
-                with (self._directory / COMMON_FILE).open("wb") as stream:
-                    torch.save({}, stream)
-                    _to_disk(stream)
+                torch.save({}, self._directory / COMMON_FILE)
+                sync(self._directory / COMMON_FILE)
             self._results = self._writer.write()
         # An end that nobody catches would look like a part that is written. torch's own errors are no Exception.
         except BaseException as error:
@@ -168,12 +178,6 @@ def _torn_part(directory: Path, results: list[list[WriteResult]]) -> str | None:
                     f"{path}: {size} of the {end} bytes that rank {rank} has written; all ranks must share the folder"
                 )
     return None
-
-
-def _to_disk(stream: IO[bytes]) -> None:
-    """Waits until a file's content is on the disk: other machines and a power cut find it whole."""
-    stream.flush()
-    os.fsync(stream.fileno())
 
 
 def _copy(tensor: Any) -> Any:

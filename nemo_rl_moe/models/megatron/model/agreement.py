@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nemo_rl_moe.checksums import find_damage
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
 from nemo_rl_moe.models.safetensors_folder import one_line
@@ -73,6 +74,16 @@ class SharedFailure:
         dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
         self.has_failed = bool(failed.item())
         return not self.has_failed
+
+
+def damage_of_all_ranks(folder: Path) -> list[str]:
+    """Files of a folder that are not what was written, a line each, the same on every rank. Every rank calls it.
+
+    Each compares its share of the bytes with the checksums beside them; a folder without `files.json` has none.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, find_damage(folder, share=dist.get_rank(), num_shares=dist.get_world_size()))
+    return list(dict.fromkeys(problem for problems in found for problem in problems))
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place
+from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.model.agreement import SharedFailure
 from nemo_rl_moe.models.megatron.weights.hf_gather import Delivery, gather_tensors, plan_deliveries
@@ -72,10 +73,16 @@ def save_weights(
     named = dict(zip(file_names(len(files)), files, strict=True))
     _agree(folder, staging, _on_rank_0(lambda: _begin(staging, named, write_beside)))
     mine = {name: tensors for name, (rank, tensors) in named.items() if rank == dist.get_rank()}
-    _agree(folder, staging, _write(deliveries, hf_config, staging, mine, progress))
-    _agree(
-        folder, staging, _on_rank_0(lambda: put_in_place(staging, folder, folder.with_name(f"{folder.name}.replaced")))
-    )
+    writer = SafetensorsWriter(staging, mine)
+    _agree(folder, staging, _write(deliveries, hf_config, staging, writer, has_files=bool(mine), progress=progress))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, writer.parts)
+
+    def finish() -> None:
+        write_inventory(staging, {name: checked for of_rank in parts for name, checked in of_rank.items()})
+        put_in_place(staging, folder, folder.with_name(f"{folder.name}.replaced"))
+
+    _agree(folder, staging, _on_rank_0(finish))
     return sorted({name for _, names in of_ranks for name in names})
 
 
@@ -122,13 +129,15 @@ def _write(
     deliveries: Sequence[Delivery],
     hf_config: Any,
     staging: Path,
-    files: dict[str, list[TensorHeader]],
+    writer: SafetensorsWriter,
+    *,
+    has_files: bool,
     progress: Callable[[float], None],
 ) -> str | None:
     """Writes this rank's files; returns what went wrong. Goes on taking part in what the others need it for."""
-    writer, failure = SafetensorsWriter(staging, files), SharedFailure()
+    failure = SharedFailure()
     with failure.caught():
-        if files and not staging.is_dir():
+        if has_files and not staging.is_dir():
             raise FileNotFoundError(f"there is no folder {staging}; all ranks must share it")
     for number, delivery in enumerate(deliveries, start=1):
         for entry in gather_tensors(delivery, hf_config, failure):

@@ -1,0 +1,324 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Checksums of a folder's files: taken while they are written, kept in `files.json`, compared before they are used.
+
+They survive a disk, a copy or a file system that changes bytes and not sizes: weights with a flipped exponent load, and
+train. Not a defence against somebody who writes both, the files and their checksums.
+
+A large file of tensors is kept in parts, one a tensor, so that a damaged tensor is named, and so that the ranks of a
+job divide the comparison among them. XXH3 (Collet, xxHash 0.8) with 128 bits reads memory as fast as a core can.
+"""
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated, Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from xxhash import xxh3_128
+
+from nemo_rl_moe.atomic_writes import write_whole
+
+INVENTORY_FILE_NAME = "files.json"
+HEADER = "header"
+"""Name of a safetensors file's first part: names, shapes and places of its tensors."""
+ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {folder}"
+"""What to do about a file that is another on purpose."""
+_BUFFER_BYTES = 2**22
+_MOST_THREADS = 4
+_MOST_NAMED = 3
+_Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_Size = Annotated[int, Field(ge=0)]
+
+
+class InventoryError(Exception):
+    """A folder's `files.json` is missing or damaged, or a file does not agree with it. The text names the file."""
+
+
+class Part(NamedTuple):
+    """Consecutive bytes of a file.
+
+    Attributes:
+        name: Of the tensor in them.
+        num_bytes: Their number.
+        checksum: XXH3 in hexadecimal digits.
+    """
+
+    name: str
+    num_bytes: _Size
+    checksum: _Digest
+
+
+class FileEntry(BaseModel):
+    """A file of a folder.
+
+    Attributes:
+        num_bytes: Its size.
+        checksum: Of all of it; None where the parts have theirs, and of files below another `files.json`.
+        parts: Its parts in their order; together they are the file. Empty where the file has one checksum.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    num_bytes: _Size
+    checksum: _Digest | None = None
+    parts: list[Part] = []
+
+
+class _Inventory(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    algorithm: Annotated[str, Field(pattern="^xxh3_128$")]
+    files: dict[str, FileEntry]
+
+
+_ADAPTER = TypeAdapter(_Inventory)
+_SIZES = TypeAdapter(dict[str, _Size], config=ConfigDict(strict=True))
+"""What releases before 0.2 wrote: sizes alone."""
+
+
+class ChecksumStream:
+    """Binary file that is written in parts, each with its checksum.
+
+    Args:
+        stream: The file, open for writing and at its beginning.
+
+    Attributes:
+        parts: Parts that have ended.
+    """
+
+    def __init__(self, stream: IO[bytes]):
+        self._stream, self._hash, self._num_bytes = stream, xxh3_128(), 0
+        self.parts: list[Part] = []
+
+    def write(self, content: Any) -> int:
+        """Writes bytes, or anything that lies in memory as they do."""
+        view = memoryview(content).cast("B")
+        self._hash.update(view)
+        self._num_bytes += view.nbytes
+        self._stream.write(view)
+        return view.nbytes
+
+    def end_part(self, name: str) -> None:
+        """Ends the part that was written since the last one."""
+        self.parts.append(Part(name, self._num_bytes, self._hash.hexdigest()))
+        self._hash, self._num_bytes = xxh3_128(), 0
+
+    def tell(self) -> int:
+        """Number of bytes written."""
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        """Hands what is buffered to the operating system."""
+        self._stream.flush()
+
+    def to_disk(self) -> None:
+        """Waits until the content is on the disk: other machines and a power cut find it whole."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._stream.close()
+
+
+def add_to_inventory(folder: Path, name: str) -> None:
+    """Adds a small file, written after the others, to a folder's `files.json`; replaces what that says of it.
+
+    Raises:
+        OSError: The file cannot be read, or the disk did not take it.
+        InventoryError: `files.json` is missing or damaged.
+    """
+    num_bytes = (folder / name).stat().st_size
+    entry = FileEntry(num_bytes=num_bytes, checksum=_checksum(folder / name, 0, num_bytes))
+    _write(folder, read_inventory(folder) | {name: entry})
+
+
+def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = None) -> None:
+    """Writes `files.json` of all files in a folder and below it.
+
+    Files below a folder that has an inventory of its own are listed with their sizes: their checksums are there.
+
+    Args:
+        folder: The folder.
+        parts: Parts of files that were written with a `ChecksumStream`, by name; all others are read.
+
+    Raises:
+        OSError: A file cannot be read, or the disk did not take it.
+    """
+    entries = {}
+    for name, num_bytes in _sizes(folder).items():
+        if name == INVENTORY_FILE_NAME:
+            continue
+        if parts and name in parts:
+            entries[name] = FileEntry(num_bytes=num_bytes, parts=list(parts[name]))
+        elif _own_inventory(folder, name) is not None:
+            entries[name] = FileEntry(num_bytes=num_bytes)
+        else:
+            entries[name] = FileEntry(num_bytes=num_bytes, checksum=_checksum(folder / name, 0, num_bytes))
+    _write(folder, entries)
+
+
+def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
+    content = _Inventory(algorithm="xxh3_128", files=entries)
+    text = content.model_dump_json(indent=1, exclude_defaults=True)
+    # A part stands on one line.
+    text = re.sub(r"\[\n\s+(\"[^\n]*\",)\n\s+(\d+,)\n\s+(\"[0-9a-f]{32}\")\n\s+\]", r"[\1 \2 \3]", text)
+    write_whole(folder / INVENTORY_FILE_NAME, f"{text}\n")
+
+
+def read_inventory(folder: Path) -> dict[str, FileEntry]:
+    """The files of a folder as its `files.json` lists them.
+
+    Raises:
+        InventoryError: It is missing or damaged.
+    """
+    path = folder / INVENTORY_FILE_NAME
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise InventoryError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        return {name: FileEntry(num_bytes=size) for name, size in _SIZES.validate_json(content).items()}
+    except ValidationError:
+        pass
+    try:
+        entries = _ADAPTER.validate_json(content).files
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise InventoryError(f"{path}: damaged: {f'{place}: ' if place else ''}{first['msg']}") from None
+    for name, entry in entries.items():
+        if entry.parts and sum(part.num_bytes for part in entry.parts) != entry.num_bytes:
+            raise InventoryError(f"{path}: damaged: the parts of {name} are not {entry.num_bytes} bytes")
+    return entries
+
+
+def check_sizes(folder: Path) -> None:
+    """Compares the names and sizes of a folder's files with `files.json`, and the checksums of those without parts.
+
+    A copy that was cut short is not taken for whole; large files are left to `find_damage`.
+
+    Raises:
+        InventoryError: `files.json` is missing or damaged, or a file is missing, or is another; names the first one.
+    """
+    entries = read_inventory(folder)
+    present = _sizes(folder)
+    for name, entry in entries.items():
+        if name not in present:
+            raise InventoryError(f"{folder / name}: is missing")
+        if present[name] != entry.num_bytes:
+            raise InventoryError(f"{folder / name}: got {present[name]} bytes, expected {entry.num_bytes}")
+    for name, entry in entries.items():
+        if entry.checksum is not None and (problem := _compared(folder / name, list(_pieces(entry)))):
+            raise InventoryError(problem)
+
+
+def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1, prefix: str = "") -> list[str]:
+    """Files, and tensors in them, that are not what was written: a line each; none where there is no `files.json`.
+
+    Folders below that have an inventory of their own are not looked into.
+
+    Args:
+        folder: The folder.
+        share: The share of the bytes to compare, from 0; each rank of a job takes its own.
+        num_shares: Number of shares.
+        prefix: Only files whose name begins so.
+    """
+    if not (folder / INVENTORY_FILE_NAME).is_file():
+        return []
+    try:
+        entries = {name: entry for name, entry in read_inventory(folder).items() if name.startswith(prefix)}
+    except InventoryError as error:
+        return [str(error)]
+    present = _sizes(folder)
+    problems, work = [], []
+    for name, entry in entries.items():
+        if name not in present:
+            problems.append(f"{folder / name}: is missing")
+        elif present[name] != entry.num_bytes:
+            problems.append(f"{folder / name}: damaged: {present[name]} bytes, expected {entry.num_bytes}")
+        elif pieces := list(_pieces(entry)):
+            work.append((folder / name, pieces))
+    total = sum(piece.part.num_bytes for _, pieces in work for piece in pieces) or 1
+    mine, before = [], 0
+    for path, pieces in work:
+        own = [piece for piece in pieces if (before + piece.start) * num_shares // total == share]
+        before += sum(piece.part.num_bytes for piece in pieces)
+        if own:
+            mine.append((path, own))
+    # Reading from the disk and the checksum both happen outside of Python's lock.
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_shares))) as threads:
+        return problems + [problem for problem in threads.map(lambda item: _compared(*item), mine) if problem]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of a file, or all of it, and where it begins."""
+
+    start: int
+    part: Part
+
+
+def _pieces(entry: FileEntry) -> Iterator[_Piece]:
+    if entry.checksum is not None:
+        yield _Piece(0, Part("", entry.num_bytes, entry.checksum))
+    start = 0
+    for part in entry.parts:
+        yield _Piece(start, part)
+        start += part.num_bytes
+
+
+def _compared(path: Path, pieces: Sequence[_Piece]) -> str | None:
+    """The problem with some pieces of a file; None where they are what was written."""
+    try:
+        damaged = [
+            piece.part.name
+            for piece in pieces
+            if _checksum(path, piece.start, piece.part.num_bytes) != piece.part.checksum
+        ]
+    except OSError as error:
+        return f"{path}: cannot be read: {error.strerror}"
+    if not damaged:
+        return None
+    names = list(dict.fromkeys(filter(None, damaged)))
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    where = f" in {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
+    return f"{path}: damaged{where}: not the bytes that were written, by the checksum in {INVENTORY_FILE_NAME}"
+
+
+def _checksum(path: Path, start: int, num_bytes: int) -> str:
+    found, buffer = xxh3_128(), memoryview(bytearray(min(_BUFFER_BYTES, max(1, num_bytes))))
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while num_bytes:
+            count = file.readinto(buffer[: min(len(buffer), num_bytes)])
+            if not count:
+                break
+            found.update(buffer[:count])
+            num_bytes -= count
+    return found.hexdigest()
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    sizes = {}
+    for parent, folders, names in os.walk(folder):
+        folders.sort()
+        for path in (Path(parent) / name for name in sorted(names)):
+            try:
+                sizes[path.relative_to(folder).as_posix()] = path.stat().st_size
+            except FileNotFoundError:  # its run removes the checkpoint at this moment, or a link leads nowhere
+                continue
+    return sizes
+
+
+def _own_inventory(folder: Path, name: str) -> Path | None:
+    """The folder below this one whose own inventory lists a file; None for a file of this folder's inventory."""
+    for parent in Path(name).parents:
+        if parent != Path() and (folder / parent / INVENTORY_FILE_NAME).is_file():
+            # The inventory itself belongs to the folder above.
+            return None if Path(name) == parent / INVENTORY_FILE_NAME else folder / parent
+    return None
