@@ -154,6 +154,9 @@ class ClusterConfig(StrictModel):
     """Seconds that the workers may take to start before the run gives up."""
     max_restarts: NonNegativeInt
     """Number of times that a run which fails restarts itself from its last checkpoint."""
+    network_interface: Text | None
+    """Interface of each machine, such as `eth1`, over which the workers of several machines talk; null: the one that
+    gloo and NCCL choose."""
     roles: dict[str, RolePlacementConfig]
     """Workers of models beside the policy, such as a teacher, by the role's name: `num_nodes`, `gpus_per_node` and
     `cpu_workers_per_node` of each, those of the policy where left out; {}: the algorithm has no such role."""

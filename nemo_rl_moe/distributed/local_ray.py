@@ -12,12 +12,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import ray
+from ray._private import ray_constants
 
-from nemo_rl_moe.distributed.node_tools import end_processes, families, is_running
+from nemo_rl_moe.distributed.node_tools import end_processes, families, is_running, ray_folder
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
@@ -70,6 +73,24 @@ def _blocked_stop_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
 
 
+@contextmanager
+def loopback_only() -> Iterator[None]:
+    """Context in which `ray.init` starts servers that listen on the loopback interface alone, and so do their workers.
+
+    Ray does so by itself on systems where it has no clusters, and looks up this machine's own address on Linux, from
+    where its ports could be reached.
+    """
+    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+def _keep_token_private() -> None:
+    """Takes from others the right to read the token by which Ray's servers know their callers; Ray grants it."""
+    token = Path.home() / ".ray" / "auth_token"
+    with suppress(OSError, RuntimeError):  # there is none, or no home
+        token.chmod(0o600)
+
+
 class LocalRay:
     """Ray's servers as children of this process.
 
@@ -85,6 +106,7 @@ class LocalRay:
 
     def __init__(self, num_cpus: int):
         self._others = set(psutil.Process().children())
+        self._folder = ray_folder(os.getpid())
         self._servers: dict[str, psutil.Process] = {}
         self._processes: list[psutil.Process] | None = None
         self._failure: str | None = None
@@ -95,13 +117,14 @@ class LocalRay:
         self._thread = threading.Thread(target=self._watch, name="watch over Ray", daemon=True)
         self._thread.start()
         try:
-            with preserved_handlers(), _blocked_stop_signals():
+            with preserved_handlers(), _blocked_stop_signals(), loopback_only():
                 self._start(num_cpus)
         except Exception as error:
             problem = self._failure
             self._stop_watching()
             # Ray leaves the servers that did start to the end of this process.
             end_processes(self._family())
+            shutil.rmtree(self._folder, ignore_errors=True)
             raise WorkerDiedError(f"Ray could not be started on this machine: {problem or error}") from error
         # Children that come later, a logger's service say, are not Ray's.
         self._processes = self._children()
@@ -121,18 +144,25 @@ class LocalRay:
             node.kill_all_processes = lambda **options: kill(**options | {"allow_graceful": False})
         ray.shutdown()
         end_processes(family)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, num_cpus: int) -> None:
+        # Ray makes its folders for everybody to write to, whatever they were: so they lie in one of the user's own. One
+        # that is there is of an earlier process of this number, or of somebody who waits for us to use it.
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
         ray.init(
             address="local",
             num_cpus=num_cpus,
             include_dashboard=False,
+            _temp_dir=str(self._folder / "ray"),
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=object_store_bytes(),
             # Ray gives its workers the lowest priority but four; here they are the program itself.
             _system_config={"worker_niceness": 0},
         )
+        _keep_token_private()
 
     def _children(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children() if child not in self._others]

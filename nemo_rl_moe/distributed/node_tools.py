@@ -3,6 +3,7 @@
 """Tools for the processes of one machine: cores, ends of logs, and killing of whole families."""
 
 import os
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import psutil
 
 CGROUP_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 LARGEST_TAIL_BYTES = 64 * 1024
+_LONGEST_TEMPORARY = 16
 RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a worker's log for its own use."""
 
@@ -48,6 +50,13 @@ def is_running(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def ray_folder(pid: int) -> Path:
+    """Temporary folder of the Ray that a process has started: sockets and logs, for its owner's eyes alone."""
+    # Names of sockets are at most 107 bytes long, and Ray adds 70.
+    parent = Path(tempfile.gettempdir())
+    return (parent if len(str(parent)) < _LONGEST_TEMPORARY else Path("/tmp")) / f"nemo_rl_moe-ray-{pid}"
 
 
 def usable_cores() -> int:

@@ -45,7 +45,12 @@ def exit_reason(error: RayActorError) -> str:
 
 
 def worker_environment(
-    places: Sequence[WorkerPlace], workers_per_node: int, master_port: int, *, is_local: bool
+    places: Sequence[WorkerPlace],
+    workers_per_node: int,
+    master_port: int,
+    *,
+    is_local: bool,
+    network_interface: str | None = None,
 ) -> list[dict[str, str]]:
     """The environment variables of each rank.
 
@@ -54,6 +59,7 @@ def worker_environment(
         workers_per_node: Ranks on each node.
         master_port: A free port on the node of rank 0.
         is_local: True when all ranks run on the driver's machine.
+        network_interface: Over which ranks of several machines talk; None: what gloo and NCCL choose.
     """
     environments = []
     for rank, place in enumerate(places):
@@ -74,6 +80,8 @@ def worker_environment(
             # the direct ways between them. Empty on CPUs: GPUs that happen to be there stay out of it.
             "CUDA_VISIBLE_DEVICES": ",".join(gpu for neighbour in on_this_node for gpu in neighbour.gpu_ids),
         }
+        if network_interface is not None and not is_local:
+            environment |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), network_interface)
         environments.append(environment)
     return environments
 
@@ -209,7 +217,13 @@ class WorkerGroup:
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
         (port,) = wait([self._actors[0].find_free_port.remote()])
-        environments = worker_environment(places, config.workers_per_node, port, is_local=self._cluster.is_local)
+        environments = worker_environment(
+            places,
+            config.workers_per_node,
+            port,
+            is_local=self._cluster.is_local,
+            network_interface=config.network_interface,
+        )
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         remaining_s = deadline - time.monotonic()
         payload = ray.put(cloudpickle.dumps((worker_class, worker_kwargs)))

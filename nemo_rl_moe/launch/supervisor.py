@@ -9,6 +9,7 @@ front is gone.
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 import psutil
 
+from nemo_rl_moe.distributed.node_tools import ray_folder
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED
 from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS, exit_code_of_signal
 
@@ -226,8 +228,10 @@ class _Guardian:
         most = self._supervision.max_restarts
         restarts = 0
         while True:
-            exit_code = self._wait_for_driver(self._start(restarts))
+            driver = self._start(restarts)
+            exit_code = self._wait_for_driver(driver)
             end_descendants(has_grace=_is_logger_service, grace_s=LOGGER_SERVICE_GRACE_S)
+            shutil.rmtree(ray_folder(driver), ignore_errors=True)  # of a driver that was killed
             request = self._requests.last
             if request is not None and exit_code < 0:
                 return exit_code_of_signal(request)

@@ -6,15 +6,18 @@ import json
 import os
 import re
 import signal
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 
 from nemo_rl_moe.cli import main
+from nemo_rl_moe.distributed.node_tools import ray_folder
 from nemo_rl_moe.run_folder.metrics import read_metrics
 from tests.functional import run_kills, sft_runs
 
@@ -90,6 +93,16 @@ def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> 
 
 def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: Path) -> None:
     training_run.wait_for_text("step 2/", START_LIMIT_S)
+    family = {process.pid: process.name() for process in training_run.family()}
+    own = [path for pid in family if (path := ray_folder(pid)).exists()]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in own] == [0o700]
+    listening = [
+        (connection.laddr.ip.removeprefix("::ffff:"), family[connection.pid])
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.pid in family
+    ]
+    assert {name for _, name in listening} >= {"raylet", "gcs_server"}
+    assert {address for address, _ in listening} <= {"127.0.0.1", "::1"}, listening
     for process in training_run.family():  # all of them are signalled, Ray and the workers too
         process.send_signal(signal.SIGTERM)
     assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors
@@ -99,6 +112,7 @@ def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: 
     saved = sft_runs.only_run_folder(tmp_path) / f"checkpoints/step_{last}"
     assert saved.is_dir()
     assert str(saved) in training_run.printed, "how to go on"
+    assert not any(path.exists() for path in own)
 
 
 @pytest.mark.slow

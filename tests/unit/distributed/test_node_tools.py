@@ -98,6 +98,9 @@ def test_environment_on_two_machines_with_gpus():
     assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "0", "1"]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in environments] == ["2,0", "2,0", "1,0", "1,0"]
     assert {each["MASTER_ADDR"] for each in environments} == {"10.0.0.1"}
+    assert not any("SOCKET_IFNAME" in name for name in environments[0])
+    chosen = worker_environment(places, 2, 1234, is_local=False, network_interface="eth1")
+    assert {each["GLOO_SOCKET_IFNAME"] + each["NCCL_SOCKET_IFNAME"] for each in chosen} == {"eth1eth1"}
 
 
 def raise_deep(error: BaseException) -> None:

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Process groups of the parallel layout, and a rank's coordinates in it."""
 
-import datetime
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import ProcessGroupGloo, Store, TCPStore, distributed_c10d
 
 from nemo_rl_moe.config.schema_policy import MegatronConfig
 from nemo_rl_moe.models.megatron import cpu_backend
@@ -19,6 +19,33 @@ from nemo_rl_moe.models.megatron import cpu_backend
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+BACKLOG = 4096
+"""Ranks that may knock before the first is let in."""
+
+
+def rendezvous_store(rank: int, world_size: int) -> TCPStore:
+    """Key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT of the environment.
+
+    Rank 0 serves it on that address alone. torch's own listens on all interfaces and asks for no credential, so that
+    a stranger on the network could read and write its keys.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank != 0:
+        return TCPStore(address, port, world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    # The store takes the socket over, and closes it in the end.
+    listener = socket.create_server(place[:2], family=family, backlog=BACKLOG)
+    return TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=COLLECTIVE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 @contextmanager
@@ -31,6 +58,9 @@ def shared_gloo_device() -> Iterator[None]:
     # As torch chooses them for a single group.
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     devices = [ProcessGroupGloo.create_device(interface=name) for name in names.split(",") if name]
+    if not devices and _is_loopback(os.environ.get("MASTER_ADDR", "")):
+        # The default is the interface of the machine's own name, which others may reach.
+        devices = [ProcessGroupGloo.create_device(hostname=os.environ["MASTER_ADDR"])]
     devices = devices or [ProcessGroupGloo.create_default_device()]
 
     class SharedDeviceGloo(ProcessGroupGloo):
@@ -45,6 +75,10 @@ def shared_gloo_device() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroupGloo = ProcessGroupGloo  # type: ignore[misc]
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "localhost" or address.startswith("127.")
 
 
 @dataclass(frozen=True)
@@ -85,9 +119,10 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
         torch.cuda.set_device(local_rank)
     dist.init_process_group(
         "gloo" if cpu_backend.ACTIVE else "nccl",
+        store=rendezvous_store(rank, world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(minutes=30),
+        timeout=COLLECTIVE_TIMEOUT,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
