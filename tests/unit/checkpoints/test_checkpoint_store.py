@@ -62,7 +62,7 @@ def test_other_things_in_the_folder_are_left_alone(run: Run) -> None:
         (lambda folder: (folder / "files.json").unlink(), "files.json: cannot be read"),
         (
             lambda folder: (folder / "files.json").write_text('{"state.json": "1"}'),
-            "files.json: state.json: Input should be",
+            "files.json: damaged: algorithm: Field required",
         ),
         (lambda folder: folder.rename(folder.with_name("step_12")), "loop.step: got 10, expected 12"),
     ],

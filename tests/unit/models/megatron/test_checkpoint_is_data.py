@@ -17,6 +17,7 @@ import torch
 import torch.serialization
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
+from nemo_rl_moe.checksums import INVENTORY_FILE_NAME
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron.checkpoint.index import DataOnlyReader, check_folder, parse_index
 from tests.support.checkpoint_run import problems_of_loading, save_once
@@ -178,6 +179,8 @@ def broken_copies(saved: Path, tmp_path: Path, damages: dict[str, tuple[Damage, 
     for number, (name, (damage, _)) in enumerate(damages.items()):
         copies[name] = shutil.copytree(saved, tmp_path / f"copy_{number}")
         damage(copies[name], tmp_path / "mark")
+        # Who plants something changes the checksums too; and earlier releases wrote none.
+        (copies[name] / INVENTORY_FILE_NAME).unlink()
     return copies
 
 
@@ -237,6 +240,10 @@ def test_every_rank_s_damage_ends_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(save_once, 2, settings, str(tmp_path)) == [None, None]
     path = tmp_path / "__1_0.distcp"
     path.write_bytes(b"\0" * path.stat().st_size)
+    found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)], timeout_s=60)
+    assert found[0] == found[1]
+    assert f"{path}: damaged in " in found[0][0]
+    (tmp_path / INVENTORY_FILE_NAME).unlink()  # as of an earlier release
     found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)], timeout_s=60)
     assert all("cannot be loaded" in problem for (problem,) in found)
 

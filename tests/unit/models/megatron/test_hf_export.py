@@ -65,7 +65,7 @@ def test_one_file_has_no_index(tmp_path: Path) -> None:
     write_folder(tiny_tensors(tiny_hf_config()), tmp_path / "source")
     target = tmp_path / "target"
     run_ranks(load_and_save, 1, tiny_policy(), {}, str(tmp_path / "source"), str(target), {})
-    assert sorted(path.name for path in target.iterdir()) == ["model.safetensors", NOTE]
+    assert sorted(path.name for path in target.iterdir()) == ["files.json", "model.safetensors", NOTE]
 
 
 def test_tensors_handed_out_are_copies_and_each_is_handed_out_once(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_tensors_handed_out_are_copies_and_each_is_handed_out_once(tmp_path: Pat
 
 
 TWO_RANKS = tiny_policy(2, **layout(tp=2, etp=2))
-WRITTEN = [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)] + [INDEX_FILE, NOTE]
+WRITTEN = ["files.json"] + [f"model-{number:05d}-of-00002.safetensors" for number in (1, 2)] + [INDEX_FILE, NOTE]
 
 
 @pytest.mark.parametrize(
