@@ -20,7 +20,7 @@ from nemo_rl_moe.moe.load_arrays import (
     dead,
     excess_coefficient_of_variation,
     highest_coefficient_of_variation_by_chance,
-    null_coefficient_of_variation,
+    null_variance,
 )
 
 FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing"]
@@ -175,8 +175,8 @@ class FindingTracker:
         limit = self._thresholds.excess_cv
         if limit is None or self._topk is None:
             return
-        cv, null = coefficient_of_variation(counts), null_coefficient_of_variation(counts, self._topk)
-        excess = excess_coefficient_of_variation(counts, self._topk)
+        cv, variance = coefficient_of_variation(counts), null_variance(counts, self._topk)
+        excess = excess_coefficient_of_variation(cv, variance)
         # With few tokens, cv is far above its null now and then.
         by_chance = highest_coefficient_of_variation_by_chance(counts, self._topk, CHANCE)
         self._imbalanced.observe(step, (excess > limit) & (cv > by_chance))
@@ -184,7 +184,7 @@ class FindingTracker:
             since = int(self._imbalanced.since[row])
             text = (
                 f"layer {layers[row]}: the loads of its experts have spread by {cv[row]:.2f} of their mean since step "
-                f"{since}; by chance it would be {null[row]:.2f}"
+                f"{since}; by chance it would be {math.sqrt(variance[row]):.2f}"
             )
             yield Finding("imbalance", int(layers[row]), since, step, False, text)
 

@@ -1,48 +1,58 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load statistics of numpy counts, for all steps of a run at once; `load_statistics` has those of one step in torch.
+"""Utilization and coefficient of variation of counts, in numpy and torch alike; what numpy alone needs beside them.
 
-The report and the terminal view use them, which start without torch.
+The worker's metrics call them with tensors, the driver, the report and the terminal view, which start without torch,
+with the counts of all steps of a run at once.
 """
 
 import math
 from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Array = TypeVar("Array", NDArray[Any], "Tensor")
+"""Counts `[..., layers, experts]`, and numbers of each layer `[..., layers]`, in either library."""
 
 
-def utilization(counts: Int[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers experts"]:
-    """Load over fair share, `E * c / sum c`: 1 is fair, 0 dead; 0 for all experts of a layer without load."""
-    totals = counts.sum(-1, keepdims=True)
-    return counts * (counts.shape[-1] / np.maximum(totals, 1))
+def utilization(counts: Array) -> Array:
+    """Load over fair share `[..., layers, experts]`, `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer without load.
+
+    Both steps round once at most, so equal loads have equal bits in any layout.
+    """
+    totals = counts.sum(-1)
+    return counts * counts.shape[-1] / (totals + (totals == 0))[..., None]
 
 
-def coefficient_of_variation(
-    counts: Int[np.ndarray, "*steps layers experts"],
-) -> Float[np.ndarray, "*steps layers"]:
+def coefficient_of_variation(counts: Array) -> Array:
     """Sample standard deviation (ddof 1) of the loads over their mean; 0 without load or with one expert."""
-    num_experts = counts.shape[-1]
-    deviations = np.where(counts.sum(-1, keepdims=True) > 0, utilization(counts) - 1, 0.0)
-    variance: Float[np.ndarray, "*steps layers"] = np.square(deviations).sum(-1) / max(num_experts - 1, 1)
-    return np.sqrt(variance)
+    # The mean of the utilizations is 1: no difference of large numbers, and balance gives exactly 0.
+    deviation = utilization(counts) - 1
+    variance = (deviation * deviation).sum(-1) / max(counts.shape[-1] - 1, 1)
+    return variance**0.5 * (counts.sum(-1) > 0)
 
 
-def null_coefficient_of_variation(
-    counts: Int[np.ndarray, "*steps layers experts"], topk: int
-) -> Float[np.ndarray, "*steps layers"]:
-    """Coefficient of variation under random routing of the same tokens, `sqrt((1 - k / E) * E / (T * k))`."""
+def null_variance(counts: Array, topk: "int | Array") -> Array:
+    """Mean square of the coefficient of variation under random routing of the same tokens, `(1 - k / E) * E / (T * k)`.
+
+    Args:
+        counts: Assignments, `T * k` in each layer, where nothing is dropped.
+        topk: Experts that each token is routed to; one number, or one of each layer.
+    """
     num_experts, totals = counts.shape[-1], counts.sum(-1)
-    null = np.sqrt(max(0.0, 1 - topk / num_experts) * num_experts / np.maximum(totals, 1))
-    return np.where(totals > 0, null, 0.0)
+    variance = (1 - topk / num_experts) * num_experts / (totals + (totals == 0))
+    return variance.clip(min=0) * (totals > 0)
 
 
-def excess_coefficient_of_variation(
-    counts: Int[np.ndarray, "*steps layers experts"], topk: int
-) -> Float[np.ndarray, "*steps layers"]:
-    """Imbalance beyond sampling noise, `sqrt(max(0, cv^2 - cv_null^2))`."""
-    cv, null = coefficient_of_variation(counts), null_coefficient_of_variation(counts, topk)
-    return np.sqrt(np.maximum(0.0, cv**2 - null**2))
+def excess_coefficient_of_variation(cv: Array, null_variance: Array) -> Array:
+    """Imbalance beyond sampling noise, `sqrt(max(0, cv^2 - null_variance))`."""
+    return (cv * cv - null_variance).clip(min=0) ** 0.5
 
 
 def highest_coefficient_of_variation_by_chance(
@@ -63,7 +73,7 @@ def highest_coefficient_of_variation_by_chance(
     deviation = NormalDist().inv_cdf(1 - probability)
     quantile = (1 - 2 / (9 * degrees) + deviation * math.sqrt(2 / (9 * degrees))) ** 3
     # The null leaves out that the sample variance divides by E - 1.
-    return math.sqrt(quantile * num_experts / degrees) * null_coefficient_of_variation(counts, topk)
+    return np.sqrt(quantile * num_experts / degrees * null_variance(counts, topk))
 
 
 def dead(counts: Int[np.ndarray, "*steps layers experts"]) -> Bool[np.ndarray, "*steps layers experts"]:

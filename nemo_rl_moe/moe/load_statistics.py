@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load statistics of one step: pure functions of the assignment counts of layers and experts, in torch.
 
-For the worker's metrics. `load_arrays` has utilization and CV in numpy for the driver, the report and `watch`, which
-read whole runs and must not import torch; the two sum in another order and differ in the last bit.
+For the worker's metrics; utilization and coefficient of variation are those of `load_arrays`.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,13 @@ from typing import NotRequired, TypedDict
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from nemo_rl_moe.moe.load_arrays import (
+    coefficient_of_variation,
+    excess_coefficient_of_variation,
+    null_variance,
+    utilization,
+)
 
 
 @dataclass(frozen=True)
@@ -121,16 +127,10 @@ def layer_statistics(
         topk_L: Experts that a token of the layer goes to; None where that is not known.
     """
     num_experts = counts_LE.shape[1]
-    total_L = counts_LE.sum(1)
-    loaded_L = total_L > 0
-    divisor_L = total_L.where(loaded_L, 1.0)
-    # Both steps round once at most, so equal loads have equal bits in any layout. The rest follows from utilization,
-    # whose mean is 1: no difference of large numbers anywhere, and balance gives exactly 0 or 1.
-    utilization_LE = (counts_LE * num_experts) / divisor_L[:, None]
-    deviation_LE = utilization_LE - 1
-    cv_L = (torch.linalg.vecdot(deviation_LE, deviation_LE) / max(num_experts - 1, 1)).sqrt()
+    utilization_LE = utilization(counts_LE)
     # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
     u_log_u_L = torch.linalg.vecdot(utilization_LE, utilization_LE.clamp(min=_SMALLEST).log_())
+    cv_L = coefficient_of_variation(counts_LE)
     rows = [
         utilization_LE.mean(1),
         cv_L,
@@ -138,9 +138,9 @@ def layer_statistics(
         (u_log_u_L / -num_experts).exp().clamp(max=1.0),
     ]
     if topk_L is not None:
-        # T * k = sum c, where nothing is dropped.
-        null_variance_L = (1 - topk_L / num_experts).clamp(min=0) * num_experts / divisor_L
-        rows += [null_variance_L.sqrt(), (cv_L.square() - null_variance_L).clamp(min=0).sqrt()]
+        null_variance_L = null_variance(counts_LE, topk_L)
+        rows += [null_variance_L.sqrt(), excess_coefficient_of_variation(cv_L, null_variance_L)]
+    loaded_L = counts_LE.sum(1) > 0
     utilization_mean, cv, max_violation, diversity, *noise = torch.stack(rows).where(loaded_L, 0.0).tolist()
     dead = ((num_experts - counts_LE.sign().sum(1)) / num_experts).tolist()
     return LayerStatistics(

@@ -13,6 +13,7 @@ from nemo_rl_moe.moe.load_arrays import (
     coefficient_of_variation,
     dead,
     excess_coefficient_of_variation,
+    null_variance,
     overload_of_steps,
     utilization,
 )
@@ -69,7 +70,8 @@ def expert_parallel_sizes(num_experts: int) -> list[int]:
 
 def _by_layer(load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, columns: int) -> dict[str, Any]:
     def spread(counts: Int[np.ndarray, "steps layers experts"]) -> Float[np.ndarray, "steps layers"]:
-        return coefficient_of_variation(counts) if topk is None else excess_coefficient_of_variation(counts, topk)
+        cv = coefficient_of_variation(counts)
+        return cv if topk is None else excess_coefficient_of_variation(cv, null_variance(counts, topk))
 
     last, highest = highest_of_stretches(_in_parts(spread, load.counts), columns)
     _, most_dead = highest_of_stretches(_in_parts(lambda counts: dead(counts).sum(-1), load.counts), columns)

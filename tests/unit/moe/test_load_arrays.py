@@ -12,7 +12,7 @@ from nemo_rl_moe.moe.load_arrays import (
     dead,
     excess_coefficient_of_variation,
     highest_coefficient_of_variation_by_chance,
-    null_coefficient_of_variation,
+    null_variance,
     overload_of_steps,
     utilization,
 )
@@ -29,11 +29,12 @@ def test_numbers_are_those_of_the_metrics(counts: np.ndarray, topk: int) -> None
         torch.from_numpy(counts).double(), torch.full((len(counts),), topk, dtype=torch.float64)
     )
     np.testing.assert_allclose(utilization(counts).ravel(), expected.utilization.numpy(), rtol=1e-12)
-    np.testing.assert_allclose(coefficient_of_variation(counts), expected.cv, rtol=1e-12, atol=1e-12)
+    cv, variance = coefficient_of_variation(counts), null_variance(counts, topk)
+    np.testing.assert_allclose(cv, expected.cv, rtol=1e-12, atol=1e-12)
     assert expected.cv_null is not None
     assert expected.cv_excess is not None
-    np.testing.assert_allclose(null_coefficient_of_variation(counts, topk), expected.cv_null, rtol=1e-12)
-    np.testing.assert_allclose(excess_coefficient_of_variation(counts, topk), expected.cv_excess, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(np.sqrt(variance), expected.cv_null, rtol=1e-12)
+    np.testing.assert_allclose(excess_coefficient_of_variation(cv, variance), expected.cv_excess, rtol=1e-6, atol=1e-6)
     has_load = counts.sum(1) > 0
     dead_frac = np.where(has_load, dead(counts).mean(1), 1.0)
     np.testing.assert_allclose(dead_frac, expected.dead_expert_frac, rtol=1e-12)
@@ -43,7 +44,7 @@ def test_steps_are_taken_each_for_itself() -> None:
     counts = random_counts(5, 3, 8, 40)
     for numbers in (
         coefficient_of_variation(counts),
-        null_coefficient_of_variation(counts, 2),
+        null_variance(counts, 2),
         overload_of_steps(counts, 4),
     ):
         assert numbers.shape == (5, 3)
