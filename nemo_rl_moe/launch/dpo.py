@@ -11,12 +11,11 @@ from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import DPOMasterConfig
-from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
 from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_preferences
-from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.launch.setup import read_samples
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.interfaces import PolicyInterface
@@ -85,8 +84,10 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
         WorkerDiedError: A worker failed.
     """
     tokenizer = run.prepare_model().tokenizer
-    training = load_pairs(config, config.data.train, tokenizer, run.console)
-    held_out = load_pairs(config, config.data.validation, tokenizer, run.console) if config.data.validation else None
+    training = read_samples(load_preferences, config, config.data.train, tokenizer, run.console)
+    held_out = None
+    if config.data.validation is not None:
+        held_out = read_samples(load_preferences, config, config.data.validation, tokenizer, run.console)
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
@@ -102,22 +103,6 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
     run.restore()
     recorder = run.open()
     run.end(train_dpo(config.dpo, policy, pairs.loader(), pairs.validation_batches(), recorder))
-
-
-def load_pairs(
-    config: DPOMasterConfig, source: DataSourceConfig, tokenizer: Any, console: ConsoleLogger
-) -> PreferenceDataset:
-    """Reads and tokenises one set of pairs, and tells what was cut, dropped or skipped.
-
-    Raises:
-        DataError: A file is missing or a line cannot be used.
-    """
-    with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
-        pairs = load_preferences(
-            source.path, source.split, tokenizer, config.policy.max_total_sequence_length, config.data.on_bad_line
-        )
-    console.message(pairs.report.summary())
-    return pairs
 
 
 def _measure(

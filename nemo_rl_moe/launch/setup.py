@@ -3,15 +3,19 @@
 """Setup of a run before its loop: the model checked, Ray and the workers started, the settings in force told."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import DPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.config.schema_run import DataSourceConfig
+from nemo_rl_moe.data.preferences import PreferenceDataset
+from nemo_rl_moe.data.sft import TokenizedDataset
+from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
@@ -34,6 +38,9 @@ from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformers import PreTrainedTokenizerBase
+
+
+Samples = TypeVar("Samples", TokenizedDataset, PreferenceDataset)
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,32 @@ def _fetched(policy: PolicyConfig, console: ConsoleLogger) -> tuple[ModelSource,
 _LONGEST_LIST_SHOWN = 4
 EFFECTIVE_MOE_FILE = "effective_moe_configuration"
 MOE_SOURCES_FILE = "effective_moe_configuration_sources"
+
+
+def read_samples(
+    load: Callable[..., Samples],
+    config: SFTMasterConfig | DPOMasterConfig,
+    source: DataSourceConfig,
+    tokenizer: Any,
+    console: ConsoleLogger,
+) -> Samples:
+    """Reads and tokenises one set of samples, and tells what was cut, dropped or skipped.
+
+    Args:
+        load: `load_sft_dataset` or `load_preferences`.
+        config: The whole configuration.
+        source: Entry of the `data` section.
+        tokenizer: The model's.
+        console: Shows the phase and the report.
+
+    Raises:
+        DataError: A file is missing or a line cannot be used.
+    """
+    longest = config.policy.max_total_sequence_length
+    with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
+        samples = load(source.path, source.split, tokenizer, longest, config.data.on_bad_line)
+    console.message(samples.report.summary())
+    return samples
 
 
 @contextmanager

@@ -2,10 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several tests of the loggers use."""
 
-import resource
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -40,17 +38,6 @@ def settings_for(
             "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": tracking_uri},
         }
     )
-
-
-@contextmanager
-def files_no_longer_than(size: int) -> Iterator[None]:
-    """The operating system refuses what goes beyond, after it has taken what fits: a full disk for one process."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def load_of(*rows: Sequence[int]) -> ExpertLoad:

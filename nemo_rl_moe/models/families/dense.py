@@ -15,7 +15,6 @@ LLAMA = ModelFamily(
     rotary_base=decoder.rotary_base,
     rules=RuleTable(decoder.DECODER),
     config_fields=ConfigFields(decoder.READ_FIELDS, LLAMA_FIXED_FIELDS),
-    router_fields={},
 )
 
 
@@ -27,7 +26,6 @@ MISTRAL = ModelFamily(
     rotary_base=decoder.rotary_base,
     rules=RuleTable(decoder.DECODER),
     config_fields=ConfigFields(decoder.READ_FIELDS, MISTRAL_FIXED_FIELDS),
-    router_fields={},
 )
 
 
@@ -47,7 +45,6 @@ QWEN3 = ModelFamily(
     rotary_base=decoder.rotary_base,
     rules=RuleTable({**decoder.DECODER, **decoder.QK_NORMS}),
     config_fields=ConfigFields(decoder.READ_FIELDS, QWEN3_FIXED_FIELDS, QWEN3_WITHOUT_EFFECT),
-    router_fields={},
 )
 
 
@@ -65,5 +62,4 @@ QWEN2 = ModelFamily(
     rotary_base=decoder.rotary_base,
     rules=RuleTable({**decoder.DECODER, **decoder.QKV_BIAS}),
     config_fields=ConfigFields(decoder.READ_FIELDS, QWEN2_FIXED_FIELDS, QWEN3_WITHOUT_EFFECT),
-    router_fields={},
 )

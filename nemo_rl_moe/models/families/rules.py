@@ -249,7 +249,7 @@ class ModelFamily:
     rotary_base: Callable[[Any], float]
     rules: RuleTable
     config_fields: ConfigFields
-    router_fields: Mapping[str, str | None]
+    router_fields: Mapping[str, str | None] = field(default_factory=dict)
     unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False

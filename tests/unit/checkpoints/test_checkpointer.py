@@ -3,11 +3,8 @@
 """Saving beside the training, keeping the best, and saves that fail."""
 
 import os
-import resource
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ import pytest
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import CheckpointSaveError
 from tests.support.checkpoint_writer import is_whole
+from tests.support.full_disk import file_system_of, files_no_longer_than
 from tests.support.saving_run import Run
 
 MakeRun = Callable[..., Run]
@@ -149,28 +147,8 @@ def test_a_new_run_removes_the_checkpoints_of_an_earlier_one(make_run: MakeRun) 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of one megabyte."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system takes rights that this user has not")
-    try:
+    with file_system_of("1m", tmp_path / "disk") as folder:
         yield folder
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    """No file of this process may grow beyond so many bytes."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_gives_the_space_back(
@@ -205,7 +183,7 @@ def test_after_a_failed_save_the_next_one_works(make_run: MakeRun, small_disk: P
 def test_no_room_for_the_state_file(make_run: MakeRun) -> None:
     run = make_run()
     run.save(1)
-    with files_of_at_most(100):
+    with files_no_longer_than(100):
         run.save(2)
     assert run.steps() == [1]
     (warning,) = run.warnings

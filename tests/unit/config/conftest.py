@@ -11,37 +11,27 @@ from nemo_rl_moe.errors import ConfigurationError
 Problems = Callable[..., list[str]]
 
 
-@pytest.fixture
-def problems_of() -> Problems:
-    """The lines that the tiny exemplar, changed by these overrides, is refused with."""
+def problems_with(load: Callable[..., object], exemplar: str) -> Problems:
+    """The lines that an exemplar, changed by overrides, is refused with."""
 
-    def problems(*overrides: str, config: str | Path = "sft_tiny_moe.yaml", check_paths: bool = False) -> list[str]:
+    def problems(*overrides: str, config: str | Path = exemplar, check_paths: bool = False) -> list[str]:
         with pytest.raises(ConfigurationError) as caught:
-            load_config(config, overrides, check_paths=check_paths)
+            load(config, overrides, check_paths=check_paths)
         return caught.value.problems
 
     return problems
+
+
+@pytest.fixture
+def problems_of() -> Problems:
+    return problems_with(load_config, "sft_tiny_moe.yaml")
 
 
 @pytest.fixture
 def grpo_problems_of() -> Problems:
-    """The lines that the tiny exemplar of GRPO, changed by these overrides, is refused with."""
-
-    def problems(*overrides: str, config: str | Path = "grpo_tiny_moe.yaml", check_paths: bool = False) -> list[str]:
-        with pytest.raises(ConfigurationError) as caught:
-            load_grpo_config(config, overrides, check_paths=check_paths)
-        return caught.value.problems
-
-    return problems
+    return problems_with(load_grpo_config, "grpo_tiny_moe.yaml")
 
 
 @pytest.fixture
 def dpo_problems_of() -> Problems:
-    """The lines that the tiny exemplar of DPO, changed by these overrides, is refused with."""
-
-    def problems(*overrides: str, config: str | Path = "dpo_tiny_moe.yaml", check_paths: bool = False) -> list[str]:
-        with pytest.raises(ConfigurationError) as caught:
-            load_dpo_config(config, overrides, check_paths=check_paths)
-        return caught.value.problems
-
-    return problems
+    return problems_with(load_dpo_config, "dpo_tiny_moe.yaml")

@@ -12,7 +12,7 @@ import pytest
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.run_folder.metrics import JsonlLogger, read_metrics
-from tests.support.loggers import files_no_longer_than
+from tests.support.full_disk import files_no_longer_than
 
 
 class Recorder:

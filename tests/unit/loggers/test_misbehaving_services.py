@@ -19,8 +19,9 @@ import pytest
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.isolated import Patience
+from tests.support.full_disk import files_no_longer_than
 from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboard
-from tests.support.loggers import files_no_longer_than, log_steps, settings_for
+from tests.support.loggers import log_steps, settings_for
 
 LONGEST_S = 1.0
 STEPS = {"train/loss": [(step, float(step)) for step in range(1, 21)]}

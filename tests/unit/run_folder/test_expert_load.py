@@ -13,7 +13,7 @@ import torch
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder import expert_load
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
-from tests.support.loggers import files_no_longer_than
+from tests.support.full_disk import files_no_longer_than
 
 LAYERS = (1, 3, 10)
 EXPERTS = 4

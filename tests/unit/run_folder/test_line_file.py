@@ -5,7 +5,6 @@
 import errno
 import json
 import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from nemo_rl_moe.run_folder import lines as line_file
 from nemo_rl_moe.run_folder.lines import LineFile
 from nemo_rl_moe.run_folder.metrics import JsonlLogger, read_metrics
-from tests.support.loggers import files_no_longer_than
+from tests.support.full_disk import files_no_longer_than, fill
 
 
 @pytest.fixture
@@ -87,31 +86,20 @@ def broken_disk(descriptor: int) -> None:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def test_metrics_on_a_file_system_that_fills_up(tmp_path: Path, told: list[str]) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this user may not mount a file system")
-    try:
-        logger = JsonlLogger(disk, told.append, told.append)
-        logger.log_step(1, {"train/loss": 1.0})
-        filler = disk / "filler"
-        with pytest.raises(OSError, match="No space left"), filler.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
-        for step in range(2, 200):
-            logger.log_step(step, {"train/loss": 1.0})
-            assert (disk / "metrics.jsonl").read_bytes().endswith(b"}\n")
-        assert len(told) == 1
-        assert "No space left on device" in told[0]
-        assert len(read_metrics(disk / "metrics.jsonl")) < 199
-        filler.unlink()
-        logger.log_step(200, {"train/loss": 1.0})
-        logger.close()
-        assert [record.step for record in read_metrics(disk / "metrics.jsonl")] == list(range(1, 201))
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+def test_metrics_on_a_file_system_that_fills_up(small_disk: Path, told: list[str]) -> None:
+    logger = JsonlLogger(small_disk, told.append, told.append)
+    logger.log_step(1, {"train/loss": 1.0})
+    filler = fill(small_disk)
+    for step in range(2, 200):
+        logger.log_step(step, {"train/loss": 1.0})
+        assert (small_disk / "metrics.jsonl").read_bytes().endswith(b"}\n")
+    assert len(told) == 1
+    assert "No space left on device" in told[0]
+    assert len(read_metrics(small_disk / "metrics.jsonl")) < 199
+    filler.unlink()
+    logger.log_step(200, {"train/loss": 1.0})
+    logger.close()
+    assert [record.step for record in read_metrics(small_disk / "metrics.jsonl")] == list(range(1, 201))
 
 
 @settings(max_examples=50, deadline=None)

@@ -17,6 +17,7 @@ from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder import expert_load
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from tests.support.full_disk import fill
 
 
 def write_lines(path: Path, steps: list[int], torn: str = "") -> None:
@@ -60,9 +61,7 @@ def test_what_is_no_record_stays_where_it_stands(tmp_path: Path) -> None:
 def test_a_full_disk_is_no_obstacle(small_disk: Path) -> None:
     write_lines(small_disk / "metrics.jsonl", list(range(100)))
     write_load(small_disk, range(1, 12))
-    with pytest.raises(OSError, match="No space left"), (small_disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
+    fill(small_disk)
     rewind_run_folder(small_disk, 6)
     assert steps_in(small_disk / "metrics.jsonl") == list(range(7))
     assert load_steps(small_disk) == list(range(1, 7))

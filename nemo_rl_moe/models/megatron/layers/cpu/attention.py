@@ -199,14 +199,10 @@ class SDPAttention(MegatronModule):
 
     Args:
         config: The model's configuration.
-        layer_number: Not used.
         attn_mask_type: Must be causal, or causal with padding at the end.
-        attention_type: Not used.
-        attention_dropout: Not used: the layer spec keeps the stock module where there is dropout.
         softmax_scale: Factor of the scores; None means `dim ** -0.5`.
-        cp_comm_type: Not used: no context parallelism here.
-        pg_collection: Not used.
-        **_others: Sizes of a head (`k_channels`, `v_channels`), which the tensors tell.
+        **_others: What Megatron-Core says besides: the layer's number; the sizes of a head, which the tensors tell;
+            dropout and context parallelism, with which the layer spec keeps the stock module.
 
     Raises:
         ValueError: Another `attn_mask_type`.
@@ -215,13 +211,8 @@ class SDPAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
         **_others: Any,
     ):
         super().__init__(config=config)

@@ -17,7 +17,6 @@ from nemo_rl_moe.models.megatron.layers.cpu.attention import (
 )
 
 # isort: split
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
@@ -71,23 +70,14 @@ class SinkAttention(SDPAttention):
     Args:
         config: The model's configuration.
         layer_number: Counts from 1 over the whole model.
-        attn_mask_type: Must be causal, or causal with padding at the end.
-        attention_type: Not used.
         **others: As `SDPAttention` has them.
 
     Raises:
         ValueError: Another `attn_mask_type`.
     """
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        **others: Any,
-    ):
-        super().__init__(config, layer_number, attn_mask_type, attention_type, **others)
+    def __init__(self, config: TransformerConfig, layer_number: int, **others: Any):
+        super().__init__(config, **others)
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         # Megatron-Core counts the keys before a query's own.
         self.window = config.window_size[0] + 1 if has_window else None
