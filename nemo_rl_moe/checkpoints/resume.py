@@ -167,7 +167,7 @@ def _checkpoint_of_earlier_run(config: MasterConfig, warn: Callable[[str], None]
     if settings.checkpoint_dir is None:
         return _newest_of_same_experiment(config, warn) if settings.resume == "auto" else None
     store = CheckpointStore(Path(settings.checkpoint_dir), warn)
-    checkpoints = _swept_checkpoints(store) if store.is_used() else []
+    checkpoints = _swept_checkpoints(store) if store.folder.is_dir() else []
     if settings.resume == "auto":
         _refuse_damage_alone(store, checkpoints)
         return next(reversed(newest_history(checkpoints)), None)

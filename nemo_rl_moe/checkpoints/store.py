@@ -101,10 +101,6 @@ class CheckpointStore:
         """Folder of the checkpoint of a step."""
         return self.folder / f"step_{step}"
 
-    def is_used(self) -> bool:
-        """True where a run has ever written to the folder, or is about to."""
-        return (self.folder / LOCK_FILE_NAME).is_file() or bool(self.checkpoints())
-
     def checkpoints(self) -> list[Checkpoint]:
         """The whole checkpoints, ascending by step; one that is damaged is warned about and left out."""
         if not self.folder.is_dir():

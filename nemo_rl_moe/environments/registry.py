@@ -6,12 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.environments.interface import Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.math import MathEnvironment
 from nemo_rl_moe.environments.reasoning_gym import ReasoningGymEnvironment
 from nemo_rl_moe.environments.user_callable import CallableEnvironment
-from nemo_rl_moe.errors import ConfigurationError
 
 
 class AnswerEnvironment:
@@ -42,26 +40,12 @@ def answer_in(response: str, answer_after: str | None) -> str:
 
 
 def make_scorer(config: EnvironmentConfig) -> Scorer:
-    """Makes the environment that a configuration describes.
-
-    Raises:
-        ConfigurationError: It cannot be made; says which setting is wrong.
-    """
-    maker = ENVIRONMENTS.get(config.name)
-    if maker is None:
-        known = ", ".join(sorted(ENVIRONMENTS))
-        hint = did_you_mean(nearest(config.name, ENVIRONMENTS))
-        raise ConfigurationError(f"env.name: got {config.name!r}, expected one of {known}{hint}")
-    return AnswerEnvironment(maker(config), config.answer_after, config.score_truncated)
-
-
-def validate_environment(config: EnvironmentConfig) -> None:
-    """Makes an environment once on the driver, so that its errors are raised before a worker starts.
+    """Makes the environment that a checked configuration describes.
 
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
-    make_scorer(config)
+    return AnswerEnvironment(ENVIRONMENTS[config.name](config), config.answer_after, config.score_truncated)
 
 
 def _make_math(config: EnvironmentConfig) -> Scorer:
@@ -69,19 +53,13 @@ def _make_math(config: EnvironmentConfig) -> Scorer:
 
 
 def _make_reasoning_gym(config: EnvironmentConfig) -> Scorer:
-    if config.reasoning_gym is None:
-        raise ConfigurationError(_missing("reasoning_gym", "task, parameters and partial_credit"))
+    assert config.reasoning_gym is not None  # a rule of the configuration
     return ReasoningGymEnvironment(config.reasoning_gym)
 
 
 def _make_callable(config: EnvironmentConfig) -> Scorer:
-    if config.callable is None:
-        raise ConfigurationError(_missing("callable", "function"))
+    assert config.callable is not None
     return CallableEnvironment(config.callable)
-
-
-def _missing(section: str, keys: str) -> str:
-    return f"env.{section}: null, but env.name is {section}, which needs that section with {keys}"
 
 
 ENVIRONMENTS: dict[str, Callable[[EnvironmentConfig], Scorer]] = {

@@ -75,16 +75,11 @@ def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
 
 def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
     try:
-        return _checked(scorer.score(item))
+        score = scorer.score(item)
+        if not math.isfinite(score.reward):
+            raise ValueError(f"the reward is {score.reward}, expected a finite number")
+        return score
     except TimeIsUp:
         raise
     except BaseException as error:  # SystemExit too: it would end the worker
         return Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error))
-
-
-def _checked(score: Score) -> Score:
-    if not isinstance(score, Score):
-        raise TypeError(f"the environment returned {type(score).__name__}, expected Score")
-    if not math.isfinite(score.reward):
-        raise ValueError(f"the reward is {score.reward}, expected a finite number")
-    return Score(float(score.reward), bool(score.is_correct))

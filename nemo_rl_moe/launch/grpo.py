@@ -18,7 +18,7 @@ from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
-from nemo_rl_moe.environments.registry import validate_environment
+from nemo_rl_moe.environments.registry import make_scorer
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
@@ -94,7 +94,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRoll
     Raises:
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
-    validate_environment(config.env)
+    make_scorer(config.env)  # so that what is wrong with it is told before a worker starts
     environment = make_environment(config.env)
     make_engine = find_engine(config.policy.generation.backend)
     model = run.prepare_model()

@@ -151,8 +151,8 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
         path = _path(folder, first, last)
         try:
             parts.append(_as_history(pq.read_table(path, schema=_SCHEMA, filters=[("step", ">=", first_step)])))
-        except FileNotFoundError:  # joined with others since it was listed
-            continue
+        except FileNotFoundError:  # joined with others since it was listed: the joined file is there by now
+            return read_expert_load(run_folder, first_step)
         except (OSError, ValueError, pa.ArrowException) as error:
             raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
     if not parts:
@@ -183,9 +183,6 @@ class ExpertLoadTail:
         """
         try:
             found = self._read(self._next_step, last_step)
-            if found is not None and len(found.steps) <= int(found.steps[-1]) - (self._next_step or found.steps[0]):
-                # Files that were joined after they had been listed are missing; the joined one is there by now.
-                found = self._read(self._next_step, last_step)
         except DataError as error:
             self.problems = error.problems
             self._next_step = last_step + 1

@@ -26,9 +26,7 @@ RUN_FILE_NAME = "run.json"
 LOGGER_RUN_IDS_FILE_NAME = "logger_run_ids.json"
 
 _FOLDER_PATTERN = re.compile(r"exp_(\d+)")
-_FILE_STEM_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 _GIT_TIMEOUT_SECONDS = 20
-_OWN_FILES = frozenset({"config", "versions", "git", "run", "logger_run_ids"})
 _PACKAGES = (
     "torch",
     "megatron-core",
@@ -136,13 +134,7 @@ def write_run_files(
         resolved_config: The nested configuration, nothing left to resolve.
         extra: Further files: name to content, each written as `<name>.json`.
         resumed_at: Step of the checkpoint from which the run resumes; None for a new run.
-
-    Raises:
-        ValueError: A name in `extra` is not a plain file name, or is one of the run's own files.
     """
-    for name in extra:
-        if not _FILE_STEM_PATTERN.fullmatch(name) or name in _OWN_FILES:
-            raise ValueError(f"{name!r} cannot name a file of the run: letters, digits, _, -; not {sorted(_OWN_FILES)}")
     config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
     contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
     texts = {"config.yaml": config, **{f"{name}.json": _json_text(content) for name, content in contents.items()}}

@@ -35,7 +35,6 @@ def flattened(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 _MOST_BYTES_KEPT = 64 * 2**20
-_BLOCK_BYTES = 65536
 
 
 def append_whole(file: FileIO, record: bytes) -> None:
@@ -60,8 +59,8 @@ def append_whole(file: FileIO, record: bytes) -> None:
 class LineFile:
     """Text file of whole lines, each handed to the operating system at once.
 
-    Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. Survives a
-    kill in the middle of a line: the torn last line is removed before the first new one is written.
+    Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. A kill may
+    leave a torn last line, which `rewind_lines` removes before a run goes on.
 
     Args:
         path: The file, created by the first call even where that brings no line.
@@ -145,13 +144,7 @@ class LineFile:
 
     def _open(self) -> FileIO:
         if self._file is None:
-            file = FileIO(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
-            try:
-                _cut_torn_line(file)
-            except OSError:
-                file.close()
-                raise
-            self._file = file
+            self._file = FileIO(self._path, "a")
         return self._file
 
     def _release(self) -> None:
@@ -184,18 +177,3 @@ def _step_of(line: bytes) -> float:
         return int(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return float("-inf")
-
-
-def _cut_torn_line(file: FileIO) -> None:
-    """Shortens a file to its last line feed."""
-    end = whole = file.seek(0, os.SEEK_END)
-    while whole:
-        start = max(0, whole - _BLOCK_BYTES)
-        file.seek(start)
-        found = file.read(whole - start).rfind(b"\n")
-        if found >= 0:
-            whole = start + found + 1
-            break
-        whole = start
-    if whole < end:
-        file.truncate(whole)

@@ -8,7 +8,7 @@ import pytest
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Score
-from nemo_rl_moe.environments.registry import ENVIRONMENTS, make_scorer, validate_environment
+from nemo_rl_moe.environments.registry import ENVIRONMENTS, make_scorer
 from nemo_rl_moe.errors import ConfigurationError
 
 ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
@@ -36,24 +36,11 @@ def test_each_scores_the_answer_only(env_config, item_of, name, sections, respon
 @pytest.mark.parametrize(
     ("name", "sections", "problem"),
     [
-        ("reasoning_gym", {}, "env.reasoning_gym: null, but env.name is reasoning_gym, which needs that section with"),
-        ("callable", {}, "env.callable: null, but env.name is callable, which needs that section with function"),
         ("reasoning_gym", {"reasoning_gym": {**ARITHMETIC, "task": "x"}}, "env.reasoning_gym.task: "),
         ("callable", {"callable": {"function": "no_such:score"}}, "env.callable.function: "),
     ],
 )
 def test_what_the_driver_finds(env_config, name, sections, problem):
     with pytest.raises(ConfigurationError) as error:
-        validate_environment(env_config(name, **sections))
+        make_scorer(env_config(name, **sections))
     assert error.value.problems[0].startswith(problem)
-
-
-def test_unknown_name_and_sections_that_are_not_read(env_config):
-    # Pydantic refuses the name first; a caller that has built the configuration otherwise is told too.
-    unknown = env_config("math").model_copy(update={"name": "maths"})
-    with pytest.raises(ConfigurationError) as error:
-        validate_environment(unknown)
-    assert error.value.problems == [
-        "env.name: got 'maths', expected one of callable, math, reasoning_gym; did you mean math?"
-    ]
-    validate_environment(env_config("math", callable={"function": "no_such:score"}))

@@ -84,18 +84,10 @@ def test_python_code_is_interrupted_and_nothing_rings_later():
         (lambda: raise_(KeyboardInterrupt()), "KeyboardInterrupt"),
         (lambda: Score(float("nan"), False), "ValueError: the reward is nan, expected a finite number"),
         (lambda: Score(float("inf"), True), "ValueError: the reward is inf, expected a finite number"),
-        (lambda: 1.0, "TypeError: the environment returned float, expected Score"),
-        (lambda: None, "TypeError: the environment returned NoneType, expected Score"),
     ],
 )
 def test_errors(item_of, action, message):
     assert score_within(5.0, Returns(action), item_of("")) == Score(0.0, False, Fault.ERROR, message)
-
-
-def test_an_environment_cannot_name_a_fault_of_its_own(item_of):
-    told = score_within(5.0, Returns(lambda: Score(1, 1, Fault.DIED, "x")), item_of(""))
-    assert told == Score(1.0, True)
-    assert (type(told.reward), type(told.is_correct)) == (float, bool)
 
 
 def test_one_line_is_short():

@@ -108,13 +108,6 @@ def test_a_resumed_run_keeps_the_files_of_the_first_attempt(tmp_path: Path, monk
     assert after == before
 
 
-@pytest.mark.parametrize("name", ["../x", "config", "git", "run", "logger_run_ids", "a/b", ""])
-def test_extra_files_cannot_leave_the_folder_or_replace_others(tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match="cannot name a file of the run"):
-        write_run_files(tmp_path, {}, {name: {}})
-    assert list(tmp_path.iterdir()) == []
-
-
 def git(folder: Path, *arguments: str) -> str:
     identity = ["-c", "user.name=n", "-c", "user.email=e@example.org", "-c", "init.defaultBranch=main"]
     command = ["git", "-C", str(folder), *identity, *arguments]

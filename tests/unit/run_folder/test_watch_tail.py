@@ -3,16 +3,17 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder import expert_load
 from nemo_rl_moe.run_folder.expert_load import (
     STEPS_OF_A_FILE,
-    ExpertLoadHistory,
     ExpertLoadTail,
     ExpertLoadWriter,
     read_expert_load,
@@ -128,20 +129,16 @@ def test_files_that_are_joined_while_they_are_read_are_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_steps(tmp_path, range(1, STEPS_OF_A_FILE))
-    listed = read_expert_load
+    read_table = pq.read_table
 
-    def join_meanwhile(folder: Path, first_step: int) -> ExpertLoadHistory:
-        """What a reader gets whose files from step 4 on have gone after it has listed them, but for the last."""
-        monkeypatch.setattr(expert_load, "read_expert_load", listed)
-        found = listed(folder, first_step)
-        write_steps(folder, [STEPS_OF_A_FILE])
-        kept = [0, 1, 2, len(found.steps) - 1]
-        return ExpertLoadHistory(found.steps[kept], found.layers, found.counts[kept])
+    def join_before_the_fourth(path: Path, **options: Any) -> pa.Table:
+        if path.name == "steps-00000004-00000004.parquet":
+            monkeypatch.undo()
+            write_steps(tmp_path, [STEPS_OF_A_FILE])
+        return read_table(path, **options)
 
-    monkeypatch.setattr(expert_load, "read_expert_load", join_meanwhile)
-    found = ExpertLoadTail(tmp_path).read(STEPS_OF_A_FILE)
-    assert found is not None
-    assert found.steps.tolist() == list(range(1, STEPS_OF_A_FILE + 1))
+    monkeypatch.setattr(pq, "read_table", join_before_the_fourth)
+    assert read_expert_load(tmp_path).steps.tolist() == list(range(1, STEPS_OF_A_FILE + 1))
 
 
 def test_behind_a_damaged_file_the_newest_step_is_read(tmp_path: Path) -> None:
