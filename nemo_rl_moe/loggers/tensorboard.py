@@ -5,7 +5,6 @@
 import itertools
 import os
 import socket
-import struct
 import time
 from collections.abc import Mapping
 from io import BytesIO
@@ -18,9 +17,6 @@ from nemo_rl_moe.run_folder.lines import append_whole, to_plain
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 _file_numbers = itertools.count()
-# After the signature, and the length and the name of the first part.
-_PNG_HEADER_START = 16
-_CHANNELS_OF_PNG = {0: 1, 2: 3, 4: 2, 6: 4}
 
 
 class TensorBoardLogger:
@@ -70,12 +66,19 @@ class TensorBoardLogger:
 
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
         """Writes one event that holds the pictures of the step, for TensorBoard's image view."""
-        image_type, value_type = self._summary_type.Image, self._summary_type.Value
-        values = [
-            value_type(tag=key, image=image_type(encoded_image_string=content, **_png_header(content)))
-            for key, content in pictures.items()
-        ]
-        self._write(self._event_type(wall_time=time.time(), step=step, summary=self._summary_type(value=values)))
+        import PIL.Image
+
+        summary = self._summary_type()
+        for key, content in pictures.items():
+            picture = PIL.Image.open(BytesIO(content))
+            image = self._summary_type.Image(
+                encoded_image_string=content,
+                width=picture.width,
+                height=picture.height,
+                colorspace=len(picture.getbands()),
+            )
+            summary.value.add(tag=key, image=image)
+        self._write(self._event_type(wall_time=time.time(), step=step, summary=summary))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration as YAML under the tag `config`, in TensorBoard's text view."""
@@ -96,11 +99,6 @@ class TensorBoardLogger:
         self._record.truncate()
         self._writer.write(event.SerializeToString())
         append_whole(self._file, self._record.getvalue())
-
-
-def _png_header(png: bytes) -> dict[str, int]:
-    width, height, _, color_type = struct.unpack_from(">IIBB", png, _PNG_HEADER_START)
-    return {"width": width, "height": height, "colorspace": _CHANNELS_OF_PNG[color_type]}
 
 
 def _seconds_in_names(folder: Path) -> list[int]:

@@ -32,10 +32,9 @@ class Episodes:
 
 def thresholds_of(config: Mapping[str, Any]) -> Thresholds:
     """Thresholds in `logger.alerts` of a resolved configuration; keys that an older run lacks have shipped values."""
-    base = _alerts(read_with_defaults(find_config(_BASE_CONFIGURATION)))
-    own = {key: value for key, value in _alerts(config).items() if value is None or isinstance(value, int | float)}
-    chosen: dict[str, Any] = {field.name: own.get(field.name, base.get(field.name)) for field in fields(Thresholds)}
-    return Thresholds(**chosen)
+    shipped = read_with_defaults(find_config(_BASE_CONFIGURATION))
+    alerts = {**_alerts(shipped), **_alerts(config)}
+    return Thresholds(**{field.name: alerts[field.name] for field in fields(Thresholds)})
 
 
 def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Finding]:
@@ -80,7 +79,6 @@ def _forced_routing(run: RunData) -> list[Finding]:
     return [Finding("forced_routing", None, min(1, run.last_step), run.last_step, False, text)]
 
 
-def _alerts(config: Mapping[str, Any]) -> dict[str, Any]:
-    logger = config.get("logger")
-    alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
-    return dict(alerts) if isinstance(alerts, Mapping) else {}
+def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    alerts: Mapping[str, Any] = config.get("logger", {}).get("alerts", {})
+    return alerts

@@ -76,22 +76,18 @@ class RunData:
     def planned_steps(self) -> int | None:
         """Steps that the configuration asks for; None where it does not say."""
         sections = [section for section in self.config.values() if isinstance(section, dict)]
-        found = next((section["max_num_steps"] for section in sections if "max_num_steps" in section), None)
-        return found if isinstance(found, int) else None
+        return next((section["max_num_steps"] for section in sections if "max_num_steps" in section), None)
 
     @property
     def expert_parallel_size(self) -> int:
         """Expert-parallel ranks among which a layer's experts are distributed."""
-        found: Any = self.config
-        for name in ("policy", "megatron_cfg", "expert_model_parallel_size"):
-            found = found.get(name) if isinstance(found, dict) else None
-        return found if isinstance(found, int) and found > 0 else 1
+        size: int = self.config.get("policy", {}).get("megatron_cfg", {}).get("expert_model_parallel_size", 1)
+        return size
 
     @property
     def topk(self) -> int | None:
         """Experts that each token is routed to; None where that is not known."""
-        found = self.moe_configuration.get("moe_router_topk")
-        return found if isinstance(found, int) else None
+        return self.moe_configuration.get("moe_router_topk")
 
 
 def read_run(folder: Path) -> RunData:

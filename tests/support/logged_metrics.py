@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_images, wandb_rows
 from nemo_rl_moe.run_folder.metrics import MetricHistory as MetricHistory
@@ -17,11 +16,7 @@ PictureHistory = dict[str, list[tuple[int, bytes]]]
 
 
 def read_jsonl(path: Path) -> MetricHistory:
-    """Reads a `metrics.jsonl`.
-
-    Raises:
-        DataError: A whole line is not a step record.
-    """
+    """Reads a `metrics.jsonl`."""
     return _sorted(read_history(path))
 
 
@@ -51,9 +46,6 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
 
     A run that was resumed has several files: each replaces what earlier ones hold from its first step on. W&B's own
     columns, which begin with an underscore, and values that are not numbers are left out.
-
-    Raises:
-        DataError: There is no `.wandb` file, those of several runs, or one that is damaged before its end.
     """
     rows: list[tuple[int, dict[str, float]]] = []
     for path in _files_of_one_wandb_run(folder):
@@ -68,11 +60,7 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
 
 
 def read_wandb_offline_pictures(folder: Path) -> PictureHistory:
-    """Reads the images in that history.
-
-    Raises:
-        DataError: As above.
-    """
+    """Reads the images in that history."""
     pictures: PictureHistory = {}
     for path in _files_of_one_wandb_run(folder):
         first = min((step for step, _ in wandb_rows(path)), default=None)
@@ -86,28 +74,19 @@ def read_wandb_offline_pictures(folder: Path) -> PictureHistory:
 
 def _files_of_one_wandb_run(folder: Path) -> list[Path]:
     files = wandb_files(folder)
-    if len(ids := {path.name for path in files}) != 1:
-        raise DataError(f"{folder}: expected the run-*.wandb files of one run, found {len(ids)} runs")
+    assert len({path.name for path in files}) == 1, files
     return files
 
 
 def read_mlflow(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> MetricHistory:
-    """Reads the newest run of an MLflow experiment, or the newest one that has a certain name.
-
-    Raises:
-        DataError: There is no such experiment or run.
-    """
+    """Reads the newest run of an MLflow experiment, or the newest one that has a certain name."""
     client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
     history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
     return _sorted({key: [(entry.step, _unclamped(entry.value)) for entry in history[key]] for key in history})
 
 
 def read_mlflow_pictures(tracking_uri: str, experiment_name: str, run_name: str | None = None) -> PictureHistory:
-    """Reads the images that such a run has for its steps.
-
-    Raises:
-        DataError: There is no such experiment or run.
-    """
+    """Reads the images that such a run has for its steps."""
     client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
     pictures: PictureHistory = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -124,11 +103,9 @@ def _mlflow_run(tracking_uri: str, experiment_name: str, run_name: str | None) -
 
     client = MlflowClient(tracking_uri)
     experiment = client.get_experiment_by_name(experiment_name)
-    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"]) if experiment else []
-    run = next((run for run in runs if run_name is None or run.info.run_name == run_name), None)
-    if run is None:
-        raise DataError(f"{tracking_uri}: no run {run_name or ''} in the experiment {experiment_name!r}")
-    return client, run
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id], order_by=["attributes.start_time DESC"])
+    return client, next(run for run in runs if run_name is None or run.info.run_name == run_name)
 
 
 def _unclamped(value: float) -> float:

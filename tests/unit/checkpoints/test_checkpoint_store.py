@@ -119,23 +119,6 @@ def test_what_cannot_be_deleted_does_not_make_a_published_one_a_failure(
     assert sorted(entry.name for entry in run.store.folder.iterdir()) == ["step_10", "step_11", "step_2", "step_9"]
 
 
-def test_a_checkpoint_comes_back_where_the_new_one_cannot_take_its_place(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = run.newest().state.time
-    rename = Path.rename
-    monkeypatch.setattr(
-        Path, "rename", lambda path, to: refuse(path) if path.name.endswith(".incomplete") else rename(path, to)
-    )
-    run.save(11)
-    run.save(10)
-    assert [warning.split(": ")[0] for warning in run.warnings] == [
-        f"the checkpoint of step {step} could not be saved" for step in (11, 10)
-    ]
-    assert run.newest().step == 10
-    assert run.newest().state.time == before
-
-
 def test_staging_again_begins_with_an_empty_folder(run: Run) -> None:
     (run.store.stage(12) / "half").write_text("x")
     assert list(run.store.stage(12).iterdir()) == []

@@ -81,14 +81,6 @@ def test_tensorboard_shows_the_configuration_as_text(tmp_path: Path) -> None:
     assert "track_moe_metrics: true" in event.tensor_proto.string_val[0].decode()
 
 
-def test_tensorboard_keeps_more_points_than_its_viewer_samples(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path)
-    for step in range(10_050):
-        logger.log_step(step, {"train/loss": 1.0})
-    logger.close()
-    assert len(read_tensorboard(tmp_path / "tensorboard")["train/loss"]) == 10_050
-
-
 def test_wandb_offline_says_nothing_and_reads_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     logger = WandbLogger(tmp_path, "project-x", "run-y", "id-z")
     logger.log_config(CONFIG)
@@ -186,10 +178,6 @@ def test_mlflow_local_store(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     logger.close()
     assert_same(read_mlflow(uri, "experiment-x"), expected())
     assert_same(read_mlflow(uri, "experiment-x", "run-y"), expected())
-    with pytest.raises(DataError, match="no run other in the experiment 'experiment-x'"):
-        read_mlflow(uri, "experiment-x", "other")
-    with pytest.raises(DataError, match="no run"):
-        read_mlflow(uri, "nothing")
 
     client = MlflowClient(uri)
     experiment = client.get_experiment_by_name("experiment-x")

@@ -141,31 +141,24 @@ def test_live_line_on_a_narrow_terminal_still_ends_with_the_time_left(monkeypatc
     assert "eta 0:56" in re.sub(r"\s+", " ", drawn)
 
 
-def test_auto_is_plain_for_a_file_and_live_for_a_terminal() -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    plain, terminal = io.StringIO(), Terminal()
-    for stream in (plain, terminal):
-        console = ConsoleLogger(2, stream=stream)
-        console.log_step(1, {"train/loss": 1.0})
-        console.close()
-    assert plain.getvalue() == "step 1/2  loss 1.0000\n"
-    assert "\x1b[2K" in terminal.getvalue()
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
-def test_dumb_terminal_gets_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
+@pytest.mark.parametrize(
+    ("stream", "term", "is_live"),
+    [(io.StringIO(), "xterm", False), (Terminal(), "xterm", True), (Terminal(), "dumb", False)],
+)
+def test_auto_is_live_in_a_terminal_that_can_renew_a_line(
+    stream: io.StringIO, term: str, is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", term)
     console = ConsoleLogger(2, stream=stream)
     console.log_step(1, {"train/loss": 1.0})
-    console.log_step(2, {"train/loss": 1.0})
-    assert [line[:8] for line in stream.getvalue().splitlines()] == ["step 1/2", "step 2/2"]
+    console.close()
+    assert ("\x1b[2K" in stream.getvalue()) is is_live
+    assert is_live or stream.getvalue() == "step 1/2  loss 1.0000\n"
 
 
 def test_closed_stream_is_an_error_that_the_fan_out_can_catch(tmp_path: Path) -> None:

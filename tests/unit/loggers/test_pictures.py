@@ -15,9 +15,7 @@ from numpy.typing import NDArray
 
 from nemo_rl_moe.loggers.pictures import (
     DEAD_COLOR,
-    HEATMAP_KEY,
     NO_LOAD_COLOR,
-    SORTED_LOAD_KEY,
     HeatmapGeometry,
     as_png,
     cell_colors,
@@ -169,10 +167,3 @@ def test_the_line_of_random_routing_is_what_random_routing_gives() -> None:
     mean = -np.sort(-utilization(counts), axis=-1).mean(0)
     np.testing.assert_allclose(by_chance, -np.sort(-utilization(counts), axis=-1).mean(0), atol=0.01)
     assert mean[0] > 1.1
-
-
-def test_both_pictures_are_png_files_of_the_same_bytes_each_time() -> None:
-    first, second = (expert_load_pictures(3, LAYERS, COUNTS) for _ in range(2))
-    assert first == second
-    assert first.keys() == {HEATMAP_KEY, SORTED_LOAD_KEY}
-    assert all(PIL.Image.open(BytesIO(png)).format == "PNG" for png in first.values())

@@ -21,7 +21,7 @@ def test_thresholds_that_a_run_lacks_are_the_shipped_ones() -> None:
     shipped = load_config("sft_tiny_moe.yaml", [], check_paths=False)
     expected = thresholds_of(dump_resolved(shipped))
     assert expected.dead_expert_steps is not None
-    assert thresholds_of({}) == thresholds_of({"logger": {"alerts": {"excess_cv": "<b>"}}}) == expected
+    assert thresholds_of({}) == thresholds_of({"logger": {"alerts": {}}}) == expected
 
 
 def test_findings_of_the_whole_history(tmp_path: Path) -> None:

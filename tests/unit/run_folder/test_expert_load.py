@@ -110,37 +110,24 @@ def test_many_steps_become_one_file(writer: ExpertLoadWriter, tmp_path: Path, mo
     assert pd.read_parquet(tmp_path / FOLDER_NAME).shape == (len(rows_of_steps(steps)), 4)
 
 
-def test_a_crash_between_joining_and_removing(
-    writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: list[str]
+@pytest.mark.parametrize("num_removed", [0, 1])
+def test_a_crash_while_the_joined_files_are_removed(
+    num_removed: int, writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    unlink, removed = Path.unlink, []
 
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "unlink", killed)
-    with pytest.raises(KeyboardInterrupt):
-        write(writer, range(1, 4))
-    assert len(file_names(tmp_path)) == 4, "the joined file and the single ones"
-    assert rows_read(tmp_path) == rows_of_steps(range(1, 4)), "each row once"
-
-
-def test_a_crash_while_some_are_removed(
-    writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
-    unlink, calls = Path.unlink, []
-
-    def killed_at_the_second(path: Path) -> None:
-        calls.append(path)
-        if len(calls) == 2:
+    def killed_after_some(path: Path) -> None:
+        if len(removed) == num_removed:
             raise KeyboardInterrupt
+        removed.append(path)
         unlink(path)
 
-    monkeypatch.setattr(Path, "unlink", killed_at_the_second)
+    monkeypatch.setattr(Path, "unlink", killed_after_some)
     with pytest.raises(KeyboardInterrupt):
         write(writer, range(1, 4))
-    assert rows_read(tmp_path) == rows_of_steps(range(1, 4))
+    assert len(file_names(tmp_path)) == 4 - num_removed, "the joined file and single ones"
+    assert rows_read(tmp_path) == rows_of_steps(range(1, 4)), "each row once"
 
 
 def test_a_crash_while_a_file_is_written(

@@ -4,9 +4,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -43,23 +40,6 @@ def test_lines_are_strict_json_and_read_back(tmp_path: Path) -> None:
     assert record == StepRecord(
         7, line["time"], {"train/loss": 0.1, "train/up": math.inf, "train/down": -math.inf, "train/n": 3.0}
     )
-
-
-def test_a_step_is_on_disk_when_the_process_dies_right_after_it(tmp_path: Path) -> None:
-    code = (
-        "import os, pathlib, sys; from nemo_rl_moe.run_folder.metrics import JsonlLogger\n"
-        "logger = JsonlLogger(pathlib.Path(sys.argv[1]), print, print)\n"
-        "for step in range(1, 4): logger.log_step(step, {'train/loss': 1 / step})\n"
-        "os._exit(9)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)
-    assert done.returncode == 9
-    assert [(r.step, r.metrics["train/loss"]) for r in read_metrics(tmp_path / "metrics.jsonl")] == [
-        (1, 1.0),
-        (2, 0.5),
-        (3, 1 / 3),
-    ]
 
 
 def test_every_cut_of_the_last_line_leaves_the_lines_before_it(tmp_path: Path) -> None:

@@ -69,12 +69,6 @@ def test_what_is_damaged_is_noted_and_the_rest_is_read(tmp_path: Path) -> None:
         assert f"{name}: cannot be read" in note
 
 
-def test_settings_of_a_wrong_kind_are_as_good_as_none(tmp_path: Path) -> None:
-    config = {"sft": {"max_num_steps": "many"}, "policy": {"megatron_cfg": [1]}}
-    run = read_run(make_run(tmp_path / "run", {}, config=config, in_force={"moe_router_topk": "two"}))
-    assert (run.planned_steps, run.expert_parallel_size, run.topk) == (None, 1, None)
-
-
 def test_a_folder_above_the_runs_names_the_last_one(tmp_path: Path) -> None:
     for name in ("exp_999", "exp_1000", "other"):
         make_run(tmp_path / name, {})
