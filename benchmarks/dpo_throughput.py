@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,7 @@ from small_model import (
     VOCABULARY,
     confine,
     family_cpu_seconds,
-    nowhere,
+    open_loggers,
     positive,
     release,
     running_ray,
@@ -47,13 +46,11 @@ from nemo_rl_moe.data.preferences import WORDS, PreferenceDataset
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
-from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
-from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.metrics import JsonlLogger, RunOutcome
+from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
 TOKENS_PER_STEP = 2 * NUM_PAIRS * SEQUENCE_LENGTH
@@ -234,18 +231,7 @@ def run(
     )
     stack.callback(policy.shutdown)
     release(cores)
-    console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
-    notices = Notices(console.message, lambda warning: print(warning, file=sys.stderr))
-    loggers = stack.enter_context(
-        FanOutLogger(
-            {
-                "console": lambda: console,
-                "jsonl": lambda: JsonlLogger(folder, notices.warn, notices.message),
-                "clock": lambda: clock,
-            },
-            notices,
-        )
-    )
+    loggers, console = open_loggers(folder, clock, stack)
     if not in_step:
         pairs = pairs.measured(policy, range(num_steps), console)
     observers = Observers(loggers, ExpertLoadWriter(folder, console.warn).write)

@@ -5,7 +5,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -133,11 +133,7 @@ def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[F
     """A console that nobody sees, `metrics.jsonl`, and last of all the clock; the stack closes them."""
     console = ConsoleLogger(total_steps=0, live="never", stream=stack.enter_context(nowhere()))
     notices = Notices(console.message, lambda warning: print(warning, file=sys.stderr))
-    direct: dict[str, Callable[[], MetricLogger]] = {
-        "console": lambda: console,
-        "jsonl": lambda: JsonlLogger(folder, notices.warn, notices.message),
-        "clock": lambda: clock,
-    }
+    direct: list[MetricLogger] = [console, JsonlLogger(folder, notices.warn, notices.message), clock]
     return stack.enter_context(FanOutLogger(direct, notices)), console
 
 

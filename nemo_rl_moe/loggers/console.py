@@ -132,11 +132,6 @@ class ConsoleLogger:
         self._step = 0
         self._step_line = ""
 
-    @property
-    def total_steps(self) -> int:
-        """The step at which training will end."""
-        return self._total_steps
-
     def begin(self, total_steps: int) -> None:
         """Sets the step at which training will end, which the length of the data set may decide."""
         self._total_steps = total_steps

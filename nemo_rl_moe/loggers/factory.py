@@ -13,7 +13,7 @@ from nemo_rl_moe.config.schema_run import AlertsConfig, LoggerConfig
 from nemo_rl_moe.loggers.alerts import AlertWatch
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
-from nemo_rl_moe.loggers.interface import Backend, MetricLogger
+from nemo_rl_moe.loggers.interface import Backend
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
 from nemo_rl_moe.loggers.pictures import LoadPictures
@@ -104,12 +104,8 @@ def build_loggers(
         isolate(WandbLogger.name, open_wandb, abandon_service)
     if logger_config.mlflow_enabled:
         isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
-    direct: dict[str, Callable[[], MetricLogger]] = {
-        JsonlLogger.name: partial(JsonlLogger, run_folder, notices.warn, notices.message),
-        ConsoleLogger.name: lambda: console,
-    }
     loggers = FanOutLogger(
-        direct,
+        [JsonlLogger(run_folder, notices.warn, notices.message), console],
         notices,
         isolated,
         earlier_run_ids=run_ids,

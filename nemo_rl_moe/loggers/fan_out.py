@@ -32,7 +32,7 @@ class FanOutLogger:
     not a number, as an environment may return: it warns once, and the other metrics are logged.
 
     Args:
-        direct: Name to a function that opens a logger which runs in the caller's thread; called at once, in order.
+        direct: Loggers that run in the caller's thread, in order.
         notices: Lines for the user, shown at each call.
         isolated: Loggers with threads of their own; they are opening already.
         earlier_run_ids: Ids of the run at services, from before it was resumed.
@@ -45,7 +45,7 @@ class FanOutLogger:
 
     def __init__(
         self,
-        direct: Mapping[str, Callable[[], MetricLogger]],
+        direct: Sequence[MetricLogger],
         notices: Notices,
         isolated: Sequence[IsolatedLogger] = (),
         *,
@@ -56,23 +56,19 @@ class FanOutLogger:
     ):
         self._notices = notices
         self._closing_s = closing_s
-        self._direct: dict[str, MetricLogger] = {}
+        self._direct = list(direct)
         self._isolated = list(isolated)
         self._earlier_run_ids = dict(earlier_run_ids)
         self._warned_keys: set[str] = set()
         self._pictures, self._alerts = pictures, alerts
         self._load: tuple[int, Sequence[int], NDArray[np.int64]] | None = None
-        for name, open_logger in direct.items():
-            try:
-                self._direct[name] = open_logger()
-            except Exception as error:
-                self._report(name, "could not start", error)
         self._notices.show()
 
     @property
     def active(self) -> tuple[str, ...]:
         """Names of the loggers that still take part."""
-        return (*self._direct, *(logger.name for logger in self._isolated if logger.is_active))
+        isolated = [logger for logger in self._isolated if logger.is_active]
+        return tuple(logger.name for logger in (*self._direct, *isolated))
 
     @property
     def run_ids(self) -> dict[str, str]:
@@ -110,7 +106,7 @@ class FanOutLogger:
         Returns:
             False where some steps cannot be written yet.
         """
-        files = [logger for logger in list(self._direct.values()) if isinstance(logger, FlushesToDisk)]
+        files = [logger for logger in list(self._direct) if isinstance(logger, FlushesToDisk)]
         return all(logger.flush_to_disk() for logger in files)
 
     def close(self, outcome: RunOutcome = "finished") -> None:
@@ -161,15 +157,13 @@ class FanOutLogger:
         return numbers
 
     def _for_each(self, failure: str, action: Callable[[MetricLogger], None]) -> None:
-        for name, logger in list(self._direct.items()):
+        for logger in list(self._direct):
             try:
                 action(logger)
             except Exception as error:
-                del self._direct[name]
-                self._report(name, failure, error)
+                self._direct.remove(logger)
+                told = f"logger {logger.name} {failure} and is left out from here on: {reason_of(error)}"
+                self._notices.warn(told)
                 # Frees its files; the user has had a warning, so a second failure is of no interest.
                 with contextlib.suppress(Exception):
                     logger.close()
-
-    def _report(self, name: str, failure: str, error: Exception) -> None:
-        self._notices.warn(f"logger {name} {failure} and is left out from here on: {reason_of(error)}")

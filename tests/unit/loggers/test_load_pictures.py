@@ -84,7 +84,7 @@ def drawn_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
 def fan_out(backends: list[Backend], warnings: list[str], every: int | None, patience: Patience) -> FanOutLogger:
     notices = Notices(pytest.fail, warnings.append)
     isolated = [IsolatedLogger("x", partial(own, backend), notices, patience=patience) for backend in backends]
-    return FanOutLogger({}, notices, isolated, pictures=LoadPictures(every, notices))
+    return FanOutLogger([], notices, isolated, pictures=LoadPictures(every, notices))
 
 
 def own(backend: Backend) -> Backend:
