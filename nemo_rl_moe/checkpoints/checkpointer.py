@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +14,7 @@ from nemo_rl_moe.checkpoints.state import (
     FORMAT_VERSION,
     CheckpointState,
     LoopState,
-    json_ready,
+    RunDescription,
     write_state,
 )
 from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, CheckpointStore, of_history
@@ -40,33 +39,6 @@ class CheckpointedPolicy(Protocol):
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None: ...
     def poll_checkpoint(self, *, wait: bool) -> Outcome | None: ...
-
-
-@dataclass(frozen=True)
-class RunDescription:
-    """Description of a run in each of its checkpoints; see `CheckpointState`.
-
-    Attributes:
-        algorithm: The configuration's own section.
-        run_id: Id of the run.
-        first_run_id: Id of the run that began this history of training.
-        run_folder: The run's folder.
-        logger_run_ids: Logger's name to the id under which its run goes on.
-        config: The resolved configuration.
-        layout: Result of `layout_of`.
-        fingerprints: Input's name to its fingerprint.
-        versions: Versions of Python and of the packages.
-    """
-
-    algorithm: str
-    run_id: str
-    first_run_id: str
-    run_folder: Path
-    logger_run_ids: Mapping[str, str]
-    config: Mapping[str, Any]
-    layout: Mapping[str, int]
-    fingerprints: Mapping[str, str]
-    versions: Mapping[str, Any]
 
 
 class Checkpointer:
@@ -229,22 +201,14 @@ class Checkpointer:
         run = self._describe()
         self._first_run_id = run.first_run_id
         return CheckpointState(
+            **dict(run),
             format_version=FORMAT_VERSION,
-            algorithm=run.algorithm,
             loop=state,
-            run_id=run.run_id,
-            first_run_id=run.first_run_id,
-            run_folder=str(run.run_folder.absolute()),
-            run_folder_id=read_run_id(run.run_folder),
+            run_folder_id=read_run_id(Path(run.run_folder)),
             checkpoint_dir=str(self._store.folder.resolve()),
-            logger_run_ids=dict(run.logger_run_ids),
             metric_name=self._settings.metric_name,
             metric_value=self._metric.value(state.step, metrics, is_due=self.is_due(state.step)),
             with_optimizer=self._settings.save_optimizer,
-            config=json_ready(run.config),
-            layout=dict(run.layout),
-            fingerprints=dict(run.fingerprints),
-            versions=json_ready(run.versions),
             time=time.time(),
         )
 

@@ -30,23 +30,14 @@ WAY_OUT = "set checkpointing.resume=never to start anew, or another checkpointin
 
 
 @dataclass(frozen=True)
-class ResumePoint:
+class ResumePoint(Checkpoint):
     """Checkpoint that a run resumes from.
 
     Attributes:
-        folder: The checkpoint's folder.
-        state: Its `state.json`.
         run_folder: Folder of the run that wrote it, in which the run goes on; None where that is gone.
     """
 
-    folder: Path
-    state: CheckpointState
     run_folder: Path | None
-
-    @property
-    def step(self) -> int:
-        """Steps done."""
-        return self.state.loop.step
 
     @property
     def policy_folder(self) -> Path:

@@ -54,47 +54,55 @@ class LoopState:
     skipped_in_a_row: Count = 0
 
 
-class CheckpointState(BaseModel):
-    """Description of a checkpoint and of the run that wrote it.
+class RunDescription(BaseModel):
+    """Description of a run in each of its checkpoints.
 
     Attributes:
-        format_version: Changes when an older reader could not read it.
         algorithm: The configuration's own section, such as `sft`.
-        loop: State of the loop.
         run_id: Id of the run that wrote it.
         first_run_id: Id of the run that started at step 0; the same for all checkpoints of one history of training.
         run_folder: Full path of the run's folder.
-        run_folder_id: The id in that folder's `run.json`; None where it had none.
-        checkpoint_dir: Full path of the folder that the checkpoint was made in, without links.
         logger_run_ids: Logger's name to the id under which its run goes on.
-        metric_name: Metric that ranks the checkpoints, such as `val:accuracy`.
-        metric_value: Its value at this step; None where it was not measured.
-        with_optimizer: Whether the optimizer's state is in it.
         config: The resolved configuration.
-        layout: Names and sizes of the parallel dimensions.
+        layout: Names and sizes of the parallel dimensions, as of `layout_of`.
         fingerprints: Input's name to a text that changes when the input does.
         versions: Versions of Python and of the packages.
-        time: Unix seconds when it was written.
     """
 
     model_config = _STRICT
 
-    format_version: Literal[1]
     algorithm: Name
-    loop: LoopState
     run_id: Name
     first_run_id: Name
     run_folder: Name
-    run_folder_id: Name | None
-    checkpoint_dir: Name
     logger_run_ids: dict[Name, Name]
-    metric_name: Name | None
-    metric_value: Number | None
-    with_optimizer: bool
     config: dict[str, Any]
     layout: dict[Name, Count]
     fingerprints: dict[Name, Name]
     versions: dict[str, Any]
+
+
+class CheckpointState(RunDescription):
+    """Description of a checkpoint and of the run that wrote it.
+
+    Attributes:
+        format_version: Changes when an older reader could not read it.
+        loop: State of the loop.
+        run_folder_id: The id in the `run.json` of the run's folder; None where it had none.
+        checkpoint_dir: Full path of the folder that the checkpoint was made in, without links.
+        metric_name: Metric that ranks the checkpoints, such as `val:accuracy`.
+        metric_value: Its value at this step; None where it was not measured.
+        with_optimizer: Whether the optimizer's state is in it.
+        time: Unix seconds when it was written.
+    """
+
+    format_version: Literal[1]
+    loop: LoopState
+    run_folder_id: Name | None
+    checkpoint_dir: Name
+    metric_name: Name | None
+    metric_value: Number | None
+    with_optimizer: bool
     time: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.changes import changed_inputs
-from nemo_rl_moe.checkpoints.checkpointer import Checkpointer, RunDescription
+from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
 from nemo_rl_moe.checkpoints.resume import (
     ResumePoint,
     checkpoint_dir_of,
     find_resume_point,
     older_resume_point,
 )
-from nemo_rl_moe.checkpoints.state import LoopState, layout_of
+from nemo_rl_moe.checkpoints.state import LoopState, RunDescription, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
 from nemo_rl_moe.checksums import add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of
@@ -405,11 +405,11 @@ class TrainingRun:
             algorithm=self.algorithm.name,
             run_id=self._launch.run_id,
             first_run_id=self._first_run_id,
-            run_folder=folder,
+            run_folder=str(folder.absolute()),
             logger_run_ids=loggers.run_ids,
             config=dump_resolved(self.config),
             layout=layout_of(self.config),
-            fingerprints=self._fingerprints,
+            fingerprints=dict(self._fingerprints),
             versions=collect_versions(),
         )
 

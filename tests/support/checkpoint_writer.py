@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.checkpoints.checkpointer import RunDescription
-from nemo_rl_moe.checkpoints.state import layout_of
+from nemo_rl_moe.checkpoints.state import RunDescription, layout_of
 from nemo_rl_moe.checkpoints.store import Checkpoint
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
@@ -86,7 +85,7 @@ def description(config: MasterConfig, run_folder: Path, **changes: Any) -> RunDe
         "algorithm": next(iter(resolved)),
         "run_id": "run-a",
         "first_run_id": "run-a",
-        "run_folder": run_folder,
+        "run_folder": str(run_folder.absolute()),
         "logger_run_ids": {"wandb": "w1"},
         "config": resolved,
         "layout": layout_of(config),

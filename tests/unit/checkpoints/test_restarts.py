@@ -7,13 +7,6 @@ import pytest
 from tests.support.place_of_runs import NEVER, Place, saved
 
 
-def test_before_the_first_checkpoint_of_its_own_a_restart_resumes_like_the_first_launch(place: Place) -> None:
-    saved(place.run(1), 30)
-    assert place.found(run_id="b").step == 30
-    assert place.found(run_id="b", restart=1).step == 30
-    assert place.warnings == []
-
-
 @pytest.mark.parametrize("overrides", [(), (NEVER,)])
 def test_a_run_that_has_begun_anew_begins_anew(place: Place, overrides: tuple[str, ...]) -> None:
     place.run(1, first_run_id="b")  # of its first launch, which has saved nothing

@@ -93,12 +93,14 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in told
 
 
-def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["watch", "--once"], ["report"]])
+def test_nothing_heavy_is_imported(command: list[str], tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, random_counts(1, 2, 4, 50))
     script = (
         "import sys; from nemo_rl_moe.cli import main; assert main(sys.argv[1:]) == 0;"
         "print(sorted({'torch', 'ray', 'megatron', 'matplotlib', 'transformers'} & sys.modules.keys()))"
     )
-    command = [sys.executable, "-c", script, "watch", "--once", str(run)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command, str(run)], capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "[]"

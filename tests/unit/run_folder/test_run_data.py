@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -77,12 +75,3 @@ def test_a_folder_above_the_runs_names_the_last_one(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(DataError, match="expected a run's folder, such as logs/sft/exp_001"):
         read_run(tmp_path / "nowhere")
-
-
-def test_reading_and_reporting_need_no_torch() -> None:
-    program = (
-        "import sys, nemo_rl_moe.report.page_data, nemo_rl_moe.report.command\n"
-        "print([name for name in ('torch', 'ray', 'megatron', 'matplotlib') if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
