@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several tests of the loggers use."""
 
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,6 +40,67 @@ def settings_for(
             "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": tracking_uri},
         }
     )
+
+
+class ListBackend:
+    """Keeps what it is given, in order; waits at `gate`, and fails where it is told to.
+
+    Args:
+        gate: Each step waits for it.
+        fails_from: The first step that it does not take.
+        bad_keys: Keys, a letter each, with which it takes no step.
+        no_pictures_at: Steps whose pictures it does not take.
+    """
+
+    name = "x"
+    announcement = None
+
+    def __init__(
+        self,
+        gate: threading.Event | None = None,
+        fails_from: int = 99,
+        bad_keys: str = "",
+        no_pictures_at: Collection[int] = (),
+    ):
+        self.run_id, self.last_step, self.seconds_to_close = "id-1", -1, 0.0
+        self.calls: list[tuple[str, int]] = []
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.pictures: dict[int, Mapping[str, bytes]] = {}
+        self.asked_for_pictures_at: list[int] = []
+        self.config: Mapping[str, Any] = {}
+        self.outcome = ""
+        self.thread: threading.Thread | None = None
+        self._gate, self._fails_from, self._bad_keys = gate, fails_from, set(bad_keys)
+        self._no_pictures_at = no_pictures_at
+
+    def open(self) -> "ListBackend":
+        """As the function that opens a backend, in the thread that all its calls have to come from."""
+        self.thread = threading.current_thread()
+        return self
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        assert threading.current_thread() is self.thread
+        if self._gate is not None:
+            self._gate.wait()
+        if step >= self._fails_from:
+            raise OSError("disk is full")
+        if bad := self._bad_keys & metrics.keys():
+            raise ValueError(f"invalid key {sorted(bad)}")
+        self.calls.append(("step", step))
+        self.steps.append((step, dict(metrics)))
+
+    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
+        self.asked_for_pictures_at.append(step)
+        if step in self._no_pictures_at:
+            raise OSError("no space")
+        self.calls.append(("pictures", step))
+        self.pictures[step] = pictures
+
+    def log_config(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    def close(self, outcome: str = "finished") -> None:
+        self.outcome = outcome
 
 
 def load_of(*rows: Sequence[int]) -> ExpertLoad:

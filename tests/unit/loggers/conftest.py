@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the logger tests share: no test may depend on, or touch, the accounts of whoever runs it."""
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,3 +29,11 @@ def nobody_logged_in(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pyte
     for name in ("WANDB_DIR", "WANDB_RUN_ID", "MLFLOW_TRACKING_URI"):
         monkeypatch.delenv(name, raising=False)
     return home
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Closed; opened at the end, so that no thread stays behind."""
+    gate = threading.Event()
+    yield gate
+    gate.set()

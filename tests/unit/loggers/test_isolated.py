@@ -4,51 +4,16 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.run_folder.metrics import StepRecord
-from tests.support.loggers import log_steps
+from tests.support.loggers import ListBackend, log_steps
 
 QUICK = Patience(opening_s=0.2, silence_s=0.1, closing_s=0.2, most_waiting=3)
-
-
-class Backend:
-    """Keeps its steps; waits at `gate`, fails and rejects keys where it is told to."""
-
-    name = "backend"
-    announcement = None
-
-    def __init__(self, gate: threading.Event | None = None, fails_from: int = 99, bad_keys: str = ""):
-        self.run_id, self.last_step, self.seconds_to_close = "id-1", -1, 0.0
-        self.steps: list[tuple[int, dict[str, float]]] = []
-        self.config: Mapping[str, Any] = {}
-        self.outcome = ""
-        self.thread = threading.current_thread()
-        self._gate, self._fails_from, self._bad_keys = gate, fails_from, set(bad_keys)
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        assert threading.current_thread() is self.thread
-        if self._gate is not None:
-            self._gate.wait()
-        if step >= self._fails_from:
-            raise OSError("disk is full")
-        if bad := self._bad_keys & metrics.keys():
-            raise ValueError(f"invalid key {sorted(bad)}")
-        self.steps.append((step, dict(metrics)))
-
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        raise AssertionError("there are none")
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-
-    def close(self, outcome: str = "finished") -> None:
-        self.outcome = outcome
 
 
 class Told:
@@ -65,14 +30,6 @@ def told() -> Told:
     return Told()
 
 
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Closed; opened at the end, so that no thread stays behind."""
-    gate = threading.Event()
-    yield gate
-    gate.set()
-
-
 def eventually(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
     while not condition():
@@ -81,23 +38,23 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_a_healthy_backend_gets_everything_in_order(told: Told) -> None:
-    backend: list[Backend] = []
-    logger = IsolatedLogger("x", lambda: backend.append(Backend()) or backend[0], told.notices)
+    backend = ListBackend()
+    logger = IsolatedLogger("x", backend.open, told.notices)
     logger.wait_until_open()
     assert logger.run_id == "id-1"
     logger.log_config({"c": 1})
     log_steps(logger, range(1, 50))
     logger.close("killed")
     told.notices.show()
-    assert backend[0].steps == [(step, {"train/loss": float(step)}) for step in range(1, 50)]
-    assert (backend[0].config, backend[0].outcome) == ({"c": 1}, "killed")
-    assert backend[0].thread is not threading.current_thread()
+    assert backend.steps == [(step, {"train/loss": float(step)}) for step in range(1, 50)]
+    assert (backend.config, backend.outcome) == ({"c": 1}, "killed")
+    assert backend.thread is not threading.current_thread()
     assert told.warnings == told.messages == []
 
 
 def test_a_backend_that_blocks_is_told_once_and_finds_its_steps(told: Told, gate: threading.Event) -> None:
-    backend = Backend(gate)
-    logger = IsolatedLogger("x", lambda: own(backend), told.notices, patience=QUICK)
+    backend = ListBackend(gate)
+    logger = IsolatedLogger("x", backend.open, told.notices, patience=QUICK)
     logger.wait_until_open()
     assert log_steps(logger, range(1, 5), pause=0.08) < 0.5
     told.notices.show()
@@ -113,8 +70,8 @@ def test_a_backend_that_blocks_is_told_once_and_finds_its_steps(told: Told, gate
 
 
 def test_steps_beyond_the_queue_are_dropped_and_counted(told: Told, gate: threading.Event) -> None:
-    backend = Backend(gate)
-    logger = IsolatedLogger("x", lambda: own(backend), told.notices, patience=Patience(most_waiting=3))
+    backend = ListBackend(gate)
+    logger = IsolatedLogger("x", backend.open, told.notices, patience=Patience(most_waiting=3))
     logger.log_step(1, {})
     eventually(lambda: not logger._waiting)  # the thread has taken it, and hangs
     assert log_steps(logger, range(2, 10)) < 0.5
@@ -131,7 +88,7 @@ def test_steps_beyond_the_queue_are_dropped_and_counted(told: Told, gate: thread
 def test_a_backend_that_hangs_at_the_end_is_left_behind(told: Told, gate: threading.Event) -> None:
     abandoned = threading.Event()
     patience = Patience(silence_s=9, closing_s=0.2)
-    logger = IsolatedLogger("x", lambda: own(Backend(gate)), told.notices, abandon=abandoned.set, patience=patience)
+    logger = IsolatedLogger("x", ListBackend(gate).open, told.notices, abandon=abandoned.set, patience=patience)
     log_steps(logger, range(1, 4))
     started = time.monotonic()
     logger.close()
@@ -144,9 +101,9 @@ def test_a_backend_that_hangs_at_the_end_is_left_behind(told: Told, gate: thread
 
 
 def test_a_backend_that_uploads_at_the_end_is_waited_for_longer(told: Told, gate: threading.Event) -> None:
-    backend = Backend(gate)
+    backend = ListBackend(gate)
     backend.seconds_to_close = 30.0
-    logger = IsolatedLogger("x", lambda: own(backend), told.notices, patience=Patience(closing_s=0.1))
+    logger = IsolatedLogger("x", backend.open, told.notices, patience=Patience(closing_s=0.1))
     logger.wait_until_open()
     logger.log_step(1, {})
     threading.Timer(0.4, gate.set).start()
@@ -157,11 +114,11 @@ def test_a_backend_that_uploads_at_the_end_is_waited_for_longer(told: Told, gate
 
 
 def test_a_backend_that_opens_late_gets_all_steps(told: Told, gate: threading.Event) -> None:
-    backend = Backend()
+    backend = ListBackend()
 
-    def open_backend() -> Backend:
+    def open_backend() -> ListBackend:
         gate.wait()
-        return own(backend)
+        return backend.open()
 
     logger = IsolatedLogger("x", open_backend, told.notices, patience=QUICK, run_id="earlier")
     logger.wait_until_open()
@@ -177,8 +134,8 @@ def test_a_backend_that_opens_late_gets_all_steps(told: Told, gate: threading.Ev
 
 
 def test_a_backend_that_fails_three_times_in_a_row_is_left_out(told: Told) -> None:
-    backend = Backend(fails_from=3)
-    logger = IsolatedLogger("x", lambda: own(backend), told.notices)
+    backend = ListBackend(fails_from=3)
+    logger = IsolatedLogger("x", backend.open, told.notices)
     log_steps(logger, range(1, 6))
     eventually(lambda: not logger.is_active)
     log_steps(logger, range(6, 9))
@@ -201,7 +158,7 @@ def test_a_backend_that_fails_three_times_in_a_row_is_left_out(told: Told) -> No
     ],
 )
 def test_a_backend_that_cannot_open_is_left_out(told: Told, error: BaseException, reason: str) -> None:
-    def open_backend() -> Backend:
+    def open_backend() -> ListBackend:
         raise error
 
     logger = IsolatedLogger("x", open_backend, told.notices)
@@ -214,8 +171,8 @@ def test_a_backend_that_cannot_open_is_left_out(told: Told, error: BaseException
 
 
 def test_a_step_with_a_rejected_key_is_missing_there_and_told_once(told: Told) -> None:
-    backend = Backend(bad_keys="b")
-    logger = IsolatedLogger("x", lambda: own(backend), told.notices)
+    backend = ListBackend(bad_keys="b")
+    logger = IsolatedLogger("x", backend.open, told.notices)
     for step in range(1, 10):
         logger.log_step(step, dict.fromkeys("abc" if step % 3 else "ac", float(step)))
     logger.close()
@@ -226,16 +183,10 @@ def test_a_step_with_a_rejected_key_is_missing_there_and_told_once(told: Told) -
 
 
 def test_a_resumed_backend_first_gets_the_steps_that_it_lacks(told: Told) -> None:
-    backend = Backend()
+    backend = ListBackend()
     backend.last_step = 2
     earlier = [StepRecord(step, 0.0, {"a": -1.0}) for step in range(1, 5)]
-    logger = IsolatedLogger("x", lambda: own(backend), told.notices, earlier_steps=lambda: earlier)
+    logger = IsolatedLogger("x", backend.open, told.notices, earlier_steps=lambda: earlier)
     log_steps(logger, range(5, 7))
     logger.close()
     assert backend.steps == [(3, {"a": -1.0}), (4, {"a": -1.0}), *((step, {"train/loss": step}) for step in (5, 6))]
-
-
-def own(backend: Backend) -> Backend:
-    """A backend made elsewhere, as if it had been made in this thread."""
-    backend.thread = threading.current_thread()
-    return backend

@@ -4,9 +4,6 @@
 
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
-from functools import partial
-from typing import Any
 
 import pytest
 
@@ -15,7 +12,7 @@ from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.pictures import LoadPictures
-from tests.support.loggers import load_of
+from tests.support.loggers import ListBackend, load_of
 
 LOAD = load_of([3, 1], [0, 4])
 DRAWING_S = 0.05
@@ -23,48 +20,9 @@ PATIENT = Patience(most_pictures_waiting=99)
 FAILS = "logger x does not take the pictures of step {}: OSError: no space; its metrics go on"
 
 
-class Backend:
-    """Keeps what it is given, in order; waits at `gate`, and takes no pictures from some step on."""
-
-    name = "x"
-    run_id = None
-    last_step = -1
-    announcement = None
-    seconds_to_close = 0.0
-
-    def __init__(self, gate: threading.Event | None = None, fails_at: Collection[int] = ()):
-        self.calls: list[tuple[str, int]] = []
-        self.pictures: dict[int, Mapping[str, bytes]] = {}
-        self.asked_at: list[int] = []
-        self._gate, self._fails_at = gate, fails_at
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._gate is not None:
-            self._gate.wait()
-        self.calls.append(("step", step))
-
-    def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        self.asked_at.append(step)
-        if step in self._fails_at:
-            raise OSError("no space")
-        self.calls.append(("pictures", step))
-        self.pictures[step] = pictures
-
-    def log_config(self, config: Mapping[str, Any]) -> None: ...
-    def close(self, outcome: str = "finished") -> None: ...
-
-
 @pytest.fixture
 def warnings() -> list[str]:
     return []
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Event]:
-    """Closed; opened at the end, so that no thread stays behind."""
-    gate = threading.Event()
-    yield gate
-    gate.set()
 
 
 @pytest.fixture
@@ -81,15 +39,10 @@ def drawn_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     return threads
 
 
-def fan_out(backends: list[Backend], warnings: list[str], every: int | None, patience: Patience) -> FanOutLogger:
+def fan_out(backends: list[ListBackend], warnings: list[str], every: int | None, patience: Patience) -> FanOutLogger:
     notices = Notices(pytest.fail, warnings.append)
-    isolated = [IsolatedLogger("x", partial(own, backend), notices, patience=patience) for backend in backends]
+    isolated = [IsolatedLogger("x", backend.open, notices, patience=patience) for backend in backends]
     return FanOutLogger([], notices, isolated, pictures=LoadPictures(every, notices))
-
-
-def own(backend: Backend) -> Backend:
-    """What opens a backend that is there already."""
-    return backend
 
 
 def log(loggers: FanOutLogger, steps: range) -> float:
@@ -106,7 +59,7 @@ def log(loggers: FanOutLogger, steps: range) -> float:
 def test_each_is_drawn_once_for_all_backends_and_not_by_the_caller(
     warnings: list[str], drawn_in: list[threading.Thread]
 ) -> None:
-    backends = [Backend(), Backend()]
+    backends = [ListBackend(), ListBackend()]
     loggers = fan_out(backends, warnings, 3, PATIENT)
     log(loggers, range(1, 8))
     loggers.close()
@@ -121,17 +74,17 @@ def test_each_is_drawn_once_for_all_backends_and_not_by_the_caller(
 
 @pytest.mark.parametrize("every", [None, 0])
 def test_never_means_never(every: int | None, warnings: list[str], drawn_in: list[threading.Thread]) -> None:
-    backend = Backend()
+    backend = ListBackend()
     loggers = fan_out([backend], warnings, every, Patience())
     log(loggers, range(1, 60))
     loggers.close()
-    assert (backend.asked_at, drawn_in) == ([], [])
+    assert (backend.asked_for_pictures_at, drawn_in) == ([], [])
 
 
 def test_a_slow_backend_loses_pictures_and_no_step(
     warnings: list[str], gate: threading.Event, drawn_in: list[threading.Thread]
 ) -> None:
-    backend = Backend(gate)
+    backend = ListBackend(gate)
     loggers = fan_out([backend], warnings, 2, Patience(most_waiting=40))
     log(loggers, range(1, 2))
     while loggers._isolated[0]._waiting:  # the thread hangs at step 1
@@ -147,12 +100,12 @@ def test_a_slow_backend_loses_pictures_and_no_step(
 def test_a_backend_that_takes_no_pictures_is_told_once_and_keeps_its_metrics(
     warnings: list[str], drawn_in: list[threading.Thread]
 ) -> None:
-    backend = Backend(fails_at=range(3, 99))
+    backend = ListBackend(no_pictures_at=range(3, 99))
     loggers = fan_out([backend], warnings, 1, PATIENT)
     log(loggers, range(1, 12))
     loggers.close()
     assert [step for kind, step in backend.calls if kind == "step"] == list(range(1, 12))
-    assert backend.asked_at == [1, 2, 3, 4, 5], "after three failures in a row it is not asked again"
+    assert backend.asked_for_pictures_at == [1, 2, 3, 4, 5], "after three failures in a row it is not asked again"
     assert len(drawn_in) == 5
     assert warnings == [FAILS.format(3)]
 
@@ -160,7 +113,7 @@ def test_a_backend_that_takes_no_pictures_is_told_once_and_keeps_its_metrics(
 def test_passing_failures_of_a_backend_do_not_end_its_pictures(
     warnings: list[str], drawn_in: list[threading.Thread]
 ) -> None:
-    backend = Backend(fails_at=(2, 3, 5, 6))
+    backend = ListBackend(no_pictures_at=(2, 3, 5, 6))
     loggers = fan_out([backend], warnings, 1, PATIENT)
     log(loggers, range(1, 9))
     loggers.close()
@@ -173,7 +126,7 @@ def test_drawing_that_fails_is_told_once_for_all_backends(warnings: list[str], m
         raise RuntimeError("no fonts")
 
     monkeypatch.setattr(pictures, "expert_load_pictures", draw)
-    backends = [Backend(), Backend()]
+    backends = [ListBackend(), ListBackend()]
     loggers = fan_out(backends, warnings, 2, PATIENT)
     log(loggers, range(1, 6))
     loggers.close()
