@@ -3,25 +3,13 @@
 """Time limits on calls, kept by an alarm signal in the main thread."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 
 class TimeIsUp(BaseException):
     """A call took too long. No `Exception`, so that code which catches those does not catch it."""
-
-
-def call_within(limit_s: float, function: Callable[[], Result]) -> Result:
-    """Calls a function, and interrupts it by an alarm signal.
-
-    Raises:
-        TimeIsUp: It took longer, even if it caught the interruption and returned.
-    """
-    with interrupted_after(limit_s):
-        return function()
 
 
 @contextmanager

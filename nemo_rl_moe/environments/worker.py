@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 
-from nemo_rl_moe.alarms import TimeIsUp, call_within
+from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.registry import make_scorer
@@ -68,9 +68,11 @@ def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
         The environment's score, or reward 0 with the fault: it raised, took too long, or returned no finite reward.
     """
     try:
-        return call_within(limit_s, lambda: _score_or_error(scorer, item))
+        with interrupted_after(limit_s):
+            score = _score_or_error(scorer, item)
     except TimeIsUp:
         return Score(0.0, is_correct=False, fault=Fault.TIMEOUT, message=f"took longer than {limit_s:g} s")
+    return score
 
 
 def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
