@@ -6,18 +6,9 @@ from typing import Any
 
 from transformers import Qwen3Config
 
+from tests.support.tiny_model import TINY
+
 
 def tiny_dense_hf_config(**changes: Any) -> Qwen3Config:
     """Four layers, grouped-query attention, a vocabulary of 64."""
-    fields: dict[str, Any] = {
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-        "vocab_size": 64,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": False,
-    }
-    return Qwen3Config(**{**fields, **changes})
+    return Qwen3Config(**{**TINY, **changes})

@@ -31,24 +31,30 @@ _TEST_SETTINGS = (
 )
 
 
+TINY: Mapping[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "initializer_range": 0.1,
+    "tie_word_embeddings": False,
+}
+"""Fields of the tiny models, dense or with experts."""
+
+
 def tiny_hf_config(**changes: Any) -> Qwen3MoeConfig:
     """Four layers of eight experts, grouped-query attention, a vocabulary of 64."""
     fields: dict[str, Any] = {
-        "num_hidden_layers": 4,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
+        **TINY,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
-        "intermediate_size": 48,
-        "vocab_size": 64,
         "norm_topk_prob": True,
-        "initializer_range": 0.1,
         "router_aux_loss_coef": 0.01,
         "mlp_only_layers": [],
-        "tie_word_embeddings": False,
     }
     return Qwen3MoeConfig(**{**fields, **changes})
 

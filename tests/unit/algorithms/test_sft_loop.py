@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop's own logic: how many steps, which batches, when it validates, and what it logs once."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from tests.support.grpo_fakes import ListLogger
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 BATCH_SIZE = 2
@@ -76,26 +77,6 @@ class CountingPolicy:
 
     def shutdown(self) -> None:
         raise AssertionError("stopping the workers is not the loop's")
-
-
-@dataclass
-class ListLogger:
-    """Keeps what is logged."""
-
-    name: str = "list"
-    records: list[tuple[int, dict[str, float]]] = field(default_factory=list)
-
-    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.records.append((step, dict(metrics)))
-
-    def log_config(self, config: Mapping[str, Any]) -> None:
-        raise AssertionError("the configuration is not the loop's")
-
-    def close(self) -> None:
-        raise AssertionError("closing is not the loop's")
-
-    def steps_with(self, key: str) -> list[int]:
-        return [step for step, metrics in self.records if key in metrics]
 
 
 def examples(lengths: list[int], prefix: str) -> list[TokenizedExample]:
