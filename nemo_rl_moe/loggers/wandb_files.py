@@ -27,27 +27,15 @@ def wandb_files(folder: Path, run_id: str = "*") -> list[Path]:
     return sorted(files, key=lambda path: (path.parent.name.removeprefix("offline-"), path))
 
 
-def wandb_rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """The rows of the history in a run file: step, and the numbers whose key does not begin with an underscore.
+def wandb_history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
+    """The history in a run file: step, and the path to each value of a row: the key, or the key and a part's name.
 
     Raises:
         DataError: The file is damaged before its end.
     """
-    for step, row in _history(path):
-        numbers = {path[0]: float(value) for path, value in row.items() if len(path) == 1 and _is_number(value)}
-        yield step, {key: value for key, value in numbers.items() if not key.startswith("_")}
-
-
-def wandb_images(path: Path) -> Iterator[tuple[int, dict[str, Path]]]:
-    """The images of the history in a run file: step, and key to the file beside it.
-
-    Raises:
-        DataError: The run file is damaged before its end.
-    """
-    for step, row in _history(path):
-        keys = [key for (key, *part), value in row.items() if part == ["_type"] and value == "image-file"]
-        if keys:
-            yield step, {key: path.parent / "files" / row[key, "path"] for key in keys}
+    for history in wandb_records(path, "history"):
+        row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
+        yield int(row["_step",]), row
 
 
 def last_wandb_step(folder: Path, run_id: str) -> int:
@@ -58,7 +46,7 @@ def last_wandb_step(folder: Path, run_id: str) -> int:
     for path in reversed(wandb_files(folder, run_id)):
         last = -1
         try:
-            for step, _ in wandb_rows(path):
+            for step, _ in wandb_history(path):
                 last = max(last, step)
         except DataError:
             pass
@@ -79,17 +67,6 @@ def wandb_records(path: Path, kind: str) -> Iterator[Any]:
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == kind:
             yield getattr(record, kind)
-
-
-def _history(path: Path) -> Iterator[tuple[int, dict[tuple[str, ...], Any]]]:
-    """Step, and the path to each value of a row: the key, and for an image, which has several, the value's name."""
-    for history in wandb_records(path, "history"):
-        row = {tuple(item.nested_key) or (item.key,): json.loads(item.value_json) for item in history.item}
-        yield int(row["_step",]), row
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _wandb_records(path: Path) -> Iterator[bytes]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
-from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_images, wandb_rows
+from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_history
 from nemo_rl_moe.run_folder.metrics import MetricHistory as MetricHistory
 from nemo_rl_moe.run_folder.metrics import read_history
 
@@ -47,15 +47,16 @@ def read_wandb_offline(folder: Path) -> MetricHistory:
     A run that was resumed has several files: each replaces what earlier ones hold from its first step on. W&B's own
     columns, which begin with an underscore, and values that are not numbers are left out.
     """
-    rows: list[tuple[int, dict[str, float]]] = []
+    rows: list[tuple[int, dict[tuple[str, ...], Any]]] = []
     for path in _files_of_one_wandb_run(folder):
-        later = list(wandb_rows(path))
+        later = list(wandb_history(path))
         first = min((step for step, _ in later), default=None)
         rows = [row for row in rows if first is None or row[0] < first] + later
     history: MetricHistory = {}
     for step, row in rows:
-        for key, value in row.items():
-            history.setdefault(key, []).append((step, value))
+        for (key, *part), value in row.items():
+            if not part and not key.startswith("_") and isinstance(value, int | float):
+                history.setdefault(key, []).append((step, float(value)))
     return _sorted(history)
 
 
@@ -63,12 +64,15 @@ def read_wandb_offline_pictures(folder: Path) -> PictureHistory:
     """Reads the images in that history."""
     pictures: PictureHistory = {}
     for path in _files_of_one_wandb_run(folder):
-        first = min((step for step, _ in wandb_rows(path)), default=None)
+        rows = list(wandb_history(path))
+        first = min((step for step, _ in rows), default=None)
         for points in pictures.values():
             points[:] = [point for point in points if first is None or point[0] < first]
-        for step, images in wandb_images(path):
-            for key, image in images.items():
-                pictures.setdefault(key, []).append((step, image.read_bytes()))
+        for step, row in rows:
+            for (key, *part), value in row.items():
+                if part == ["_type"] and value == "image-file":
+                    image = path.parent / "files" / row[key, "path"]
+                    pictures.setdefault(key, []).append((step, image.read_bytes()))
     return {key: points for key, points in pictures.items() if points}
 
 
