@@ -5,6 +5,7 @@
 import importlib.metadata
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -40,13 +41,12 @@ def pytest_report_header() -> str:
     return f"megatron-core: {importlib.metadata.version('megatron-core')}"
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around pytest's selection by marker
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Marks tests by where they lie, so that none can be forgotten, and puts those that start no ranks first.
 
     `functional` is all of `tests/functional`; `megatron` is that, and every file or folder with megatron in its name.
     """
-    _put_pure_tests_first(config, items)
     for item in items:
         place = item.path.relative_to(_TESTS).as_posix()
         is_functional = place.startswith("functional/")
@@ -54,23 +54,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.functional)
         if is_functional or "megatron" in place:
             item.add_marker(pytest.mark.megatron)
+    yield
+    _put_pure_tests_first(config, items)
 
 
 def _put_pure_tests_first(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts tests of pure functions before those that start ranks, for each pytest-xdist worker.
 
-    Work stealing gives each worker a block of neighbours to begin with: each block has its share of both kinds.
+    Work stealing gives each worker a block of neighbours to begin with, of the same size, and takes from the end of
+    another's block later. Each block has its share of both kinds; of those that start ranks it has whole files, because
+    the tests of a file share what its ranks have computed once, and the largest first, so that a small one is cut.
     """
     num_workers = int(getattr(config, "workerinput", {}).get("workercount", 1))
-    kinds: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    pure: list[pytest.Item] = []
+    files: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        kinds[_starts_ranks(item)].append(item)
-    items[:] = [
-        item
-        for worker in range(num_workers)
-        for kind in kinds
-        for item in kind[len(kind) * worker // num_workers : len(kind) * (worker + 1) // num_workers]
-    ]
+        (files.setdefault(item.path, []) if _starts_ranks(item) else pure).append(item)
+    blocks: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for file in sorted(files.values(), key=len, reverse=True):
+        min(blocks, key=len).extend(file)
+    num_left = len(items)
+    items.clear()
+    for worker, block in enumerate(blocks):
+        size = num_left // (num_workers - worker)
+        num_pure = max(0, size - len(block))
+        items += pure[:num_pure] + block
+        num_left -= num_pure + len(block)
+        del pure[:num_pure]
 
 
 def _starts_ranks(item: pytest.Item) -> bool:

@@ -12,9 +12,7 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -122,12 +120,17 @@ def run_ranks(
     Raises:
         RankError: A rank raised, died, or did not answer in time.
     """
+    from torch.distributed import TCPStore
+
     fresh = fresh or _ALWAYS_FRESH
     ranks = _start(world_size) if fresh else _take(world_size)
     call = _Call(list(sys.path), function.__module__, function.__name__, {}, arguments)
     problems = ["no answer was waited for"]
+    # Ranks meet in a store that listens already: one of rank 0's own may come after the others have asked for it, and
+    # who has asked in vain waits for up to a second. It lives until they have answered.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
-        _send(call, ranks)
+        _send(call, ranks, store.port)
         answers = _collect(ranks, time.monotonic() + timeout_s)
         problems = [
             f"rank {index}: {answer.text}" for index, answer in sorted(answers.items()) if isinstance(answer, _Failure)
@@ -172,11 +175,14 @@ def end_idle_ranks() -> None:
 atexit.register(end_idle_ranks)
 
 
-def _send(call: _Call, ranks: Sequence[_Rank]) -> None:
-    port = _free_port()
+def _send(call: _Call, ranks: Sequence[_Rank], port: int) -> None:
     for index, rank in enumerate(ranks):
         call.environment.update(
-            RANK=str(index), WORLD_SIZE=str(len(ranks)), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+            RANK=str(index),
+            WORLD_SIZE=str(len(ranks)),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
         )
         rank.connection.send(call)
 
@@ -229,15 +235,3 @@ def _stacks_of(rank: _Rank) -> str:
         time.sleep(0.3)
         return f"no answer in time; it was in\n{rank.stack_file.read_text()}"
     return "no answer in time"
-
-
-def _free_port() -> int:
-    # Below the range that outgoing connections take theirs from, so that none of them gets it before rank 0 listens.
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            return port

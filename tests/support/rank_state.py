@@ -10,6 +10,7 @@ import random
 import resource
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 # Modules whose names, and whose classes' attributes, are put back; pytest imports a test file by its own name.
 _ROOMS = ("megatron.", "nemo_rl_moe.", "tests.", "test_")
@@ -51,6 +53,9 @@ class ProcessState:
         self._torch_random = torch.get_rng_state()
         self._modules: set[str] = set()
         self._names: dict[int, tuple[Any, dict[str, Any]]] = {}
+        # Of each of these owners, all its names, in the form that they are compared in.
+        self._known: dict[int, frozenset[str]] = {}
+        self._cached_functions: list[functools._lru_cache_wrapper[Any]] = []
         self._containers: dict[int, tuple[Container, Container]] = {}
         self.note_new_modules()
 
@@ -71,16 +76,21 @@ class ProcessState:
     def _note(self, owner: Any) -> None:
         names = {name: value for name, value in vars(owner).items() if not _is_left_alone(name, value)}
         self._names[id(owner)] = (owner, names)
+        self._known[id(owner)] = frozenset(vars(owner))
         for value in names.values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                self._cached_functions.append(value)
             if type(value) in (dict, list, set):
                 self._containers[id(value)] = (value, value.copy())
 
     def restore(self) -> None:
         """Puts everything back."""
-        _leave_process_groups()
+        groups = _leave_process_groups()
         has_new_modules = any(name.startswith(_ROOMS) and name not in self._modules for name in list(sys.modules))
-        for owner, names in self._names.values():
-            _restore_names(owner, names, only_known=owner.__name__ in _TORCH_MODULES)
+        for key, (owner, names) in self._names.items():
+            _restore_names(owner, names, self._known.get(key))
+        for function in self._cached_functions:
+            function.cache_clear()
         for container, items in self._containers.values():
             if not _same_items(container, items):
                 _restore_items(container, items, keep_additions=has_new_modules)
@@ -102,6 +112,8 @@ class ProcessState:
         torch.set_grad_enabled(True)
         # Models and process groups refer to themselves; groups keep threads until they are collected.
         gc.collect()
+        # Closing a group waits a hundredth of a second for each connection, and keeps no processor busy meanwhile.
+        threading.Thread(target=groups.clear, daemon=True).start()
 
     def _restore_logging(self) -> None:
         known = logging.root.manager.loggerDict
@@ -129,16 +141,14 @@ def _is_left_alone(name: str, value: Any) -> bool:
     return (name.startswith("__") and name.endswith("__")) or name == "_abc_impl" or isinstance(value, ModuleType)
 
 
-def _restore_names(owner: Any, names: dict[str, Any], *, only_known: bool) -> None:
+def _restore_names(owner: Any, names: dict[str, Any], known: frozenset[str] | None) -> None:
+    """Puts an owner's names back, and removes those that it did not have unless nothing is known about that."""
     now = vars(owner)
     for name, value in names.items():
         if now.get(name, _ABSENT) is not value:
             setattr(owner, name, value)
-        clear = getattr(value, "cache_clear", None)
-        if clear is not None and isinstance(value, functools._lru_cache_wrapper):
-            clear()
-    if not only_known and len(now) > len(names):
-        for name in [each for each, value in now.items() if each not in names and not _is_left_alone(each, value)]:
+    if known is not None and not now.keys() <= known:
+        for name in [each for each, value in now.items() if each not in known and not _is_left_alone(each, value)]:
             delattr(owner, name)
 
 
@@ -163,9 +173,22 @@ def _restore_items(container: Any, items: Any, *, keep_additions: bool) -> None:
         container.update(items)
 
 
-def _leave_process_groups() -> None:
+# Process groups that `keep_process_groups` has kept.
+_kept: list[Any] = []
+
+
+def keep_process_groups() -> None:
+    """Keeps the groups of this rank from being closed before its call has been answered."""
+    _kept.extend(distributed_c10d._world.pg_map)
+
+
+def _leave_process_groups() -> list[Any]:
+    """Leaves them; gives the groups, which are closed when the list is emptied."""
     from megatron.core import parallel_state
 
+    keep_process_groups()
+    groups = list(_kept)
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+    return groups

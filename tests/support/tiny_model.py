@@ -14,6 +14,7 @@ from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
+from tests.support.rank_state import keep_process_groups
 
 NUM_SEQUENCES = 8
 MICROBATCHES = ((0, 1), (2, 3), (4, 5), (6, 7))
@@ -150,6 +151,7 @@ def parallel_job(policy: PolicyConfig) -> Iterator[int]:
     try:
         yield rank
     finally:
+        keep_process_groups()
         destroy_parallel_state()
         TopKRouter._apply_expert_bias = apply_expert_bias
         MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -3,7 +3,7 @@
 """A run goes on from a checkpoint: to the last bit in the layout that wrote it, within rounding in others."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, tiny_policy
 from tests.support.training_run import RunSettings
 
-SAVE_AFTER, NUM_STEPS = 2, 5
+SAVE_AFTER, NUM_STEPS = 2, 4
 ZERO = {"distributed_data_parallel_config__use_distributed_optimizer": True}
 BFLOAT16 = {"precision": "bfloat16"}
 EXPERT_BIAS = {
@@ -56,13 +56,31 @@ class Job:
         )
 
 
-def save(job: Job, folder: Path) -> Steps:
-    """What the run that saved has measured after the checkpoint; the same on every rank."""
-    found: list[Steps] = run_ranks(
-        train_and_save, job.num_ranks, job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS
-    )
-    assert all(steps == found[0] for steps in found)
-    return found[0][SAVE_AFTER:]
+@dataclass(frozen=True)
+class Written:
+    """A checkpoint, and what the run that saved it has measured after it."""
+
+    folder: Path
+    steps: Steps
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Job], Written]:
+    """Runs each job once; the readers leave its folder as it is."""
+    done: dict[str, Written] = {}
+
+    def save(job: Job) -> Written:
+        key = repr(job)
+        if key not in done:
+            folder = tmp_path_factory.mktemp("written")
+            found: list[Steps] = run_ranks(
+                train_and_save, job.num_ranks, job.run_settings(), str(folder), SAVE_AFTER, NUM_STEPS
+            )
+            assert all(steps == found[0] for steps in found)
+            done[key] = Written(folder, found[0][SAVE_AFTER:])
+        return done[key]
+
+    return save
 
 
 def resume(job: Job, folder: Path, *, with_optimizer: bool = True) -> Steps:
@@ -101,10 +119,10 @@ def largest_difference(found: Steps, expected: Steps) -> float:
     ],
     ids=str,
 )
-def test_the_same_layout_goes_on_to_the_last_bit(job: Job, tmp_path: Path) -> None:
-    expected = save(job, tmp_path)
-    assert resume(job, tmp_path) == expected
-    assert len({step["lr"] for step in expected}) == NUM_STEPS - SAVE_AFTER, "the schedule moves"
+def test_the_same_layout_goes_on_to_the_last_bit(job: Job, written: Callable[[Job], Written]) -> None:
+    checkpoint = written(job)
+    assert resume(job, checkpoint.folder) == checkpoint.steps
+    assert len({step["lr"] for step in checkpoint.steps}) == NUM_STEPS - SAVE_AFTER, "the schedule moves"
 
 
 @pytest.mark.parametrize(
@@ -130,23 +148,25 @@ def test_the_same_layout_goes_on_to_the_last_bit(job: Job, tmp_path: Path) -> No
     ],
     ids=str,
 )
-def test_another_layout_goes_on_within_rounding(writer: Job, reader: Job, tmp_path: Path) -> None:
-    expected = save(writer, tmp_path)
-    assert largest_difference(resume(reader, tmp_path), expected) < 5e-6
+def test_another_layout_goes_on_within_rounding(writer: Job, reader: Job, written: Callable[[Job], Written]) -> None:
+    checkpoint = written(writer)
+    assert largest_difference(resume(reader, checkpoint.folder), checkpoint.steps) < 5e-6
 
 
-def test_an_expert_bias_moves_with_its_experts(tmp_path: Path) -> None:
-    writer = Job(2, {}, EXPERT_BIAS)
-    expected = save(writer, tmp_path)
-    assert largest_difference(resume(Job(2, {"ep": 2}, EXPERT_BIAS), tmp_path), expected) < 5e-6
+def test_an_expert_bias_moves_with_its_experts(written: Callable[[Job], Written]) -> None:
+    checkpoint = written(Job(2, {}, EXPERT_BIAS))
+    found = resume(Job(2, {"ep": 2}, EXPERT_BIAS), checkpoint.folder)
+    assert largest_difference(found, checkpoint.steps) < 5e-6
 
 
 @pytest.mark.parametrize("settings", [{}, ZERO, BFLOAT16, {**BFLOAT16, **ZERO}], ids=str)
-def test_every_parameter_has_a_step_count_of_its_own(settings: Mapping[str, Any], tmp_path: Path) -> None:
+def test_every_parameter_has_a_step_count_of_its_own(
+    settings: Mapping[str, Any], written: Callable[[Job], Written]
+) -> None:
     """A shared count would grow by as many as it has owners; a lost one would begin Adam's bias correction anew."""
     job = Job(2, {}, settings)
-    save(job, tmp_path)
-    for counts, num_tensors, num_updates in run_ranks(adam_steps_after_loading, 2, job.run_settings(), str(tmp_path)):
+    folder = str(written(job).folder)
+    for counts, num_tensors, num_updates in run_ranks(adam_steps_after_loading, 2, job.run_settings(), folder):
         assert set(counts) == {SAVE_AFTER + 1.0}
         assert num_tensors == len(counts) > 1
         assert num_updates == SAVE_AFTER + 1
@@ -175,9 +195,9 @@ def test_random_states_that_a_checkpoint_lacks_stay_as_they_are(tmp_path: Path) 
     assert run_ranks(load_with_a_further_generator, 1, settings, str(tmp_path)) == [True]
 
 
-def test_weights_alone(tmp_path: Path) -> None:
+def test_weights_alone(written: Callable[[Job], Written]) -> None:
     """The loss goes on where it was; the optimizer begins anew, so the step after that differs."""
-    expected = save(Job(), tmp_path)
-    found = resume(Job(2, {"ep": 2}), tmp_path, with_optimizer=False)
+    checkpoint = written(Job())
+    expected, found = checkpoint.steps, resume(Job(2, {"ep": 2}), checkpoint.folder, with_optimizer=False)
     assert math.isclose(found[0]["loss"], expected[0]["loss"], rel_tol=1e-6)
     assert not math.isclose(found[-1]["loss"], expected[-1]["loss"], rel_tol=1e-4)

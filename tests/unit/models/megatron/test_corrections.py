@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -88,8 +89,10 @@ def both_ways(cure: str, world_size: int, settings: RunSettings) -> tuple[list[R
     return run_ranks(train_without, world_size, None, settings), run_ranks(train_without, world_size, cure, settings)
 
 
-def single_rank(**changes: Any) -> RankRun:
-    return run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec="local", **changes)))[0]
+@cache
+def single_rank() -> RankRun:
+    """The tiny model; its weights and losses are compared with, and made once."""
+    return run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec="local")))[0]
 
 
 # Expert gradients under tensor parallelism
@@ -123,13 +126,18 @@ def one_rank_with_biases() -> RankRun:
     return run_ranks(train_run, 1, RunSettings(tiny_policy(1), "gpt_oss"))[0]
 
 
+@cache
+def with_biases(cure: str | None, **sizes: int) -> list[RankRun]:
+    """Two ranks without one of the cures or, for None, with all of them."""
+    return run_ranks(train_without, 2, cure, RunSettings(tiny_policy(2, **layout(**sizes)), "gpt_oss"))
+
+
 @pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}], ids=["tp2", "tp2_ep2"])
 def test_biases_of_experts_are_not_added_up_over_tensor_parallel_ranks(
     sizes: dict[str, int], one_rank_with_biases: RankRun
 ) -> None:
-    settings = RunSettings(tiny_policy(2, **layout(**sizes)), "gpt_oss")
-    cured, uncured = both_ways("no_sequence_parallel_experts", 2, settings)
-    assert difference(cured, one_rank_with_biases).weights < 5e-6
+    assert difference(with_biases(None, **sizes), one_rank_with_biases).weights < 5e-6
+    uncured = with_biases("no_sequence_parallel_experts", **sizes)
     assert _first_norm_off(uncured, one_rank_with_biases) > 1e-3
 
 
@@ -138,18 +146,14 @@ def _first_norm_off(runs: Sequence[RankRun], reference: RankRun) -> float:
 
 
 def test_biases_of_experts_count_in_every_rank_s_gradient_norm(one_rank_with_biases: RankRun) -> None:
-    settings = RunSettings(tiny_policy(2, **layout(tp=2, ep=2)), "gpt_oss")
-    uncured = run_ranks(train_without, 2, "expert_biases_in_norm", settings)
-    off = _first_norm_off(uncured, one_rank_with_biases)
+    off = _first_norm_off(with_biases("expert_biases_in_norm", tp=2, ep=2), one_rank_with_biases)
     assert off > 1e-4 if _OLD else off < 2e-6
 
 
 def test_sinks_belong_to_the_heads_of_a_rank(one_rank_with_biases: RankRun) -> None:
-    settings = RunSettings(tiny_policy(2, **layout(tp=2)), "gpt_oss")
-    cured, uncured = both_ways("sink_marks", 2, settings)
-    assert difference(cured, one_rank_with_biases).weights < 5e-6
+    assert difference(with_biases(None, tp=2), one_rank_with_biases).weights < 5e-6
     with pytest.raises(AssertionError, match=r"replicas of .*softmax_offset"):
-        difference(uncured, one_rank_with_biases)
+        difference(with_biases("sink_marks", tp=2), one_rank_with_biases)
 
 
 # Interleaved pipeline

@@ -120,18 +120,70 @@ ONE_RANK_ALONE: dict[str, Variant] = {
 
 ALL = tuple(VARIANTS)
 BASE = ("auto", "local", "recompute_full", "packed")
-LAYOUTS: dict[str, tuple[int, dict[str, int], Sequence[str]]] = {
-    "single": (1, {}, ALL),
-    "dp2": (2, {}, ALL),
-    "ep2": (2, {"ep": 2}, ALL),
-    "pp2": (2, {"pp": 2}, ALL),
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A layout and the variants that are tried in it.
+
+    Attributes:
+        world_size: Number of ranks.
+        sizes: As `tests.support.tiny_model.layout` has them.
+        variants: Each variant runs in two layouts of several ranks at least, with expert or data parallelism and with
+            stages where both can go wrong.
+        further: Those of the slow tests.
+    """
+
+    world_size: int
+    sizes: Mapping[str, int]
+    variants: Sequence[str]
+    further: Sequence[str] = ()
+
+
+def _layout(world_size: int, sizes: Mapping[str, int], *variants: str, every: Sequence[str] = ALL) -> Layout:
+    return Layout(world_size, sizes, variants, [name for name in every if name not in variants])
+
+
+LAYOUTS: dict[str, Layout] = {
+    "single": _layout(1, {}, *ALL),
+    "dp2": _layout(
+        2, {}, *BASE, "one_each", "dynamic", "evaluation", "padded_capacity", "three_batches", "dense_layers"
+    ),
+    "ep2": _layout(
+        2,
+        {"ep": 2},
+        *BASE,
+        *("four_each", "uneven", "packed_planned", "capacity", "shared_experts", "recompute_moe", "added_padding"),
+    ),
+    "pp2": _layout(
+        2,
+        {"pp": 2},
+        *BASE,
+        *("uneven", "dynamic", "dense_layers", "three_batches", "evaluation", "recompute_full_local", "capacity"),
+    ),
     # Without capacities, which sequence parallelism cuts along the sequence.
-    "tp2": (2, {"tp": 2}, (*BASE, "recompute_moe", "uneven", "added_padding", "dense_layers", "shared_experts")),
+    "tp2": _layout(
+        2,
+        {"tp": 2},
+        *BASE,
+        *("uneven", "added_padding", "shared_experts"),
+        every=(*BASE, "recompute_moe", "uneven", "added_padding", "dense_layers", "shared_experts"),
+    ),
     # An interleaved schedule runs microbatches in groups of as many as there are stages.
-    "pp2_vpp2": (2, {"pp": 2, "vpp": 2}, ALL),
-    "tp2_ep2": (2, {"tp": 2, "ep": 2}, BASE),
-    "ep2_dp4": (4, {"ep": 2}, BASE),
-    "pp2_ep2": (4, {"pp": 2, "ep": 2}, (*BASE, "recompute_moe", "dense_layers", "uneven")),
+    "pp2_vpp2": _layout(
+        2,
+        {"pp": 2, "vpp": 2},
+        *BASE,
+        *("one_each", "four_each", "packed_planned", "padded_capacity", "recompute_moe", "added_padding_local"),
+    ),
+    "tp2_ep2": _layout(2, {"tp": 2, "ep": 2}, *BASE, every=BASE),
+    "ep2_dp4": _layout(4, {"ep": 2}, "auto", "packed", every=BASE),
+    "pp2_ep2": _layout(
+        4,
+        {"pp": 2, "ep": 2},
+        *("auto", "recompute_full", "dense_layers", "uneven"),
+        every=(*BASE, "recompute_moe", "dense_layers", "uneven"),
+    ),
 }
 
 
@@ -254,13 +306,13 @@ def kept(chosen: npt.NDArray[np.bool_], logits: npt.NDArray[np.float32], factor:
 
 
 @cache
-def job(name: str) -> dict[str, list[Step]]:
-    """All variants of one layout, in one job."""
-    world_size, sizes, variants = LAYOUTS[name]
-    chosen = {variant: VARIANTS[variant] for variant in variants}
+def job(name: str, *, further: bool = False) -> dict[str, list[Step]]:
+    """The variants of one layout, or its further ones, in one job."""
+    chosen = LAYOUTS[name]
+    variants = {variant: VARIANTS[variant] for variant in (chosen.further if further else chosen.variants)}
     if name == "single":
-        chosen |= ONE_RANK_ALONE
-    return run_ranks(run_variants, world_size, world_size, sizes, chosen)[0]
+        variants |= ONE_RANK_ALONE
+    return run_ranks(run_variants, chosen.world_size, chosen.world_size, chosen.sizes, variants)[0]
 
 
 def is_of_a_microbatch(name: str) -> bool:
@@ -281,11 +333,19 @@ def assert_same_loads(steps: list[Step], expected: list[Step], *, same_microbatc
                 assert value == pytest.approx(wanted.metrics[name], abs=2e-6), name
 
 
-@pytest.mark.parametrize(("name", "variant"), [(name, each) for name in LAYOUTS for each in LAYOUTS[name][2]])
-def test_layouts_count_as_one_rank_does(name: str, variant: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "variant", "further"),
+    [
+        pytest.param(name, variant, further, id=f"{name}-{variant}", marks=pytest.mark.slow if further else ())
+        for name, chosen in LAYOUTS.items()
+        for further, variants in ((False, chosen.variants), (True, chosen.further))
+        for variant in variants
+    ],
+)
+def test_layouts_count_as_one_rank_does(name: str, variant: str, further: bool) -> None:
     chosen = VARIANTS[variant]
     expected = job("single")[chosen.reference]
-    assert_same_loads(job(name)[variant], expected, same_microbatches=chosen.same_microbatches)
+    assert_same_loads(job(name, further=further)[variant], expected, same_microbatches=chosen.same_microbatches)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, *ONE_RANK_ALONE])

@@ -206,8 +206,17 @@ def test_events_of_several_global_batches_follow_one_another() -> None:
     assert last == [(kind, 0, m) for m in range(4) for kind in (F, B)]
 
 
-@pytest.mark.parametrize("layer_spec", ["local", "auto"])
-@pytest.mark.parametrize("name", ["ep2", "pp2_ep2", "tp2_ep2"])
+@pytest.mark.parametrize(
+    ("name", "layer_spec"),
+    [
+        ("ep2", "local"),
+        ("ep2", "auto"),
+        pytest.param("pp2_ep2", "local", marks=pytest.mark.slow),
+        ("pp2_ep2", "auto"),
+        ("tp2_ep2", "local"),
+        pytest.param("tp2_ep2", "auto", marks=pytest.mark.slow),
+    ],
+)
 def test_a_hot_rank_carries_everything(name: str, layer_spec: str) -> None:
     hot = 1
     for record in records_of(name, moe_router_force_hot_rank=hot, layer_spec=layer_spec):
@@ -218,7 +227,7 @@ def test_a_hot_rank_carries_everything(name: str, layer_spec: str) -> None:
         assert record.counts.sum() > 0
 
 
-@pytest.mark.parametrize("name", ["ep2", "pp2_ep2"])
+@pytest.mark.parametrize("name", ["ep2", pytest.param("pp2_ep2", marks=pytest.mark.slow)])
 def test_forced_balance_is_within_sampling_noise_of_one(name: str) -> None:
     records = records_of(name, moe_router_force_load_balancing=True)
     # A token's k experts are a random k of E, and rank 0 has half of them: its share is hypergeometric with variance

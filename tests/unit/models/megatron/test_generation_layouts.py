@@ -34,7 +34,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "pp2_ep2": (4, layout(pp=2, ep=2), UNEVEN_SHARES),
 }
 ON_ONE_SPEC = {"dp2", "dp2_empty", "tp2_etp2", "tp2_pp2", "pp2_vpp2"}
-CASES = [(name, spec) for name in LAYOUTS for spec in ("local", "auto") if spec == "auto" or name not in ON_ONE_SPEC]
+# Stages with experts of their own run with this project's modules, and the modules of both on two ranks.
+CASES = [
+    pytest.param(name, spec, marks=pytest.mark.slow if (name, spec) == ("pp2_ep2", "local") else ())
+    for name in LAYOUTS
+    for spec in ("local", "auto")
+    if spec == "auto" or name not in ON_ONE_SPEC
+]
 
 
 @cache
