@@ -19,7 +19,7 @@ from tests.support.tiny_model import tiny_batch
 
 COLUMNS = 12
 PROMPTS = ((7, 3, 11, 20, 5), (41, 2), (9, 9, 30, 1, 17, 25, 60, 4))
-NUM_NEW_TOKENS = 10
+NUM_NEW_TOKENS = 6
 # So that every model has several files.
 _SHARD_SIZE = "40KB"
 # Scores of two experts that are as close as that can change places by rounding.

@@ -2,14 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fast modules against the stock ones on two ranks: expert, tensor and pipeline parallelism."""
 
-import time
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from test_cpu_layers_support import (
     BATCH,
     SEQUENCE,
@@ -26,6 +25,7 @@ from test_cpu_layers_support import (
 
 from nemo_rl_moe.models.megatron.layers.cpu.moe import GroupedExperts
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses, recorded_auxiliary_losses
+from tests.support.gloo_ranks import run_ranks
 
 # isort: split
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -119,9 +119,9 @@ def _compare(actual: Any, expected: Any) -> None:
     assert_same(actual[2], expected[2], atol=1e-6, rtol=1e-6)
 
 
-def _run(rank: int, store: Path) -> None:
-    torch.set_num_threads(1)
-    with process_groups(store, rank, 2):
+def compare_in_every_layout(store: str) -> None:
+    """Runs on both ranks."""
+    with process_groups(Path(store), int(os.environ["RANK"]), 2):
         _expert_parallel()
         _tensor_parallel()
         _pipeline(None)
@@ -129,12 +129,4 @@ def _run(rank: int, store: Path) -> None:
 
 
 def test_two_ranks_agree_with_stock_modules(tmp_path: Path) -> None:
-    ranks = torch.multiprocessing.spawn(_run, args=(tmp_path / "rendezvous",), nprocs=2, join=False)
-    # A failed rank is raised here; ranks that wait for each other must not hang the tests.
-    deadline = time.monotonic() + 240
-    try:
-        while not ranks.join(timeout=5):
-            assert time.monotonic() < deadline, "the ranks wait for each other"
-    finally:
-        for process in ranks.processes:
-            process.kill()
+    run_ranks(compare_in_every_layout, 2, str(tmp_path / "rendezvous"))

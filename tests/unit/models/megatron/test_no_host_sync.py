@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_policy
-from tests.support.training_run import RunSettings, build_trainer, shard_of_step, train_run
+from tests.support.training_run import NUM_STEPS, RunSettings, build_trainer, shard_of_step, train_run
 
 # Methods that hand a value to Python; not all of them are operations that the dispatcher sees.
 METHODS = {"item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "__len__", "__contains__"}
@@ -181,7 +181,7 @@ def test_tracking_changes_no_bit(name: str) -> None:
         for off, on in zip(runs["off"], runs[mode], strict=True):
             assert on.losses == off.losses
             assert on.grad_norms == off.grad_norms
-            assert off.moe_metrics == [{}] * 3
+            assert off.moe_metrics == [{}] * NUM_STEPS
             assert all(metrics["cv_mean"] > 0 for metrics in on.moe_metrics)
             assert on.pieces.keys() == off.pieces.keys()
             for key, values in on.pieces.items():
