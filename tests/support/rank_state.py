@@ -187,7 +187,8 @@ def _leave_process_groups() -> list[Any]:
     from megatron.core import parallel_state
 
     keep_process_groups()
-    groups = list(_kept)
+    groups = _kept.copy()
+    _kept.clear()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
