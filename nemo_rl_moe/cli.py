@@ -23,6 +23,7 @@ from nemo_rl_moe.errors import (
     UserError,
     WeightSyncError,
     WorkerDiedError,
+    tell,
 )
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
 from nemo_rl_moe.report import command as report_command
@@ -141,10 +142,10 @@ def _told(run: Callable[[], int]) -> int:
         return run()
     except UserError as error:
         for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+            tell(problem)
         return error.exit_code
     except (WorkerDiedError, WeightSyncError, TrainingDivergedError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

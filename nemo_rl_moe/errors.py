@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The errors that a user can cause, and the exit code each one ends the program with."""
+"""The errors that a user can cause, the exit code each one ends the program with, and how an error is told."""
 
+import sys
 from collections.abc import Sequence
 
 EXIT_BAD_INPUT = 2
@@ -78,6 +79,27 @@ class TrainingDivergedError(RuntimeError):
     def __init__(self, message: str, sample_ids: Sequence[str] = ()):
         super().__init__(message)
         self.sample_ids = list(sample_ids)
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """Text with its control characters written out: what comes from elsewhere can neither move the cursor nor colour.
+
+    Args:
+        text: Any.
+        kept: Characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def tell(problem: object) -> None:
+    """Writes an error to standard error as `error: ...`; every error that ends the program is told here.
+
+    Args:
+        problem: Its text or an exception. May hold text from data, templates or other programs.
+    """
+    print(f"error: {printable(str(problem))}", file=sys.stderr, flush=True)
 
 
 LONGEST_LINE = 300

@@ -4,7 +4,6 @@
 
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.records import BadLine, Example, RecordError, parse_record
-from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError
+from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, tell
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -260,5 +259,5 @@ def _problem(limit_s: float, name: str) -> str:
 
 
 def _end_the_program(limit_s: float, name: str) -> None:
-    print(f"error: {_problem(limit_s, name)}", file=sys.stderr, flush=True)
+    tell(_problem(limit_s, name))
     os._exit(EXIT_BAD_INPUT)

@@ -21,7 +21,7 @@ import ray
 from ray._private import ray_constants
 
 from nemo_rl_moe.distributed.node_tools import end_processes, families, is_running, ray_folder
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError, tell
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
@@ -193,7 +193,7 @@ class LocalRay:
                 self._failure = problem
                 end_processes(self._family())
                 time.sleep(UNWINDING_S)
-                print(f"error: {problem}", file=sys.stderr, flush=True)
+                tell(problem)
                 self._leave_out_ray()
 
     def _leave_out_ray(self) -> None:

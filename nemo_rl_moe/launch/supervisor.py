@@ -23,7 +23,7 @@ from typing import NoReturn
 import psutil
 
 from nemo_rl_moe.distributed.node_tools import ray_folder
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED, printable
 from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS, exit_code_of_signal
 
 PR_SET_PDEATHSIG = 1
@@ -330,4 +330,4 @@ def _tell_resume(supervision: Supervision) -> None:
 
 
 def _tell(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
+    print(printable(message), file=sys.stderr, flush=True)

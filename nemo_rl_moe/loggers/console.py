@@ -18,6 +18,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from nemo_rl_moe.errors import printable
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 # Key, the label it gets, and how its value is written. Only keys that a step carries appear.
@@ -235,16 +236,6 @@ class ConsoleLogger:
         return Group(*rows)
 
 
-def printable(text: str, kept: str = "\n\t") -> str:
-    """Control characters written out, so that text from elsewhere cannot move the cursor or colour the terminal.
-
-    Args:
-        text: Any.
-        kept: Characters that stay as they are.
-    """
-    return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
 @contextmanager
 def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
     """Silences loggers of Python's `logging` below a level: packages' own lines would mix with the console's."""
@@ -289,7 +280,7 @@ class Notices:
                 (self._warn if is_warning else self._message)(text)
             except Exception:
                 with contextlib.suppress(Exception):
-                    print(f"warning: {text}" if is_warning else text, file=sys.stderr)
+                    print(printable(f"warning: {text}" if is_warning else text), file=sys.stderr)
 
 
 def reason_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.errors import ConfigurationError, DataError, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleDimensions, Group
@@ -59,8 +59,6 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         ConfigurationError: More than one run is named.
         DataError: The folder is not a run's.
     """
-    from nemo_rl_moe.loggers.console import printable
-
     if more:
         raise ConfigurationError(f"watch: takes one RUN_DIR, got also {printable(' '.join(more))!r}")
     try:
@@ -138,7 +136,6 @@ def _console() -> "Console":
 
 def _check(folder: Path) -> None:
     """Raises a DataError for a folder that is not a run's; one without metrics yet is."""
-    from nemo_rl_moe.loggers.console import printable
     from nemo_rl_moe.run_folder.folder import RUN_FILE_NAME, newest_run_folders
     from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
 

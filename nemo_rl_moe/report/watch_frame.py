@@ -11,7 +11,8 @@ import numpy as np
 from jaxtyping import Float
 from rich.text import Text
 
-from nemo_rl_moe.loggers.console import clock_text, printable
+from nemo_rl_moe.errors import printable
+from nemo_rl_moe.loggers.console import clock_text
 from nemo_rl_moe.moe.findings import likewise
 from nemo_rl_moe.report.run_findings import Episodes
 from nemo_rl_moe.report.terminal_heatmap import terminal_heatmap

@@ -1,0 +1,62 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Errors with text from data, configurations and templates, as they reach the terminal of the real command."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe.errors import printable
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
+HOSTILE = "\x1b]0;PWNED\x07\x1b[2J\r\u202e"
+GOOD = json.dumps({"prompt": "1+1=", "completion": "2"})
+
+
+def told(folder: Path, *overrides: str, training_line: str = GOOD) -> str:
+    """Standard error of `nemo-rl-moe sft`, which ends with exit code 2."""
+    (folder / "train.jsonl").write_text(f"{training_line}\n")
+    command = [
+        *(sys.executable, "-m", "nemo_rl_moe.cli", "sft", "--config", "sft_tiny_moe.yaml"),
+        *(f"policy.model_name={MODEL}", "data.train.path=train.jsonl", "data.validation.path=train.jsonl"),
+        *overrides,
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2, ended.stderr
+    return ended.stderr
+
+
+def assert_escaped(text: str) -> None:
+    assert [c for c in text if c != "\n" and not c.isprintable()] == []
+    assert r"\x1b]0;PWNED\x07\x1b[2J\r\u202e" in text
+
+
+def test_a_key_of_a_data_line(tmp_path: Path) -> None:
+    assert_escaped(told(tmp_path, training_line=json.dumps({HOSTILE: 1})))
+
+
+def test_an_unknown_key_of_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"defaults: sft_tiny_moe.yaml\n{json.dumps(HOSTILE)}: 1\n")
+    text = told(tmp_path, "--config", "run.yaml")
+    assert_escaped(text)
+    assert "unknown key" in text
+
+
+def test_what_a_chat_template_raises(tmp_path: Path) -> None:
+    (tmp_path / "hostile.jinja").write_text("{{ raise_exception(messages[0].content) }}")
+    line = json.dumps({"prompt": HOSTILE, "completion": "2"})
+    text = told(tmp_path, "policy.tokenizer.chat_template=hostile.jinja", training_line=line)
+    assert_escaped(text)
+    assert "train.jsonl:1: the chat template refuses the conversation" in text
+
+
+@pytest.mark.parametrize("kept", ["\n\t", ""])
+def test_what_is_printable_stays(kept: str) -> None:
+    assert printable("caf\u00e9 \U0001f600 [bold]", kept) == "caf\u00e9 \U0001f600 [bold]"
+    assert printable("a\nb", kept) == ("a\nb" if kept else r"a\nb")
