@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.checks_data import DATA_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, LOOP_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
@@ -26,7 +27,7 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
         is_whole: False when values are missing from it; rules that need them are skipped.
         megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
     """
-    rules: list[Rule] = [*COMMON_RULES, *LOOP_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
+    rules: list[Rule] = [*COMMON_RULES, *LOOP_RULES, *DATA_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
     problems = apply_rules(rules, config, is_whole=is_whole)
     if megatron_version is not None:
         problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)

@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema_base import (
     UnitFloat,
 )
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.config.schema_run import LoggerConfig
+from nemo_rl_moe.config.schema_run import LoggerConfig, TemplateInputsConfig
 
 AtLeastTwo = Annotated[int, Field(ge=2)]
 AtLeastOne = Annotated[float, Field(ge=1)]
@@ -208,7 +208,7 @@ class PromptSourceConfig(StrictModel):
     """Seed of drawn prompts; prompts that are read have none and ignore it."""
 
 
-class PromptDataConfig(StrictModel):
+class PromptDataConfig(TemplateInputsConfig):
     """The prompts to train on and to validate with."""
 
     train: PromptSourceConfig

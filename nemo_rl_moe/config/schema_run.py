@@ -3,7 +3,7 @@
 """The sections that say where a run reads, writes and works: data, checkpointing, logger, cluster."""
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from nemo_rl_moe.config.schema_base import DurationText, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel, Text
 
@@ -42,7 +42,18 @@ class DataSourceConfig(StrictModel):
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
 
 
-class DataConfig(StrictModel):
+class TemplateInputsConfig(StrictModel):
+    """What the chat template gets beside the messages."""
+
+    chat_template_kwargs: dict[str, Any]
+    """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
+    name by name; {}: none. A name that the template does not read is an error."""
+    tools: list[dict[str, Any]]
+    """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
+    that does not show them is an error."""
+
+
+class DataConfig(TemplateInputsConfig):
     """The samples to train on and to validate with."""
 
     train: DataSourceConfig

@@ -16,7 +16,7 @@ from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-_LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts"}
+_LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts", dict: "sections"}
 _LONGEST_VALUE = 60
 
 
@@ -114,7 +114,8 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         (item,) = get_args(annotation)
         if _literals(item):
             return "a list of these"
-        return f"a list of {_LIST_WORDS[get_args(item)[0] if get_origin(item) is Annotated else item]}"
+        plain = get_args(item)[0] if get_origin(item) is Annotated else item
+        return f"a list of {_LIST_WORDS[get_origin(plain) or plain]}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         required = [name for name, field in annotation.model_fields.items() if field.is_required()]
         return f"a section with the keys {', '.join(required)}"

@@ -4,13 +4,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_rl_moe.data.chat_template import Rendered, Renderer, RenderError, Span, renderer_for
+from nemo_rl_moe.data.chat_template import renderer_for
+from nemo_rl_moe.data.length_limit import LengthLimit
 from nemo_rl_moe.data.records import BadLine, Example
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.template_renderer import Rendered
+from nemo_rl_moe.data.turn_spans import Span
 from nemo_rl_moe.errors import DataError
 
 if TYPE_CHECKING:
@@ -61,70 +65,71 @@ def tokenize_example(example: Example, tokenizer: "PreTrainedTokenizerBase", max
     return result
 
 
-def batch_tokenizer(tokenizer: "PreTrainedTokenizerBase", max_length: int) -> BatchTokenizer:
+def batch_tokenizer(
+    tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs = NO_INPUTS
+) -> BatchTokenizer:
     """Makes a function that tokenizes a list of conversations; for one that cannot be tokenized it gives a `BadLine`.
 
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        max_length: Tokens to keep of each conversation.
+        run_wide: What the chat template gets beside the messages where a record says nothing else.
+
     Raises:
-        DataError: The tokenizer cannot be used at all.
+        DataError: The tokenizer cannot be used at all. The function raises it too.
+        ConfigurationError: The run gives the chat template a name that it does not read.
     """
-    render = renderer_for(tokenizer)
+    render = renderer_for(tokenizer, run_wide)
+    limit = LengthLimit(tokenizer, max_length)
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
-        rendered = [_try_to_render(render, example) for example in examples]
+        rendered = [render(example) for example in examples]
         good = [item for item in rendered if isinstance(item, Rendered)]
-        encoded = iter(encode_each(lambda items: masked(tokenizer, items), good))
+        encoded = iter(limit.encode(lambda items: masked(tokenizer, items), good, _cut))
         return [
-            _finish(example, next(encoded) if isinstance(item, Rendered) else item, max_length)
+            _finish(example, item, next(encoded), max_length)
+            if isinstance(item, Rendered)
+            else BadLine(example.sample_id, item)
             for example, item in zip(examples, rendered, strict=True)
         ]
 
     return tokenize
 
 
-_Encoded = tuple[NDArray[np.int32], NDArray[np.bool_]]
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+@dataclass(frozen=True)
+class _Encoded:
+    """Tokens of a text, the mask of those in its spans, each of shape [tokens], and what is wrong with them."""
+
+    input_ids: NDArray[np.int32]
+    token_mask: NDArray[np.bool_]
+    problem: str | None = None
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
 
 
-def _try_to_render(render: Renderer, example: Example) -> Rendered | str:
-    try:
-        return render(example)
-    except RenderError as error:
-        return str(error)
-
-
-def _finish(example: Example, encoded: _Encoded | str, max_length: int) -> TokenizedExample | BadLine:
-    if isinstance(encoded, str):
-        return BadLine(example.sample_id, encoded)
-    input_ids, token_mask = encoded
-    if not token_mask[1:].any():
+def _finish(
+    example: Example, rendered: Rendered, encoded: _Encoded | str, max_length: int
+) -> TokenizedExample | BadLine:
+    if isinstance(encoded, str) or encoded.problem is not None:
+        return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
+    is_truncated = len(encoded) > max_length
+    # What is trained on may stand behind the cut; but somewhere it must stand.
+    if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
-    truncated = len(input_ids) > max_length
-    return TokenizedExample(input_ids[:max_length], token_mask[:max_length], truncated, example.sample_id)
+    ids, mask = encoded.input_ids[:max_length], encoded.token_mask[:max_length]
+    return TokenizedExample(ids, mask, is_truncated, example.sample_id)
 
 
-def encode_each(
-    encode: Callable[[Sequence[_Item]], list[_Result | str]], items: Sequence[_Item]
-) -> list[_Result | str]:
-    """Encodes items in one call; where that fails, one by one, so that one bad text does not cost the others.
-
-    Args:
-        encode: From items to their encodings, or a text that says what is wrong with one; may raise.
-        items: May be empty.
-    """
-    if not items:
-        return []
-    try:
-        return encode(items)
-    except Exception as error:  # the tokenizers library raises bare `Exception`s
-        if len(items) == 1:
-            return [f"the tokenizer cannot encode the text: {error}"]
-        # One text spoils the whole list: find it.
-        return [result for item in items for result in encode_each(encode, [item])]
+def _cut(rendered: Rendered, characters: int) -> Rendered:
+    if len(rendered.text) <= characters:
+        return rendered
+    spans = tuple((first, min(end, characters)) for first, end in rendered.spans if first < characters)
+    return Rendered(rendered.text[:characters], spans)
 
 
-def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
+def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
     encoding: Any = tokenizer(
         [item.text for item in rendered],
         add_special_tokens=False,  # the rendered text spells them out
@@ -134,7 +139,7 @@ def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequenc
         verbose=False,
     )
     return [
-        (np.asarray(ids, dtype=np.int32), tokens_in_spans(np.asarray(offsets).reshape(-1, 2), item.spans))
+        _Encoded(np.asarray(ids, dtype=np.int32), tokens_in_spans(np.asarray(offsets).reshape(-1, 2), item.spans))
         for ids, offsets, item in zip(encoding["input_ids"], encoding["offset_mapping"], rendered, strict=True)
     ]
 
@@ -155,14 +160,14 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
     return inside
 
 
-def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded | str]:
+def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:
     """Mask from encoded prefixes, for tokenizers written in Python, which give no character offsets of tokens."""
 
     def ids_of(text: str) -> list[int]:
         encoding: Any = tokenizer(text, add_special_tokens=False, verbose=False)
         return list(encoding["input_ids"])
 
-    results: list[_Encoded | str] = []
+    results: list[_Encoded] = []
     for item in rendered:
         ids = ids_of(item.text)
         mask = np.zeros(len(ids), dtype=np.bool_)
@@ -170,7 +175,8 @@ def _encode_with_prefixes(tokenizer: "PreTrainedTokenizerBase", rendered: Sequen
         if all(ids[: len(prefix)] == prefix for pair in bounds for prefix in pair):
             for before, up_to in bounds:
                 mask[len(before) : len(up_to)] = True
-            results.append((np.asarray(ids, dtype=np.int32), mask))
+            results.append(_Encoded(np.asarray(ids, dtype=np.int32), mask))
         else:
-            results.append("a token of this tokenizer reaches over the border of an assistant turn")
+            problem = "a token of this tokenizer reaches over the border of an assistant turn"
+            results.append(_Encoded(np.asarray(ids, dtype=np.int32), mask, problem))
     return results

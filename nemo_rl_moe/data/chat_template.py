@@ -1,111 +1,140 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rendering of conversations by a chat template, with the spans of characters that the assistant wrote."""
+"""Rendering of conversations and prompts for a tokenizer: by its chat template, or joined where it has none."""
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.data.records import Example, Message
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.records import Example
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
+from nemo_rl_moe.data.template_process import TemplateFailure, template_process
+from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateSetup
+from nemo_rl_moe.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Span = tuple[int, int]
-RenderMessages = Callable[[Sequence[Message], bool], str]
-
-_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_STAND_IN = "\u27e6assistant turn\u27e7"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: The whole conversation, special tokens spelled out.
-        spans: First character and the one after the last of each piece to train on.
-    """
-
-    text: str
-    spans: tuple[Span, ...]
+Renderer = Callable[[Example], Rendered | str]
+"""From a conversation to its text and the pieces to train on, or to what is wrong with it."""
+PromptRenderer = Callable[[str, Sequence[Message], bool, TemplateInputs], Rendered | str]
+"""From a sample's id, its messages, whether the user wrote them as a text, and the record's inputs, to the text that
+the model answers, or to what is wrong."""
 
 
-class RenderError(ValueError):
-    """A conversation cannot be rendered; the message is the reason, without the place."""
-
-
-Renderer = Callable[[Example], Rendered]
-
-
-def renderer_for(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
+def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> Renderer:
     """Makes the function that renders conversations for this tokenizer.
 
     - A chat template with `{% generation %}` tags says itself what the assistant wrote.
     - With any other chat template the conversation is rendered up to each assistant turn, and the texts are compared.
     - Without a chat template a prompt and a completion that are strings are joined, and the end token is added.
 
-    The returned function raises `RenderError` for a conversation that cannot be rendered.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        run_wide: What the chat template gets beside the messages where a record says nothing else.
 
     Raises:
-        DataError: The tokenizer has neither a usable chat template nor an end token.
+        DataError: The tokenizer has neither a usable chat template nor an end token. The returned function raises it
+            for a template that breaks the limits on time and memory.
+        ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if not tokenizer.chat_template:
-        return _plain_renderer(tokenizer)
-    template, special_tokens = _chosen_template(tokenizer)
-    if _GENERATION_TAG.search(template):
-        return lambda example: _render_with_tags(example, template, special_tokens)
-
-    def render_messages(messages: Sequence[Message], add_generation_prompt: bool) -> str:
-        return _render(messages, template, special_tokens, add_generation_prompt, with_spans=False)[0]
-
-    end_token = str(tokenizer.eos_token or "")
-    return lambda example: _render_by_prefixes(example, render_messages, end_token)
+        return _plain_renderer(tokenizer, run_wide)
+    template = _Template(tokenizer, run_wide)
+    return lambda example: template.render(
+        example.sample_id, example.messages, example.inputs, example.first_trained_message
+    )
 
 
-PromptRenderer = Callable[[Sequence[Message], bool], str]
-"""From messages, and whether the user wrote them as a text, to the text that the model answers."""
-
-
-def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase") -> PromptRenderer:
+def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
     """Makes the function that renders prompts as `renderer_for` renders the same turns in training.
 
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
 
-    The returned function raises `RenderError` for a prompt that cannot be rendered.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        run_wide: What the chat template gets beside the messages where a record says nothing else.
 
     Raises:
         DataError: The tokenizer's chat template cannot be used.
+        ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if tokenizer.chat_template:
-        template, special_tokens = _chosen_template(tokenizer)
-        return lambda messages, _: _render(
-            messages, template, special_tokens, add_generation_prompt=True, with_spans=False
-        )[0]
+        template = _Template(tokenizer, run_wide)
+        return lambda sample_id, messages, _, inputs: template.render(sample_id, messages, inputs, None)
     start = _opening(tokenizer)
+    _require_no_tools(run_wide)
 
-    def render(messages: Sequence[Message], is_text: bool) -> str:
-        if not is_text:
-            raise RenderError(
-                "the prompt is a list of messages, but the tokenizer has no chat template; "
+    def render(sample_id: str, messages: Sequence[Message], is_text: bool, inputs: TemplateInputs) -> Rendered | str:
+        del sample_id
+        if not is_text or inputs.tools:
+            what = "there are tools" if inputs.tools else "the prompt is a list of messages"
+            return (
+                f"{what}, but the tokenizer has no chat template; "
                 "set policy.tokenizer.chat_template, or give the prompt as a string"
             )
-        return f"{start}{messages[0]['content']}"
+        return Rendered(f"{start}{messages[0]['content']}", ())
 
     return render
 
 
-def _chosen_template(tokenizer: "PreTrainedTokenizerBase") -> tuple[str, dict[str, str]]:
-    """The chat template, and the special tokens that it may name."""
+class _Template:
+    """A tokenizer's chat template, or its two: some have another one where there are tools."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs):
+        self._run_wide = run_wide
+        self._process = template_process()
+        self._without_tools = _setup(tokenizer, with_tools=False)
+        self._with_tools = _setup(tokenizer, with_tools=True)
+        for setup in (self._without_tools, self._with_tools)[: 1 if self._without_tools == self._with_tools else 2]:
+            try:
+                variables = self._process.variables(setup)
+            except TemplateFailure as failure:
+                raise DataError(f"the chat template {failure}") from None
+            if run_wide.kwargs:
+                _require_read(run_wide, variables)
+
+    def render(
+        self, sample_id: str, messages: Sequence[Message], inputs: TemplateInputs, first_trained: int | None
+    ) -> Rendered | str:
+        """A rendered conversation, or prompt, or what is wrong with it.
+
+        Raises:
+            DataError: The template breaks a limit.
+        """
+        inputs = inputs.or_else(self._run_wide)
+        setup = self._with_tools if inputs.tools else self._without_tools
+        request = RenderRequest(messages, inputs.tools or None, inputs.kwargs, first_trained)
+        try:
+            return self._process.render(setup, request)
+        except TemplateFailure as failure:
+            raise DataError(f"{sample_id}: the chat template {failure}") from None
+
+
+def _setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
+    """The chat template, and what it needs of the tokenizer.
+
+    Raises:
+        DataError: There are several templates, and none is the default.
+    """
     try:
-        template = tokenizer.get_chat_template()
+        template = tokenizer.get_chat_template(tools=[] if with_tools else None)
     except ValueError as error:
         raise DataError(f"the tokenizer's chat template cannot be chosen: {error}") from None
-    _require_valid_jinja(template)
-    return template, dict(tokenizer.special_tokens_map)
+    names = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    special = (*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens)
+    return TemplateSetup(template, names, str(tokenizer.eos_token or ""), tuple(dict.fromkeys(map(str, special))))
+
+
+def _require_read(run_wide: TemplateInputs, variables: Sequence[str]) -> None:
+    for name in run_wide.kwargs:
+        if name not in variables:
+            raise ConfigurationError(
+                f"data.chat_template_kwargs.{name}: the chat template reads no such name; it reads "
+                f"{', '.join(variables) or 'none'}{did_you_mean(nearest(name, variables))}"
+            )
 
 
 def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -114,16 +143,26 @@ def _opening(tokenizer: "PreTrainedTokenizerBase") -> str:
     return str(tokenizer.bos_token) if opens else ""
 
 
-def _plain_renderer(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
+def _require_no_tools(run_wide: TemplateInputs) -> None:
+    if run_wide.tools or run_wide.kwargs:
+        key = "tools" if run_wide.tools else "chat_template_kwargs"
+        raise ConfigurationError(
+            f"data.{key}: the tokenizer has no chat template that could show them; set policy.tokenizer.chat_template"
+        )
+
+
+def _plain_renderer(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs) -> Renderer:
     if tokenizer.eos_token is None:
         raise DataError("the tokenizer has neither a chat template nor an end token: an answer would never end")
+    _require_no_tools(run_wide)
     start = _opening(tokenizer)
     end = str(tokenizer.eos_token)
 
-    def render(example: Example) -> Rendered:
-        if example.plain is None:
-            raise RenderError(
-                "the example is a conversation, but the tokenizer has no chat template; "
+    def render(example: Example) -> Rendered | str:
+        if example.plain is None or example.inputs.tools:
+            what = "there are tools" if example.inputs.tools else "the example is a conversation"
+            return (
+                f"{what}, but the tokenizer has no chat template; "
                 "set policy.tokenizer.chat_template, or give prompt and completion as strings"
             )
         prompt, completion = example.plain
@@ -131,99 +170,3 @@ def _plain_renderer(tokenizer: "PreTrainedTokenizerBase") -> Renderer:
         return Rendered(text, ((len(start) + len(prompt), len(text)),))
 
     return render
-
-
-def _require_valid_jinja(template: str) -> None:
-    """Rejects a template that does not parse once, rather than with every line of the data."""
-    from jinja2.exceptions import TemplateError, TemplateSyntaxError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        render_jinja_template(conversations=[[{"role": "user", "content": "a"}]], chat_template=template)
-    except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is not valid Jinja: line {error.lineno}: {error.message}") from None
-    except TemplateError:
-        pass  # it wants something that this conversation lacks; the real ones may have it
-
-
-def _render(
-    messages: Sequence[Message],
-    template: str,
-    special_tokens: dict[str, str],
-    add_generation_prompt: bool,
-    with_spans: bool,
-) -> tuple[str, list[Span]]:
-    # `apply_chat_template(return_assistant_tokens_mask=True)` would do for the tags, but it marks everything up to the
-    # end of the text where a turn ends in a character without a token of its own: take the spans, not its mask.
-    from jinja2.exceptions import TemplateError
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    try:
-        texts, spans = render_jinja_template(
-            conversations=[list(messages)],
-            chat_template=template,
-            return_assistant_tokens_mask=with_spans,
-            add_generation_prompt=add_generation_prompt,
-            **special_tokens,
-        )
-    except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-        raise RenderError(f"the chat template refuses the conversation: {error}") from None
-    return texts[0], spans[0] if with_spans else []
-
-
-def _render_with_tags(example: Example, template: str, special_tokens: dict[str, str]) -> Rendered:
-    text, spans = _render(example.messages, template, special_tokens, add_generation_prompt=False, with_spans=True)
-    context = example.messages[: example.first_trained_message]
-    num_context_turns = sum(message["role"] == "assistant" for message in context)
-    num_turns = sum(message["role"] == "assistant" for message in example.messages)
-    if num_context_turns and len(spans) != num_turns:
-        raise RenderError(
-            f"the chat template marks {len(spans)} pieces in {num_turns} assistant turns, "
-            "so that those of the prompt cannot be told from those of the completion"
-        )
-    return Rendered(text, tuple(spans[num_context_turns:]))
-
-
-def _render_by_prefixes(example: Example, render: RenderMessages, end_token: str) -> Rendered:
-    messages = example.messages
-    text = render(messages, False)
-    spans: list[Span] = []
-    for index in range(example.first_trained_message, len(messages)):
-        if messages[index]["role"] != "assistant":
-            continue
-        before = render(messages[:index], True)
-        if not text.startswith(before):
-            raise _unstable(index, "what stands before it is rendered in another way once it follows")
-        end = len(text) if index + 1 == len(messages) else _end_of_turn(messages, index, text, render)
-        spans.append((len(before), _without_trailing_space(text, len(before), end, end_token)))
-    return Rendered(text, tuple(spans))
-
-
-def _end_of_turn(messages: Sequence[Message], index: int, text: str, render: RenderMessages) -> int:
-    """End in `text` of the turn at `index`, its end-of-turn token included."""
-    up_to_turn = render(messages[: index + 1], False)
-    if text.startswith(up_to_turn):
-        return len(up_to_turn)
-    # Some templates (Qwen3's) render the last turn in another way than earlier ones. Put a stand-in for the turn's
-    # text: what follows the stand-in when the turn is the last one is its ending, what follows it in the whole
-    # conversation tells where the turn's text ends.
-    stand_in = {**messages[index], "content": _STAND_IN}
-    whole = render([*messages[:index], stand_in, *messages[index + 1 :]], False)
-    head, found, tail = whole.partition(_STAND_IN)
-    _, found_as_last, ending = render([*messages[:index], stand_in], False).partition(_STAND_IN)
-    if not (found and found_as_last and text.startswith(head) and text.endswith(tail) and tail.startswith(ending)):
-        raise _unstable(index, "it is rendered in another way once further turns follow")
-    return len(text) - len(tail) + len(ending)
-
-
-def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
-    """Leaves out a newline after the end token: generation stops before it."""
-    stripped = text[start:end].rstrip()
-    return start + len(stripped) if end_token and stripped.endswith(end_token) else end
-
-
-def _unstable(index: int, what: str) -> RenderError:
-    return RenderError(
-        f"the tokens of turn {index} cannot be told from the rest: with this chat template {what}; "
-        "set policy.tokenizer.chat_template to a template with {% generation %} tags"
-    )

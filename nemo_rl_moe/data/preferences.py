@@ -13,8 +13,15 @@ from jaxtyping import Float
 from nemo_rl_moe.data.chat import BatchTokenizer, TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, ReportWords, read_items
 from nemo_rl_moe.data.loader import TokenStore, collate
-from nemo_rl_moe.data.records import BadLine, Example, Message, RecordError, kind_of, parse_turns
+from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_turns
+from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.sources import open_lines
+from nemo_rl_moe.data.template_inputs import (
+    NO_INPUTS,
+    TEMPLATE_COLUMNS,
+    TemplateInputs,
+    parse_template_inputs,
+)
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.errors import DataError
 
@@ -46,7 +53,7 @@ def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
 
     `prompt`, `chosen` and `rejected` are each a text or a list of messages. Where both responses repeat the prompt, as
     in data sets that hold whole conversations, it counts once; where there is no `prompt`, it is the messages that both
-    conversations begin with. Further keys are ignored.
+    conversations begin with. `tools` and `chat_template_kwargs` are for the chat template; further keys are ignored.
 
     Raises:
         RecordError: The record cannot be used.
@@ -66,10 +73,18 @@ def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
         raise RecordError("chosen and rejected are the same: there is nothing to prefer")
     texts = [record.get(name) for name in PREFERENCE_COLUMNS]
     plain = [str(text) for text in texts] if all(isinstance(text, str) for text in texts) else None
+    inputs = parse_template_inputs(record)
+
+    def example(name: str, response: Sequence[Message], plain_response: str) -> Example:
+        if not any(message["role"] == "assistant" for message in response):
+            raise RecordError(f"{name} has no assistant turn: there is no response")
+        both = (plain[0], plain_response) if plain else None
+        return Example(f"{sample_id} ({name})", (*prompt, *response), len(prompt), both, inputs)
+
     return PreferenceRecord(
         sample_id,
-        _example(sample_id, "chosen", prompt, chosen, (plain[0], plain[1]) if plain else None),
-        _example(sample_id, "rejected", prompt, rejected, (plain[0], plain[2]) if plain else None),
+        example("chosen", chosen, plain[1] if plain else ""),
+        example("rejected", rejected, plain[2] if plain else ""),
     )
 
 
@@ -81,7 +96,7 @@ def preference_columns(path: str, names: Sequence[str]) -> list[str]:
     """
     if any(name not in names for name in RESPONSES):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {', '.join(names) or 'none'}")
-    return [name for name in PREFERENCE_COLUMNS if name in names]
+    return [name for name in (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS) if name in names]
 
 
 def _prompt_of(
@@ -96,14 +111,6 @@ def _prompt_of(
     if not shared:
         raise RecordError("the line has no prompt, and chosen and rejected do not begin with the same messages")
     return list(chosen[:shared])
-
-
-def _example(
-    sample_id: str, name: str, prompt: Sequence[Message], response: Sequence[Message], plain: tuple[str, str] | None
-) -> Example:
-    if not any(message["role"] == "assistant" for message in response):
-        raise RecordError(f"{name} has no assistant turn: there is no response")
-    return Example(f"{sample_id} ({name})", (*prompt, *response), len(prompt), plain)
 
 
 REFERENCE_SUMS = "reference_sums"
@@ -178,6 +185,7 @@ def load_preferences(
     tokenizer: "PreTrainedTokenizerBase",
     max_length: int,
     on_bad_line: OnBadLine = "stop",
+    run_wide: TemplateInputs = NO_INPUTS,
 ) -> PreferenceDataset:
     """Reads and tokenizes pairs of responses.
 
@@ -187,11 +195,12 @@ def load_preferences(
         tokenizer: A Hugging Face tokenizer.
         max_length: Tokens to keep of each sequence, prompt and response together.
         on_bad_line: see `read_items`.
+        run_wide: What the chat template gets beside the messages where a record says nothing else.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
-    tokenize = batch_tokenizer(tokenizer, max_length)
+    tokenize = batch_tokenizer(tokenizer, max_length, run_wide)
     kind: ItemKind[PreferenceRecord, _TokenizedPair] = ItemKind(
         WORDS,
         lambda records: _tokenized_pairs(records, tokenize),

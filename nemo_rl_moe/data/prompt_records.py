@@ -9,8 +9,12 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.records import Message, RecordError, kind_of, parse_turns, require_encodable
+from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_turns, require_encodable, text_of
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.errors import DataError
+
+ANSWERED = ("user", "tool")
+"""Roles of a last turn that a model answers."""
 
 
 @dataclass(frozen=True)
@@ -19,15 +23,17 @@ class PromptRecord:
 
     Attributes:
         sample_id: Where it came from.
-        messages: The turns, the last one the user's; a prompt that is a text is one turn.
+        messages: The turns, the last one the user's or a tool's; a prompt that is a text is one turn.
         is_text: The prompt was written as a text.
         record: The record, with `question` and `answer` in it.
+        inputs: What the record gives the chat template beside the messages.
     """
 
     sample_id: str
     messages: tuple[Message, ...]
     is_text: bool
     record: Mapping[str, Any]
+    inputs: TemplateInputs = NO_INPUTS
 
     @property
     def text(self) -> str:
@@ -35,17 +41,14 @@ class PromptRecord:
         return text_of(self.messages)
 
 
-def text_of(messages: Sequence[Message]) -> str:
-    """Contents of messages, joined by blank lines."""
-    return "\n\n".join(message["content"] for message in messages)
-
-
 def apply_template(messages: Sequence[Message], template: str | None) -> tuple[Message, ...]:
-    """The messages with the last one's text in place of the template's `{prompt}`; None: as they are."""
-    if template is None:
+    """The messages with the last user turn's text in place of the template's `{prompt}`; None: as they are."""
+    asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if template is None or not asked:
         return tuple(messages)
-    *context, last = messages
-    return (*context, {**last, "content": template.replace("{prompt}", last["content"])})
+    last = messages[asked[-1]]
+    wrapped = {**last, "content": template.replace("{prompt}", last["content"])}
+    return (*messages[: asked[-1]], wrapped, *messages[asked[-1] + 1 :])
 
 
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[object, str], PromptRecord]:
@@ -69,9 +72,11 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
             raise RecordError(f"the line is {kind_of(record)}, expected an object with {data.prompt_key}")
         prompt = value_at(record, data.prompt_key, "data.prompt_key")
         messages = parse_turns(prompt, data.prompt_key, "user")
-        if messages[-1]["role"] != "user":
-            role = messages[-1]["role"]
-            raise RecordError(f"{data.prompt_key} ends in a turn of role {role!r}, expected user: a model answers it")
+        if (role := messages[-1]["role"]) not in ANSWERED:
+            raise RecordError(
+                f"{data.prompt_key} ends in a turn of role {role!r}, "
+                f"expected {' or '.join(ANSWERED)}: a model answers it"
+            )
         question = text_of(messages)
         complete = {"question": question, **record, "answer": _answer(record, data.answer_key, env.name)}
         if env.name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
@@ -81,7 +86,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
                 else "the line has no metadata, which holds what the reasoning_gym task needs to score an answer"
             )
         asked = apply_template(messages, data.prompt_template)
-        return PromptRecord(sample_id, asked, isinstance(prompt, str), complete)
+        return PromptRecord(sample_id, asked, isinstance(prompt, str), complete, parse_template_inputs(record))
 
     return parse
 

@@ -9,13 +9,15 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
-from nemo_rl_moe.data.chat import encode_each
-from nemo_rl_moe.data.chat_template import PromptRenderer, RenderError, prompt_renderer_for
+from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, read_items
+from nemo_rl_moe.data.length_limit import LengthLimit, cut_text
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import LineSource, open_lines
+from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
+from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.environments.reasoning_gym import draw_items
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
@@ -54,7 +56,7 @@ class RepeatFilter:
     def _is_new(self, prompt: PromptRecord) -> bool:
         # Digests, because the texts of a million prompts would fill the memory. Lone surrogates, which a JSON file may
         # hold, have no UTF-8; `repr` escapes them.
-        content = repr((prompt.is_text, prompt.messages, self._compared_with(prompt)))
+        content = repr((prompt.is_text, prompt.messages, prompt.inputs, self._compared_with(prompt)))
         digest = blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         if digest in self._seen:
             return False
@@ -140,7 +142,7 @@ def load_prompts(
     repeats = RepeatFilter(env.name)
     kind = ItemKind(
         WORDS,
-        _prompt_tokenizer(tokenizer),
+        _prompt_tokenizer(tokenizer, max_prompt_length, run_wide_inputs(data.tools, data.chat_template_kwargs)),
         lambda prompt: ItemSize(len(prompt.token_ids)) if len(prompt.token_ids) <= max_prompt_length else None,
         lambda dropped: (
             f"{dropped} longer than {max_prompt_length} tokens, which is "
@@ -220,31 +222,26 @@ def _drawn(
 
 
 def _prompt_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs
 ) -> Callable[[Sequence[PromptRecord]], list[Prompt | BadLine]]:
-    render = prompt_renderer_for(tokenizer)
+    render = prompt_renderer_for(tokenizer, run_wide)
+    limit = LengthLimit(tokenizer, max_length)
 
-    def encode(texts: Sequence[str]) -> list[list[int] | str]:
+    def encode(texts: Sequence[str]) -> list[list[int]]:
         # The rendered text spells the special tokens out.
         encoding: Any = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False)
         return list(encoding["input_ids"])
 
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
-        rendered = [_try_to_render(render, record) for record in records]
-        encoded = iter(encode_each(encode, [text for text in rendered if isinstance(text, str)]))
+        rendered = [render(record.sample_id, record.messages, record.is_text, record.inputs) for record in records]
+        texts = [item.text for item in rendered if isinstance(item, Rendered)]
+        encoded = iter(limit.encode(encode, texts, cut_text))
         return [
-            text if isinstance(text, BadLine) else _finish(record, next(encoded))
-            for record, text in zip(records, rendered, strict=True)
+            _finish(record, next(encoded) if isinstance(item, Rendered) else item)
+            for record, item in zip(records, rendered, strict=True)
         ]
 
     return tokenize
-
-
-def _try_to_render(render: PromptRenderer, prompt: PromptRecord) -> str | BadLine:
-    try:
-        return render(prompt.messages, prompt.is_text)
-    except RenderError as error:
-        return BadLine(prompt.sample_id, str(error))
 
 
 def _finish(prompt: PromptRecord, encoded: list[int] | str) -> Prompt | BadLine:

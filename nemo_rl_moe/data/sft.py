@@ -9,6 +9,7 @@ from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, Progress, ReportWords, read_items
 from nemo_rl_moe.data.loader import TokenStore
 from nemo_rl_moe.data.sources import open_source
+from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,6 +38,7 @@ def load_sft_dataset(
     max_length: int,
     on_bad_line: OnBadLine = "stop",
     progress: Progress | None = None,
+    run_wide: TemplateInputs = NO_INPUTS,
 ) -> TokenizedDataset:
     """Reads and tokenizes conversations for supervised fine-tuning.
 
@@ -48,6 +50,7 @@ def load_sft_dataset(
         on_bad_line: `stop` raises when the first bad line has been met and the rest has been looked through for more;
             `skip` leaves bad lines out and counts them.
         progress: Called now and then with the lines read so far and the lines in all.
+        run_wide: What the chat template gets beside the messages where a record says nothing else.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no example is
@@ -55,7 +58,7 @@ def load_sft_dataset(
     """
     kind = ItemKind(
         WORDS,
-        batch_tokenizer(tokenizer, max_length),
+        batch_tokenizer(tokenizer, max_length, run_wide),
         _size_of,
         lambda dropped: (
             f"of {dropped} nothing to train on stands within policy.max_total_sequence_length={max_length} tokens"

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.records import BadLine, Example, RecordError, parse_record
+from nemo_rl_moe.data.messages import RecordError
+from nemo_rl_moe.data.records import BadLine, Example, parse_record
+from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, tell
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
+LONGEST_LINE_BYTES = 32 << 20
+"""Bytes of one line of a file: a conversation of millions of tokens fits, and the memory holds it."""
+_BLOCK_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -34,7 +39,7 @@ def count_lines(path: Path) -> int:
     count, last = 0, b"\n"
     try:
         with path.open("rb") as file:
-            while block := file.read(1 << 20):
+            while block := file.read(_BLOCK_BYTES):
                 count, last = count + block.count(b"\n"), block[-1:]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
@@ -51,16 +56,33 @@ def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[P
         parse: Gets a decoded line and its `file:line`; raises `RecordError` for one that cannot be used.
     """
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file), start=1):
             sample_id = f"{path}:{number}"
             try:
-                record = _decode(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
-                yield parse(record, sample_id)
+                yield parse(_decode(line, is_first=number == 1), sample_id)
             except RecordError as error:
                 yield BadLine(sample_id, str(error))
+            except RecursionError:
+                yield BadLine(sample_id, "the record is nested too deeply")
 
 
-def _decode(line: bytes) -> object:
+def _lines(file: BinaryIO) -> Iterator[bytes | int]:
+    """The lines of a file; of one that is longer than a line may be, its number of bytes."""
+    while line := file.readline(LONGEST_LINE_BYTES + 1):
+        size = len(line)
+        if size <= LONGEST_LINE_BYTES:
+            yield line
+            continue
+        while not line.endswith(b"\n") and (line := file.readline(_BLOCK_BYTES)):
+            size += len(line)
+        yield size
+
+
+def _decode(line: bytes | int, *, is_first: bool) -> object:
+    if isinstance(line, int):
+        raise RecordError(f"the line has {line:,} bytes, expected at most {LONGEST_LINE_BYTES:,}")
+    if is_first:
+        line = line.removeprefix(_BYTE_ORDER_MARK)
     if not line.strip():
         raise RecordError("the line is empty")
     try:
@@ -205,7 +227,7 @@ def _example_columns(path: str, names: Sequence[str]) -> list[str]:
     if not columns:
         found = ", ".join(names) or "none"
         raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {found}")
-    return columns
+    return [*columns, *(name for name in TEMPLATE_COLUMNS if name in names)]
 
 
 GRACE_S = 5.0

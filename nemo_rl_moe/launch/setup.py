@@ -16,6 +16,7 @@ from nemo_rl_moe.config.schema_run import DataSourceConfig
 from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
+from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
@@ -143,7 +144,14 @@ def read_samples(
     """
     longest = config.policy.max_total_sequence_length
     with console.phase(f"reading {source.path}"), load_limit(config.data.load_timeout_s, source.path):
-        samples = load(source.path, source.split, tokenizer, longest, config.data.on_bad_line)
+        samples = load(
+            source.path,
+            source.split,
+            tokenizer,
+            longest,
+            config.data.on_bad_line,
+            run_wide=run_wide_inputs(config.data.tools, config.data.chat_template_kwargs),
+        )
     console.message(samples.report.summary())
     return samples
 

@@ -3,7 +3,7 @@
 """Tokenizers small enough to check masks by hand."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from nemo_rl_moe.data.template_process import template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
@@ -22,6 +23,14 @@ REPOSITORY = Path(__file__).parents[3]
 def repository() -> Path:
     """The root of the source tree."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_template_process() -> Iterator[None]:
+    """Keeps the process that renders chat templates between tests: it takes a second to start."""
+    process = template_process()
+    yield
+    del process
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ THINK_IN_LAST_TURN = (
     "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 )
 COUNTS_MESSAGES = "{{ messages | length }}:" + CHATML
+HEADER_OF_ITS_OWN = CHATML.replace("{{ m.role }}", "{{ 'model' if m.role == 'assistant' else m.role }}", 1)
+SHOWS_THE_ANSWER_BEFORE = "{{ messages[-1].content }}" + CHATML
 ENDING_THAT_COUNTS = CHATML.replace("<|end|>", "<|end|>{{ messages | length if m.role == 'assistant' else '' }}")
 TURNS = [
     {"role": "system", "content": "s"},
@@ -102,14 +104,24 @@ def test_two_assistant_turns_in_a_row(byte_tokenizer):
     assert trained_pieces(result, tokenizer) == ["a1<|end|>", "more<|end|>"]
 
 
+def test_template_that_counts_messages(byte_tokenizer):
+    tokenizer = byte_tokenizer(COUNTS_MESSAGES)
+    assert trained_pieces(tokenized({"messages": TURNS}, tokenizer), tokenizer) == [
+        "a1<|end|>",
+        "a2 \u00e9\U0001f600<|end|>",
+    ]
+
+
 def test_template_that_is_not_stable_is_an_error(byte_tokenizer):
     with pytest.raises(DataError) as error:
-        tokenized({"messages": TURNS}, byte_tokenizer(COUNTS_MESSAGES))
+        tokenized({"messages": TURNS}, byte_tokenizer(HEADER_OF_ITS_OWN))
     assert error.value.problems == [
-        "f:1: the tokens of turn 2 cannot be told from the rest: with this chat template what stands before it is "
-        "rendered in another way once it follows; set policy.tokenizer.chat_template to a template with "
-        "{% generation %} tags"
+        "f:1: the tokens of turn 2 cannot be told from the rest: with this chat template it opens with "
+        "'<|end|>\\n<|start|>model\\n', and the generation prompt with '<|end|>\\n<|start|>assistant\\n'; "
+        "set policy.tokenizer.chat_template to a template with {% generation %} tags"
     ]
+    with pytest.raises(DataError, match=r"turn 2 .* its text or the text before it does not stand there once"):
+        tokenized({"messages": TURNS}, byte_tokenizer(SHOWS_THE_ANSWER_BEFORE))
     with pytest.raises(DataError, match=r"turn 2 .* rendered in another way once further turns follow"):
         tokenized({"messages": TURNS}, byte_tokenizer(ENDING_THAT_COUNTS))
 

@@ -68,9 +68,19 @@ def test_nulls_that_a_table_fills_in_are_absent():
         ({"messages": [USER, "b"]}, "messages[1] is a string, expected an object with role and content"),
         ({"messages": [{"content": "a"}]}, "messages[0] has no role"),
         ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content is null, expected a string"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "messages[0].content is null, expected a string, or a list of parts of type text",
+        ),
         ({"messages": [{"role": 1, "content": "a"}]}, "messages[0].role is a number, expected a string"),
-        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content is a list, expected a string"),
+        (
+            {"messages": [{"role": "user", "content": 3}]},
+            "messages[0].content is a number, expected a string, or a list of parts of type text",
+        ),
+        (
+            {"messages": [{"role": "user", "content": ["a"]}]},
+            "messages[0].content[0] is a string, expected an object with type and text",
+        ),
         (
             {"messages": [USER, {"role": "assisstant", "content": "a"}]},
             f"messages[1].role is 'assisstant', expected {ROLES}; did you mean assistant?",
@@ -78,7 +88,7 @@ def test_nulls_that_a_table_fills_in_are_absent():
         ({"messages": [{"role": "gpt", "content": "a"}]}, f"messages[0].role is 'gpt', expected {ROLES}"),
         (
             {"messages": [USER, {"role": "assistant", "content": ""}]},
-            "messages[1].content is empty: an assistant turn needs text to train on",
+            "messages[1].content is empty: an assistant turn needs text or tool_calls to train on",
         ),
         (
             {"messages": [{"role": "user", "content": "a\ud83d"}, ASSISTANT]},

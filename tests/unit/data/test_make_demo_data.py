@@ -230,6 +230,8 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
         on_bad_line="stop",
         shuffle=True,
         load_timeout_s=60.0,
+        chat_template_kwargs={},
+        tools=[],
     )
     prompts = load_prompts(source, data, demo_tokenizer, 33, env)
     assert (len(prompts), prompts.report.num_dropped) == (100, 0)

@@ -41,6 +41,8 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         "on_bad_line": "stop",
         "shuffle": True,
         "load_timeout_s": 60.0,
+        "chat_template_kwargs": {},
+        "tools": [],
         "parameters": SUMS,
     } | changes
     source = PromptSourceConfig(path=path, **{key: settings.pop(key) for key in ("split", "num_items", "seed")})
@@ -131,7 +133,7 @@ def test_hub_rows(tmp_path, demo_tokenizer, monkeypatch):
         (
             {"prompt": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], "answer": "1"},
             "math",
-            "prompt ends in a turn of role 'assistant', expected user: a model answers it",
+            "prompt ends in a turn of role 'assistant', expected user or tool: a model answers it",
         ),
         ({"prompt": [{"role": "user"}], "answer": "1"}, "math", "prompt[0] has no content"),
     ],

@@ -1,0 +1,36 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Form of what a chat template gets beside the messages: definitions of tools, and further names."""
+
+from collections.abc import Mapping
+from typing import Any
+
+DEFINITION_FORM = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+SET_BY_THE_RUN = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "chat_template",
+    "conversations",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
+"""Names that a chat template gets from the run itself, or that say how it is rendered."""
+
+
+def definition_problem(definition: object) -> str | None:
+    """Problem of the definition of a tool in the standard form, after the key that holds it; None for a good one."""
+    function: Any = definition.get("function") if isinstance(definition, Mapping) else None
+    name: Any = function.get("name") if isinstance(function, Mapping) else None
+    if isinstance(name, str) and name:
+        return None
+    return f"expected the definition of a tool: {DEFINITION_FORM}"
+
+
+def reserved_name_problem(names: Mapping[str, object]) -> str | None:
+    """Problem of names for a chat template that the run itself sets, after the key that holds them."""
+    taken = [name for name in names if name in SET_BY_THE_RUN]
+    return (
+        f"the run itself sets {' and '.join(taken)}; expected other names, such as enable_thinking" if taken else None
+    )

@@ -1,0 +1,88 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Encoding of texts of which only so many tokens are kept: what is far too long is cut before it is encoded."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = TypeVar("Item")
+
+
+class Encoded(Protocol):
+    """Tokens, with or without more."""
+
+    def __len__(self) -> int: ...
+
+
+Encoding = TypeVar("Encoding", bound=Encoded)
+
+
+def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]) -> list[Encoding | str]:
+    """Encodes items in one call; where that fails, one by one, so that one bad text does not cost the others.
+
+    Args:
+        encode: From items to their encodings; may raise.
+        items: May be empty.
+
+    Returns:
+        The encodings, or a text that says what is wrong with one.
+    """
+    if not items:
+        return []
+    try:
+        return list(encode(items))
+    except Exception as error:  # the tokenizers library raises bare `Exception`s
+        if len(items) == 1:
+            return [f"the tokenizer cannot encode the text: {error}"]
+        # One text spoils the whole list: find it.
+        return [result for item in items for result in encode_each(encode, [item])]
+
+
+class LengthLimit:
+    """Limit in characters that no text of so many tokens exceeds: that many times the longest token.
+
+    Encoding takes time and memory by the length of the text, however little of it is kept.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        max_length: Tokens that are kept.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int):
+        longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self._max_length = max_length
+        # One token more than is kept, so that the rest of a text that has been cut still counts as too long.
+        self._characters = (max_length + 1) * max(longest_token, 1)
+
+    def encode(
+        self,
+        encode: Callable[[Sequence[Item]], Sequence[Encoding]],
+        items: Sequence[Item],
+        cut: Callable[[Item, int], Item],
+    ) -> list[Encoding | str]:
+        """Encodings that agree with those of the whole items as far as tokens are kept; see `encode_each`.
+
+        Args:
+            encode: From items to their encodings.
+            items: May be empty.
+            cut: From an item and a number of characters to its beginning, or to the item itself where it is no longer.
+        """
+        heads = [cut(item, self._characters) for item in items]
+        results = encode_each(encode, heads)
+        # A tokenizer that takes characters out, or joins unknown ones, can fit more of them into its tokens.
+        again = [
+            index
+            for index, result in enumerate(results)
+            if heads[index] is not items[index] and not isinstance(result, str) and len(result) <= self._max_length
+        ]
+        for index, result in zip(again, encode_each(encode, [items[index] for index in again]), strict=True):
+            results[index] = result
+        return results
+
+
+def cut_text(text: str, characters: int) -> str:
+    """The beginning of a text; the text itself where it is no longer."""
+    return text if len(text) <= characters else text[:characters]

@@ -1,0 +1,195 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A process of its own for chat templates, with limits on their time and memory.
+
+A template is a program from whoever made the tokenizer. Jinja's sandbox keeps it from files and from Python, but not
+from loops without an end or from filling the memory, so that it runs here. Requests and replies are one JSON each.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateProblem, TemplateRenderer, TemplateSetup
+from nemo_rl_moe.data.turn_spans import RenderError
+
+CPU_LIMIT_S = 3
+"""Seconds of computing that one rendering may take."""
+MEMORY_LIMIT = 384 << 20
+"""Bytes that renderings may take, beside what the process itself has and `_BYTES_A_CHARACTER`."""
+_BYTES_A_CHARACTER = 64
+_PACKAGE_ROOT = Path(__file__).parents[2]
+_PROGRAM = f"import sys; sys.path.insert(0, {str(_PACKAGE_ROOT)!r}); from {__name__} import serve; serve()"
+
+
+class TemplateFailure(Exception):
+    """A chat template that cannot be used at all; the message says why, after `the chat template`."""
+
+
+class TemplateProcess:
+    """The process, started when it is first asked, and again after a template has broken its limits."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+        self._loaded: list[TemplateSetup] = []
+
+    def variables(self, setup: TemplateSetup) -> list[str]:
+        """Names that a template reads.
+
+        Raises:
+            TemplateFailure: The template cannot be used.
+        """
+        reply = self._ask({"setup": asdict(setup)})
+        if "problem" in reply:
+            raise TemplateFailure(reply["problem"])
+        self._loaded.append(setup)
+        names: list[str] = reply["variables"]
+        return names
+
+    def render(self, setup: TemplateSetup, request: RenderRequest) -> Rendered | str:
+        """A rendered conversation or prompt, or what is wrong with it.
+
+        Raises:
+            TemplateFailure: The template has broken a limit.
+        """
+        if setup not in self._loaded:
+            self.variables(setup)
+        try:
+            reply = self._ask({"template": self._loaded.index(setup), "request": vars(request)})
+        except RecursionError:
+            return "the conversation is nested too deeply"
+        if "error" in reply:
+            return str(reply["error"])
+        return Rendered(reply["text"], tuple((first, end) for first, end in reply["spans"]))
+
+    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        line = json.dumps(question, default=str).encode() + b"\n"
+        child = self._child or self._start()
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            child.stdin.write(line)
+            child.stdin.flush()
+            reply = child.stdout.readline()
+        except BrokenPipeError:
+            reply = b""
+        except BaseException:  # interrupted in the middle: what it says next would be the answer to this
+            self._stop()
+            raise
+        if not reply:
+            exit_code = child.wait()
+            self._stop()
+            raise TemplateFailure(_how_it_broke(exit_code))
+        answer: dict[str, Any] = json.loads(reply)
+        if "broken" in answer:
+            self._stop()
+            raise TemplateFailure(answer["broken"])
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-c", _PROGRAM]
+        child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._child, self._loaded = child, []
+        weakref.finalize(self, _end, child)
+        return child
+
+    def _stop(self) -> None:
+        if self._child is not None:
+            _end(self._child)
+        self._child = None
+
+
+_shared: "weakref.ref[TemplateProcess] | None" = None
+
+
+def template_process() -> TemplateProcess:
+    """The process of this program; it ends when nobody holds it any more."""
+    global _shared
+    process = _shared() if _shared is not None else None
+    if process is None:
+        process = TemplateProcess()
+        _shared = weakref.ref(process)
+    return process
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    """Ends the process; does nothing the second time."""
+    child.kill()
+    child.wait()
+    for pipe in (child.stdin, child.stdout):
+        with suppress(OSError):  # what it has not read is written at closing
+            if pipe is not None:
+                pipe.close()
+
+
+def _how_it_broke(exit_code: int) -> str:
+    if exit_code == -signal.SIGXCPU:
+        return f"takes longer than {CPU_LIMIT_S} s to render"
+    what = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+    return f"ends the process that renders it ({what})"
+
+
+def serve() -> NoReturn:  # pragma: no cover  (runs in the other process)
+    """Body of the process: a reply to each request, until there are no more."""
+    from transformers.utils import chat_template_utils  # noqa: F401  before the limits: takes a second
+
+    requests, replies = sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(nowhere, stream.fileno())  # packages may write there
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _serve(requests, replies)
+    os._exit(0)
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO) -> None:  # pragma: no cover
+    renderers: list[TemplateRenderer] = []
+    base = _address_space()
+
+    def limit(size: int) -> None:
+        most = base + MEMORY_LIMIT + _BYTES_A_CHARACTER * size
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        spent = int(used.ru_utime + used.ru_stime)
+        resource.setrlimit(resource.RLIMIT_CPU, (spent + 1 + CPU_LIMIT_S, resource.RLIM_INFINITY))
+
+    for line in requests:
+        try:
+            reply = json.dumps(_answer(json.loads(line), renderers, limit, len(line))).encode()
+        except MemoryError:
+            reply = json.dumps({"broken": f"needs more than {MEMORY_LIMIT >> 20} MB of memory to render"}).encode()
+        replies.write(reply + b"\n")
+        replies.flush()
+
+
+def _answer(
+    question: dict[str, Any], renderers: list[TemplateRenderer], limit: Callable[[int], None], size: int
+) -> dict[str, Any]:  # pragma: no cover
+    if "setup" in question:
+        try:
+            renderer = TemplateRenderer(TemplateSetup(**question["setup"]), limit)
+        except TemplateProblem as problem:
+            return {"problem": str(problem)}
+        renderers.append(renderer)
+        return {"variables": renderer.variables}
+    try:
+        rendered = renderers[question["template"]].render(RenderRequest(**question["request"]), size)
+    except RenderError as error:
+        return {"error": str(error)}
+    return {"text": rendered.text, "spans": rendered.spans}
+
+
+def _address_space() -> int:  # pragma: no cover
+    """Bytes of address space of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()

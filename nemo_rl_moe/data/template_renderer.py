@@ -1,0 +1,302 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One chat template: conversations and prompts as text, tool calls in the form that it shows, spans to train on."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
+from nemo_rl_moe.errors import LONGEST_LINE, one_line
+
+_GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_TEXT_ROOM = 1_000_000
+_TEXT_GROWTH = 20
+_PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "probe_tool", "probe_key", "probe_value"
+
+
+class TemplateProblem(ValueError):
+    """A chat template that can render nothing; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class TemplateSetup:
+    """A chat template with what it needs of its tokenizer.
+
+    Attributes:
+        template: In Jinja.
+        names: Special tokens that it may name, such as `eos_token`.
+        end_token: The tokenizer's end token, or the empty text.
+        special_tokens: Texts that are one token.
+    """
+
+    template: str
+    names: Mapping[str, str]
+    end_token: str
+    special_tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RenderRequest:
+    """A conversation or a prompt to render.
+
+    Attributes:
+        messages: The turns.
+        tools: Definitions of tools; None: none.
+        kwargs: Further names for the template.
+        first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] | None
+    kwargs: Mapping[str, Any]
+    first_trained: int | None
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text.
+
+    Attributes:
+        text: The whole conversation, special tokens spelled out.
+        spans: First character and the one after the last of each piece to train on.
+    """
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class _ToolCallForm:
+    """Form in which a template shows a turn that only calls tools.
+
+    Attributes:
+        content: The turn's content: templates differ in whether it is the empty text or null.
+        arguments_as_text: Arguments are a string of JSON, not an object.
+    """
+
+    content: str | None
+    arguments_as_text: bool
+
+    def of(self, message: Message) -> Message:
+        """The message in this form."""
+        if not message.get("tool_calls"):
+            return message
+        calls = [
+            {**call, "function": {**call["function"], "arguments": self._arguments(call["function"]["arguments"])}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "content": message["content"] or self.content, "tool_calls": calls}
+
+    def _arguments(self, arguments: Any) -> Any:
+        return json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else arguments
+
+
+_FORMS = tuple(_ToolCallForm(content, as_text) for as_text in (False, True) for content in ("", None))
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": _PROBE_NAME, "description": "a", "parameters": {"type": "object", "properties": {}}},
+}
+_PROBE_TURNS: tuple[Message, ...] = (
+    {"role": "user", "content": "a"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            # Some templates want ids of nine letters and digits.
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": _PROBE_NAME, "arguments": {_PROBE_KEY: _PROBE_VALUE}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "abcdefghi", "name": _PROBE_NAME, "content": "b"},
+)
+
+
+class TemplateRenderer:
+    """Renderer of one chat template.
+
+    Args:
+        setup: The template.
+        before_rendering: Called before each rendering, with the number of characters of the conversation.
+
+    Raises:
+        TemplateProblem: The template is no Jinja, or can render nothing.
+    """
+
+    def __init__(self, setup: TemplateSetup, before_rendering: Callable[[int], None]):
+        self._setup, self._before_rendering = setup, before_rendering
+        self._has_tags = _GENERATION_TAG.search(setup.template) is not None
+        self._size = 0
+        self._tool_call_form: _ToolCallForm | None = None
+        self.variables = self._checked()
+
+    def render(self, request: RenderRequest, size: int) -> Rendered:
+        """A conversation with the spans to train on, or a prompt.
+
+        Args:
+            request: The conversation.
+            size: About how many characters it has.
+
+        Raises:
+            RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be told apart.
+        """
+        self._size = size
+        messages = [self._shown(message) for message in request.messages]
+        tools = list(request.tools) if request.tools else None
+
+        def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
+            return self._render(messages, tools, request.kwargs, add_generation_prompt)[0]
+
+        is_prompt = request.first_trained is None
+        spans: list[Span] = []
+        if not is_prompt and self._has_tags:
+            text, spans = self._render(messages, tools, request.kwargs, False, with_spans=True)
+            spans = _trained_spans(spans, messages, request.first_trained or 0)
+        else:
+            text = render(messages, is_prompt)
+        self._require_all_calls(messages, text, lambda fewer: render(fewer, is_prompt))
+        if tools and self._render(messages, None, request.kwargs, is_prompt)[0] == text:
+            raise RenderError(
+                "there are definitions of tools, and the chat template shows none of them; set "
+                "policy.tokenizer.chat_template to a template that does, or leave tools out"
+            )
+        if not is_prompt and not self._has_tags:
+            end_token, special_tokens = self._setup.end_token, self._setup.special_tokens
+            spans = turn_spans(messages, request.first_trained or 0, text, render, end_token, special_tokens)
+        return Rendered(text, tuple(spans))
+
+    def _checked(self) -> list[str]:
+        """Names that the template reads, after a first look at it."""
+        from jinja2 import meta
+        from jinja2.exceptions import TemplateError, TemplateSyntaxError
+
+        self._before_rendering(len(self._setup.template))
+        try:
+            tree = _parsed(self._setup.template)
+        except TemplateSyntaxError as error:
+            raise TemplateProblem(f"is not valid Jinja: line {error.lineno}: {error.message}") from None
+        except RecursionError:
+            raise TemplateProblem("is not valid Jinja: nested too deeply") from None
+        if any(True for _ in meta.find_referenced_templates(tree)):
+            raise TemplateProblem("refers to another template, and there is none beside it")
+        try:
+            self._call(list(_PROBE_TURNS[:1]), None, {}, False, False)
+        except (ArithmeticError, RecursionError) as error:
+            raise TemplateProblem(f"cannot render even one message: {one_line(error)}") from None
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
+            pass  # it wants something that this conversation lacks; the real ones may have it
+        return sorted(meta.find_undeclared_variables(tree))
+
+    def _shown(self, message: Message) -> Message:
+        """The message with its tool calls in the form that the template shows."""
+        if not message.get("tool_calls"):
+            return message
+        if self._tool_call_form is None:
+            self._tool_call_form = self._find_tool_call_form()
+        return self._tool_call_form.of(message)
+
+    def _find_tool_call_form(self) -> _ToolCallForm:
+        for form in _FORMS:
+            turns = [form.of(turn) for turn in _PROBE_TURNS]
+            try:
+                text = self._render(turns, [_PROBE_TOOL], {}, False)[0]
+            except RenderError:
+                continue
+            # Python's own writing of an object is no JSON, and of null no content.
+            all_there = all(part in text for part in (_PROBE_NAME, _PROBE_KEY, _PROBE_VALUE))
+            if all_there and f"'{_PROBE_KEY}'" not in text and "None" not in text:
+                return form
+        raise RenderError(
+            "a turn calls tools, and the chat template shows no tool calls; "
+            "set policy.tokenizer.chat_template to a template that does"
+        )
+
+    def _require_all_calls(
+        self, messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
+    ) -> None:
+        """Rejects a turn with several calls of which the template leaves the last one out."""
+        for index, message in enumerate(messages):
+            calls = message.get("tool_calls") or []
+            if len(calls) < 2:
+                continue
+            fewer = [*messages[:index], {**message, "tool_calls": calls[:-1]}, *messages[index + 1 :]]
+            if render(fewer) == text:
+                raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        add_generation_prompt: bool,
+        with_spans: bool = False,
+    ) -> tuple[str, list[Span]]:
+        from jinja2.exceptions import TemplateError
+
+        self._before_rendering(self._size)
+        try:
+            text, spans = self._call(messages, tools, kwargs, add_generation_prompt, with_spans)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may fail in any way that Python knows
+            reason = str(error) if isinstance(error, TemplateError) else one_line(error)
+            raise RenderError(f"the chat template refuses the conversation: {reason[:LONGEST_LINE]}") from None
+        if len(text) > (longest := _TEXT_ROOM + _TEXT_GROWTH * self._size):
+            raise RenderError(f"the chat template makes {len(text):,} characters of it, expected at most {longest:,}")
+        return text, spans
+
+    def _call(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        add_generation_prompt: bool,
+        with_spans: bool,
+    ) -> tuple[str, list[Span]]:
+        # `apply_chat_template(return_assistant_tokens_mask=True)` would do for the tags, but it marks everything up to
+        # the end of the text where a turn ends in a character without a token of its own: take the spans, not its mask.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        texts, spans = render_jinja_template(
+            conversations=[list(messages)],
+            tools=None if tools is None else list(tools),
+            chat_template=self._setup.template,
+            return_assistant_tokens_mask=with_spans,
+            add_generation_prompt=add_generation_prompt,
+            **{**self._setup.names, **kwargs},
+        )
+        return texts[0], spans[0] if with_spans else []
+
+
+def _parsed(template: str) -> Any:
+    """Syntax tree of a chat template, whose pieces to train on are plain text here."""
+    from jinja2 import Environment, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
+
+    class GenerationTag(Extension):
+        tags = {"generation"}  # noqa: RUF012  (declared so by the base class)
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    return Environment(extensions=[GenerationTag, loopcontrols]).parse(template)
+
+
+def _trained_spans(spans: list[Span], messages: Sequence[Message], first_trained: int) -> list[Span]:
+    """Marked pieces without those of the turns that are context."""
+    num_context_turns = sum(message["role"] == "assistant" for message in messages[:first_trained])
+    num_turns = sum(message["role"] == "assistant" for message in messages)
+    if num_context_turns and len(spans) != num_turns:
+        raise RenderError(
+            f"the chat template marks {len(spans)} pieces in {num_turns} assistant turns, "
+            "so that those of the prompt cannot be told from those of the completion"
+        )
+    return spans[num_context_turns:]

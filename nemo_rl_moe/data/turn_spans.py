@@ -1,0 +1,161 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Spans of assistant turns in the text of a chat template that does not mark them: exact, or an error.
+
+A turn starts where the generation prompt ends that the model answers at inference, and ends with what ends it when it
+is the last. Both are found by comparing renderings. Where a template renders the beginning of a conversation in another
+way once more follows (it drops the thinking of earlier turns, opens a think block in the generation prompt, or ends
+earlier turns with another token), stand-ins in place of texts show which piece of the text comes from where.
+"""
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from nemo_rl_moe.data.messages import Message
+
+Span = tuple[int, int]
+"""First character and the one after the last."""
+RenderMessages = Callable[[Sequence[Message], bool], str]
+"""Renders messages, with the generation prompt at the end or without."""
+
+_STAND_IN = "\u27e6this turn\u27e7"
+_STAND_IN_BEFORE = "\u27e6the turn before\u27e7"
+
+
+class RenderError(ValueError):
+    """A conversation cannot be rendered; the message is the reason, without the place."""
+
+
+def turn_spans(
+    messages: Sequence[Message],
+    first_trained: int,
+    text: str,
+    render: RenderMessages,
+    end_token: str,
+    special_tokens: Collection[str],
+) -> list[Span]:
+    """Spans of the assistant turns from one message on.
+
+    Args:
+        messages: The conversation.
+        first_trained: Assistant turns before this index are context.
+        text: The whole conversation, rendered.
+        render: Renders parts of it.
+        end_token: The tokenizer's; a newline after it belongs to no turn.
+        special_tokens: Texts that are one token.
+
+    Raises:
+        RenderError: The tokens of a turn cannot be told from the rest.
+    """
+    spans = []
+    for index in range(first_trained, len(messages)):
+        if messages[index]["role"] == "assistant":
+            turn = _Turn(messages, index, text, render)
+            start = turn.start()
+            end = turn.end(start, special_tokens)
+            spans.append((start, _without_trailing_space(text, start, end, end_token)))
+    return spans
+
+
+def with_stand_in(turn: Message, stand_in: str) -> Message:
+    """The turn with a stand-in for its text or, where it only calls tools, for the arguments of its last call."""
+    if turn["content"] or not turn.get("tool_calls"):
+        return {**turn, "content": stand_in}
+    *earlier, call = turn["tool_calls"]
+    arguments: Any = {"stand-in": stand_in}
+    if isinstance(call["function"]["arguments"], str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    return {**turn, "tool_calls": [*earlier, {**call, "function": {**call["function"], "arguments": arguments}}]}
+
+
+class _Turn:
+    """One assistant turn of a rendered conversation."""
+
+    def __init__(self, messages: Sequence[Message], index: int, text: str, render: RenderMessages):
+        self._messages, self._index, self._text, self._render = messages, index, text, render
+        self._before, self._after = list(messages[:index]), list(messages[index + 1 :])
+        self._stand_in = with_stand_in(messages[index], _STAND_IN)
+
+    def start(self) -> int:
+        """First character after the generation prompt."""
+        prompt = self._render(self._before, True) if self._before else ""
+        if self._before and self._text.startswith(prompt):
+            return len(prompt)
+        if not self._before:
+            raise self._unstable("nothing stands before it that it could answer")
+        problem: RenderError | None = None
+        # A turn of text alone opens as any other does, and holds nothing of the turn's own; some templates refuse it
+        # before a tool's result.
+        for turn in ({"role": "assistant", "content": _STAND_IN}, self._stand_in):
+            try:
+                return self._start_by(turn)
+            except RenderError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+    def _start_by(self, stand_in: Message) -> int:
+        """First character after the generation prompt, found with a stand-in for the turn and one for that before."""
+        before = with_stand_in(self._before[-1], _STAND_IN_BEFORE)
+        context = [*self._before[:-1], before]
+        # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
+        whole = self._render([*context, stand_in, *self._after], False)
+        between, found, _ = self._behind(_STAND_IN_BEFORE, whole).partition(_STAND_IN)
+        prompted = self._behind(_STAND_IN_BEFORE, self._render(context, True))
+        # The same with the true text before the turn.
+        head, found_too, _ = self._render([*self._before, stand_in, *self._after], False).partition(_STAND_IN)
+        if found and found_too and head.endswith(between):
+            if between.startswith(prompted):
+                # What the template adds before the text is the model's to write.
+                start = len(head) - len(between) + len(prompted)
+            elif prompted.startswith(between):
+                start = len(head)  # the generation prompt opens more than the turn has: a think block
+            else:
+                raise self._unstable(f"it opens with {between!r}, and the generation prompt with {prompted!r}")
+            if self._text.startswith(head[:start]):
+                return start
+        raise self._unstable("what stands before it is rendered in another way once it follows")
+
+    def end(self, start: int, special_tokens: Collection[str]) -> int:
+        """Character after its end token."""
+        text = self._text
+        if not self._after:
+            return len(text)
+        up_to_turn = self._render([*self._before, self._messages[self._index]], False)
+        if text.startswith(up_to_turn) and len(up_to_turn) >= start:
+            return len(up_to_turn)
+        tail = self._behind(_STAND_IN, self._render([*self._before, self._stand_in, *self._after], False))
+        ending = self._behind(_STAND_IN, self._render([*self._before, self._stand_in], False))
+        if tail.startswith(ending):
+            rest = tail[len(ending) :]
+        elif _first_token(ending, special_tokens) == ending.strip() and _first_token(tail, special_tokens):
+            rest = tail  # it ends with another token than the one that the model would write: only its text counts
+        else:
+            raise self._unstable("it is rendered in another way once further turns follow")
+        if not text.endswith(rest) or len(text) - len(rest) < start:
+            raise self._unstable("it is rendered in another way once further turns follow")
+        return len(text) - len(rest)
+
+    def _behind(self, stand_in: str, text: str) -> str:
+        _, found, behind = text.partition(stand_in)
+        if not found or stand_in in behind:
+            raise self._unstable("its text or the text before it does not stand there once")
+        return behind
+
+    def _unstable(self, what: str) -> RenderError:
+        return RenderError(
+            f"the tokens of turn {self._index} cannot be told from the rest: with this chat template {what}; "
+            "set policy.tokenizer.chat_template to a template with {% generation %} tags"
+        )
+
+
+def _first_token(text: str, special_tokens: Collection[str]) -> str:
+    """The longest special token that the text begins with; empty where it begins with none."""
+    return max((token for token in special_tokens if text.startswith(token)), key=len, default="")
+
+
+def _without_trailing_space(text: str, start: int, end: int, end_token: str) -> int:
+    """Leaves out a newline after the end token: generation stops before it."""
+    stripped = text[start:end].rstrip()
+    return start + len(stripped) if end_token and stripped.endswith(end_token) else end

@@ -1,0 +1,109 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates without `{% generation %}` tags, each with the structure of a published family's.
+
+Their special tokens are `<|start|>`, `<|end|>` and `<s>`, which the byte-level tokenizer of the tests has.
+"""
+
+# As Qwen3's: thinking is kept behind the last question only, the last turn always opens a think block, tools stand in a
+# system turn, their results in a user turn, and `enable_thinking` closes the block in the generation prompt.
+THINKING = """\
+{%- if tools %}
+    {{- '<|start|>system\\n' }}
+    {%- for tool in tools %}{{- tool | tojson + '\\n' }}{%- endfor %}
+    {{- '<|end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last_question=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last_question = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set content = m.content %}
+        {%- set thinking = '' %}
+        {%- if m.reasoning_content is defined %}
+            {%- set thinking = m.reasoning_content %}
+        {%- elif '</think>' in content %}
+            {%- set thinking = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {{- '<|start|>assistant\\n' }}
+        {%- if loop.index0 > ns.last_question and (loop.last or thinking) %}
+            {{- '<think>\\n' + thinking + '\\n</think>\\n\\n' }}
+        {%- endif %}
+        {{- content }}
+        {%- for call in m.tool_calls or [] %}
+            {%- if not loop.first or content %}{{- '\\n' }}{%- endif %}
+            {{- '<call>' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</call>' }}
+        {%- endfor %}
+        {{- '<|end|>\\n' }}
+    {%- elif m.role == 'tool' %}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{- '<|start|>user' }}{%- endif %}
+        {{- '\\n<result>' + m.content + '</result>' }}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|end|>\\n' }}{%- endif %}
+    {%- else %}
+        {{- '<|start|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+# As DeepSeek's: the generation prompt opens a think block that no turn of the conversation has, a turn that calls tools
+# is one whose content is null, arguments are a string that is put in between, and after results there is no header.
+PROMPT_OPENS_THINKING = """\
+{%- set ns = namespace(is_tool=false) %}
+{{- '<s>' }}
+{%- for m in messages %}
+    {%- if m.role == 'system' %}{{- m.content }}{%- endif %}
+    {%- if m.role == 'user' %}{%- set ns.is_tool = false %}{{- '<User>' + m.content }}{%- endif %}
+    {%- if m.role == 'assistant' and m.content is none %}
+        {%- set ns.is_tool = false %}
+        {%- for call in m.tool_calls %}
+            {{- '<Assistant><call>' if loop.first else '\\n<call>' }}
+            {{- call.function.name + '\\n' + call.function.arguments + '</call>' }}
+        {%- endfor %}
+        {{- '<|end|>' }}
+    {%- endif %}
+    {%- if m.role == 'assistant' and m.content is not none %}
+        {{- ('</results>' if ns.is_tool else '<Assistant>') + m.content.split('</think>')[-1] + '<|end|>' }}
+        {%- set ns.is_tool = false %}
+    {%- endif %}
+    {%- if m.role == 'tool' %}
+        {{- ('\\n' if ns.is_tool else '<results>') + '<result>' + m.content + '</result>' }}
+        {%- set ns.is_tool = true %}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.is_tool %}{{- '</results>' }}{%- endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{- '<Assistant><think>\\n' }}{%- endif %}
+"""
+
+# As gpt-oss's: channels, of which the generation prompt names none; the last turn ends with another token than earlier
+# ones, thinking is kept in the last turn alone, and of several calls only the first is shown.
+CHANNELS = """\
+{%- if tools %}
+    {{- '<|start|>developer\\n' }}{% for tool in tools %}{{- tool.function | tojson }}{% endfor %}{{- '<s>' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and m.tool_calls %}
+        {%- if m.content and m.thinking %}{{- raise_exception('content and thinking') }}{%- endif %}
+        {%- if m.content or m.thinking %}
+            {{- '<|start|>assistant[analysis]' + (m.content or m.thinking) + '<s>' }}
+        {%- endif %}
+        {%- set call = m.tool_calls[0].function %}
+        {{- '<|start|>assistant to=' + call.name + '[commentary]' + call.arguments | tojson + '<call>' }}
+    {%- elif m.role == 'assistant' %}
+        {%- if loop.last and not add_generation_prompt %}
+            {%- if m.thinking %}{{- '<|start|>assistant[analysis]' + m.thinking + '<s>' }}{%- endif %}
+            {{- '<|start|>assistant[final]' + m.content + '<|end|>' }}
+        {%- else %}
+            {{- '<|start|>assistant[final]' + m.content + '<s>' }}
+        {%- endif %}
+    {%- elif m.role == 'tool' %}
+        {{- '<|start|>tool to=assistant[commentary]' + m.content | tojson + '<s>' }}
+    {%- else %}
+        {{- '<|start|>' + m.role + '[]' + m.content + '<s>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""

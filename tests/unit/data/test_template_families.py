@@ -1,0 +1,149 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Masks under chat templates that render the same turn in different ways, by hand; and none that is guessed."""
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe.data.chat import tokenize_example
+from nemo_rl_moe.data.records import parse_record
+from nemo_rl_moe.errors import DataError
+from tests.support.chat_templates import CHANNELS, PROMPT_OPENS_THINKING, THINKING
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, *calls, **more):
+    functions = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in calls]
+    return {"role": "assistant", "content": text, **({"tool_calls": functions} if calls else {}), **more}
+
+
+def result(text):
+    return {"role": "tool", "content": text}
+
+
+def marked(tokenizer, *messages, **record):
+    """The text of a conversation, with what is trained on between brackets that nothing else has."""
+    example = tokenize_example(parse_record({"messages": list(messages), **record}, "f:1"), tokenizer, 10_000)
+    changes = np.flatnonzero(np.diff(example.token_mask)) + 1
+    runs = zip(np.split(example.input_ids, changes), np.split(example.token_mask, changes), strict=True)
+    return "".join(f"\u27ea{tokenizer.decode(ids)}\u27eb" if mask[0] else tokenizer.decode(ids) for ids, mask in runs)
+
+
+def test_thinking_is_trained_on_where_the_template_keeps_it(byte_tokenizer):
+    tokenizer = byte_tokenizer(THINKING)
+    first, last = assistant("<think>\nr1\n</think>\n\na1"), assistant("<think>\nr2\n</think>\n\na2")
+    assert marked(tokenizer, user("q1"), first, user("q2"), last) == (
+        "<|start|>user\nq1<|end|>\n<|start|>assistant\n\u27eaa1<|end|>\u27eb\n"
+        "<|start|>user\nq2<|end|>\n<|start|>assistant\n\u27ea<think>\nr2\n</think>\n\na2<|end|>\u27eb\n"
+    )
+
+
+def test_turns_of_the_assistant_in_a_row(byte_tokenizer):
+    assert marked(byte_tokenizer(THINKING), user("q"), assistant("a1"), assistant("a2"), assistant("a3")) == (
+        "<|start|>user\nq<|end|>\n<|start|>assistant\n\u27eaa1<|end|>\u27eb\n"
+        "<|start|>assistant\n\u27eaa2<|end|>\u27eb\n"
+        "<|start|>assistant\n\u27ea<think>\n\n</think>\n\na3<|end|>\u27eb\n"
+    )
+
+
+def test_calls_are_trained_on_and_results_are_not(byte_tokenizer):
+    call = assistant("", ("add", {"a": 1}), ("add", {"a": 2}), reasoning_content="r")
+    assert marked(byte_tokenizer(THINKING), user("q"), call, result("1"), result("2"), assistant("a")) == (
+        "<|start|>user\nq<|end|>\n<|start|>assistant\n\u27ea<think>\nr\n</think>\n\n"
+        '<call>{"name": "add", "arguments": {"a": 1}}</call>\n<call>{"name": "add", "arguments": {"a": 2}}</call>'
+        "<|end|>\u27eb\n<|start|>user\n<result>1</result>\n<result>2</result><|end|>\n"
+        "<|start|>assistant\n\u27ea<think>\n\n</think>\n\na<|end|>\u27eb\n"
+    )
+
+
+def test_names_for_the_template_decide_what_is_context(byte_tokenizer):
+    tokenizer = byte_tokenizer(THINKING)
+    turns = [user("q1"), assistant("a1"), user("q2"), assistant("a2")]
+    assert marked(tokenizer, *turns, chat_template_kwargs={"enable_thinking": False}) == (
+        "<|start|>user\nq1<|end|>\n<|start|>assistant\n\u27eaa1<|end|>\u27eb\n"
+        "<|start|>user\nq2<|end|>\n<|start|>assistant\n<think>\n\n</think>\n\n\u27eaa2<|end|>\u27eb\n"
+    )
+
+
+def test_a_prompt_that_opens_more_than_the_turns_have(byte_tokenizer):
+    tokenizer = byte_tokenizer(PROMPT_OPENS_THINKING)
+    turns = [user("q1"), assistant("r</think>a1"), user("q2"), assistant("<b>a2")]
+    assert marked(tokenizer, *turns) == (
+        "<s><User>q1<Assistant>\u27eaa1<|end|>\u27eb<User>q2<Assistant>\u27ea<b>a2<|end|>\u27eb"
+    )
+    assert marked(tokenizer, *turns[2:], assistant("a3")).endswith(
+        "<Assistant>\u27ea<b>a2<|end|>\u27eb<Assistant>\u27eaa3<|end|>\u27eb"
+    )
+
+
+def test_arguments_as_text_and_null_content(byte_tokenizer):
+    call = assistant("", ("add", {"a": 1, "t": "\u00e9"}), ("sub", {}))
+    assert marked(byte_tokenizer(PROMPT_OPENS_THINKING), user("q"), call, result("1"), result("2"), assistant("a")) == (
+        '<s><User>q<Assistant>\u27ea<call>add\n{"a": 1, "t": "\u00e9"}</call>\n<call>sub\n{}</call><|end|>\u27eb'
+        "<results><result>1</result>\n<result>2</result></results>\u27eaa<|end|>\u27eb"
+    )
+
+
+def test_another_end_token_than_the_models_own_is_not_trained_on(byte_tokenizer):
+    turns = [user("q1"), assistant("a1", thinking="r1"), user("q2"), assistant("a2", thinking="r2")]
+    assert marked(byte_tokenizer(CHANNELS), *turns) == (
+        "<|start|>user[]q1<s><|start|>assistant\u27ea[final]a1\u27eb<s>"
+        "<|start|>user[]q2<s><|start|>assistant\u27ea[analysis]r2<s><|start|>assistant[final]a2<|end|>\u27eb"
+    )
+
+
+def test_turns_of_channels_in_a_row(byte_tokenizer):
+    assert marked(byte_tokenizer(CHANNELS), user("q"), assistant("a1"), assistant("a2"), user("r"), assistant("b")) == (
+        "<|start|>user[]q<s><|start|>assistant\u27ea[final]a1\u27eb<s><|start|>assistant\u27ea[final]a2\u27eb<s>"
+        "<|start|>user[]r<s><|start|>assistant\u27ea[final]b<|end|>\u27eb"
+    )
+
+
+def test_calls_in_a_channel(byte_tokenizer):
+    turns = [user("q"), assistant("", ("add", {"a": 1}), thinking="r"), result("2"), assistant("a"), user("q2")]
+    assert marked(byte_tokenizer(CHANNELS), *turns) == (
+        "<|start|>user[]q<s><|start|>assistant\u27ea[analysis]r<s>"
+        '<|start|>assistant to=add[commentary]{"a": 1}<call>\u27eb<|start|>tool to=assistant[commentary]"2"<s>'
+        "<|start|>assistant\u27ea[final]a\u27eb<s><|start|>user[]q2<s>"
+    )
+
+
+def test_a_call_that_the_template_leaves_out(byte_tokenizer):
+    call = assistant("", ("add", {"a": 1}), ("add", {"a": 2}))
+    with pytest.raises(DataError, match=r"^f:1: turn 1 calls 2 tools, and the chat template shows fewer calls$"):
+        marked(byte_tokenizer(CHANNELS), user("q"), call, result("2"), assistant("a"))
+
+
+@pytest.mark.parametrize("template", [THINKING, PROMPT_OPENS_THINKING, CHANNELS])
+@pytest.mark.parametrize("answer", ["<think>\n", "<s>", "<|end|>", "<Assistant>x", "assistant\n", "<"])
+def test_texts_that_look_like_the_templates_own(byte_tokenizer, template, answer):
+    """What is trained on is all of the turn, whatever it says."""
+    turns = [user("q1"), assistant(f"{answer}1"), user(answer), assistant("2"), user("q3")]
+    text = marked(byte_tokenizer(template), *turns)
+    pieces = [piece.partition("\u27eb")[0] for piece in text.split("\u27ea")[1:]]
+    ending = "" if template == CHANNELS else "<|end|>"
+    header = "[final]" if template == CHANNELS else ""
+    expected = [f"{header}{answer}1{ending}", f"{header}2{ending}"]
+    if template == PROMPT_OPENS_THINKING and answer == "<think>\n":
+        expected[0] = f"1{ending}"  # the generation prompt holds it
+    assert pieces == expected
+
+
+def test_only_the_completion_of_a_prompt_that_ends_in_a_turn_of_the_assistant(byte_tokenizer):
+    record = {"prompt": [user("q"), assistant("a1")], "completion": [assistant("a2")]}
+    example = tokenize_example(parse_record(record, "f:1"), tokenizer := byte_tokenizer(THINKING), 10_000)
+    assert tokenizer.decode(example.input_ids[example.token_mask]) == "<think>\n\n</think>\n\na2<|end|>"
+
+
+def test_a_turn_that_opens_another_way_than_the_prompt_is_an_error(byte_tokenizer):
+    template = PROMPT_OPENS_THINKING.replace("else '<Assistant>')", "else '<Assistant></think>')")
+    with pytest.raises(DataError) as error:
+        marked(byte_tokenizer(template), user("q"), assistant("a"))
+    assert error.value.problems == [
+        "f:1: the tokens of turn 1 cannot be told from the rest: with this chat template it opens with "
+        "'<Assistant></think>', and the generation prompt with '<Assistant><think>\\n'; "
+        "set policy.tokenizer.chat_template to a template with {% generation %} tags"
+    ]
