@@ -50,6 +50,7 @@ examples:
   nemo-rl-moe dpo --config dpo_tiny_moe.yaml dpo.reference_logprobs=precompute
   nemo-rl-moe run --config my_run.yaml
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
+  nemo-rl-moe data --config my_run.yaml --show 5
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe verify logs/sft_tiny_moe/exp_001
@@ -70,6 +71,24 @@ examples:
   nemo-rl-moe run --config grpo_tiny_moe.yaml grpo.max_num_steps=5     the same as nemo-rl-moe grpo
   nemo-rl-moe run --config opd.yaml                                    a file with `algorithm: my_module:ALGORITHM`
 """.format(built_in="\n".join(f"  {name:6}{ALGORITHMS[name].summary}" for name in BUILT_IN))
+_DATA_HELP = """\
+Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does before
+it starts workers, and starts nothing. Shown are
+
+  sft   conversations: what is trained on, what is context, and what was cut off at policy.max_total_sequence_length
+  dpo   the chosen and the rejected response of each pair, with their prompt
+  grpo  the prompts as the model gets them
+
+in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out. In a
+terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
+[[ ]] and what was cut off in {{ }}. Control characters of the data are written out.
+
+examples:
+  nemo-rl-moe data --config sft_tiny_moe.yaml
+  nemo-rl-moe data --config my_run.yaml --show 20 policy.max_total_sequence_length=2048
+  nemo-rl-moe data --config my_run.yaml +data.chat_template_kwargs.enable_thinking=false
+  nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
+"""
 _CONVERT_DESCRIPTION = """\
 Convert a model's folder between Hugging Face's format and Megatron-Core's.
 
@@ -125,6 +144,9 @@ def _look_at_run_folders(options: argparse.Namespace, rest: Sequence[str]) -> in
 def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if options.config is None:
         raise ConfigurationError(_config_is_missing(options.command))
+    if options.command == _DATA:
+        _show_data(options.config, overrides, options.show)
+        return 0
     if options.command in _COMMANDS:
         _COMMANDS[options.command](options.config, overrides)
         return 0
@@ -175,12 +197,13 @@ def _build_parser() -> argparse.ArgumentParser:
             "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
             "configuration names, only the model's config.json must exist",
         ),
+        (_DATA, "show the training data as a run would see it: tokens as text, and which of them are trained on"),
     ):
         command = commands.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"{_RUN_HELP if name == _RUN else _EXAMPLES}\n{_OVERRIDES_HELP}",
+            epilog=f"{_HELP_OF.get(name, _EXAMPLES)}\n{_OVERRIDES_HELP}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -188,7 +211,11 @@ def _build_parser() -> argparse.ArgumentParser:
             "--config", metavar="FILE", help="a YAML file, or the name of a shipped one such as sft_tiny_moe.yaml"
         )
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
-        if name not in _COMMANDS:
+        if name == _DATA:
+            command.add_argument(
+                "--show", type=_number, default=3, metavar="N", help="samples to show, from the first on (default: 3)"
+            )
+        elif name not in _COMMANDS:
             # For the process that runs the command, see `_driver_command`.
             command.add_argument("--run-id", help=argparse.SUPPRESS)
             command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
@@ -320,10 +347,28 @@ def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
     print_plan(config)
 
 
+def _show_data(config_path: str, overrides: Sequence[str], number: int) -> None:
+    from nemo_rl_moe.config.loading import load_any_config
+
+    config = load_any_config(config_path, overrides)
+    from nemo_rl_moe.launch.data_view import show_data
+
+    show_data(config, number)
+
+
+def _number(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
+    return int(text)
+
+
 _CONVERT = "convert"
+_DATA = "data"
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
 _OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command, "verify": verify_command}
 _RUN = "run"
+_HELP_OF = {_RUN: _RUN_HELP, _DATA: _DATA_HELP}
 
 
 def _main_of_a_process() -> int:

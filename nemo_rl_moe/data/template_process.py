@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, NoReturn
 from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateProblem, TemplateRenderer, TemplateSetup
 from nemo_rl_moe.data.turn_spans import RenderError
 
-CPU_LIMIT_S = 3
+CPU_LIMIT_S = 2
 """Seconds of computing that one rendering may take."""
 MEMORY_LIMIT = 384 << 20
 """Bytes that renderings may take, beside what the process itself has and `_BYTES_A_CHARACTER`."""
@@ -98,14 +98,14 @@ class TemplateProcess:
     def _start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-c", _PROGRAM]
         child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self._child, self._loaded = child, []
+        self._child = child
         weakref.finalize(self, _end, child)
         return child
 
     def _stop(self) -> None:
         if self._child is not None:
             _end(self._child)
-        self._child = None
+        self._child, self._loaded = None, []
 
 
 _shared: "weakref.ref[TemplateProcess] | None" = None

@@ -1,0 +1,233 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training data as a run would see it, in the terminal: tokens as text, with what is trained on and what is cut off."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
+from nemo_rl_moe.data.dataset import counted
+from nemo_rl_moe.data.preferences import PreferenceRecord, parse_preference, preference_columns
+from nemo_rl_moe.data.records import Example
+from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
+from nemo_rl_moe.data.template_inputs import run_wide_inputs
+from nemo_rl_moe.data.tokenizer import load_tokenizer
+from nemo_rl_moe.errors import ConfigurationError, printable
+from nemo_rl_moe.launch.dpo import load_pairs
+from nemo_rl_moe.launch.grpo import read_prompts
+from nemo_rl_moe.launch.sft import load_dataset
+from nemo_rl_moe.loggers.console import ConsoleLogger
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_CUT_TOKENS = 200
+"""Tokens behind the cut that are shown."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of tokens.
+
+    Attributes:
+        name: For the legend.
+        style: In colours.
+        marks: What stands before and behind it where there are no colours.
+    """
+
+    name: str
+    style: str
+    marks: tuple[str, str]
+
+
+CONTEXT = Kind("context", "default", ("", ""))
+TRAINED = Kind("trained on", "bold green", ("[[", "]]"))
+CUT = Kind("cut off", "red strike", ("{{", "}}"))
+
+
+@dataclass(frozen=True)
+class ShownSequence:
+    """One sequence to show.
+
+    Attributes:
+        example: Its tokens, those behind the cut too.
+        max_length: Tokens before the cut.
+    """
+
+    example: TokenizedExample
+    max_length: int
+
+    def kinds(self) -> list[Kind]:
+        """Kind of each token."""
+        mask = self.example.token_mask
+        return [CUT if i >= self.max_length else TRAINED if mask[i] else CONTEXT for i in range(len(mask))]
+
+    def title(self) -> str:
+        """Where it comes from, and its numbers."""
+        kinds = self.kinds()
+        num_cut, more = kinds.count(CUT), "more than " if self.example.truncated else ""
+        parts = [counted(len(kinds) - num_cut, "token")]
+        if num_trained := kinds[1:].count(TRAINED):
+            parts.append(f"{num_trained:,} to train on")
+        if num_cut:
+            parts.append(f"{more}{num_cut:,} cut off")
+        return f"{self.example.sample_id}: {', '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class DataView:
+    """The samples to show, and what all of them come to.
+
+    Attributes:
+        sequences: In order.
+        lengths: Tokens of every sequence of the data, as a run would train on it.
+        max_length: Most tokens that one may have.
+    """
+
+    sequences: Sequence[ShownSequence]
+    lengths: Sequence[int]
+    max_length: int
+
+
+def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -> None:
+    """Reads the training data, and prints the first samples and what all of them come to. Starts no worker.
+
+    Args:
+        config: A checked configuration.
+        number: Samples to show.
+        stream: Where to; None: standard output.
+
+    Raises:
+        UserError: The tokenizer or the data cannot be used, or the algorithm has data of its own kind.
+    """
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    in_colour = console.is_terminal and not os.environ.get("NO_COLOR")
+    logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
+    tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
+    view = _view(config, tokenizer, logger, number)
+    logger.close()
+
+    def show(text: Text) -> None:
+        console.print(text, soft_wrap=True)
+
+    show(Text(f"longest: {counted(max(view.lengths), 'token')}, of at most {view.max_length:,}"))
+    legend = Text("tokens: ")
+    for kind in (CONTEXT, TRAINED, CUT):
+        legend.append_text(_piece(kind.name, kind, in_colour)).append(" " if kind is not CUT else "")
+    show(legend)
+    for sequence in view.sequences:
+        show(Text(f"\n{printable(sequence.title())}", style="bold" if in_colour else ""))
+        show(sequence_text(sequence, tokenizer.decode, in_colour))
+
+
+def _view(config: MasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int) -> DataView:
+    if isinstance(config, SFTMasterConfig):
+        return _conversations(config, tokenizer, logger, number)
+    if isinstance(config, DPOMasterConfig):
+        return _pairs(config, tokenizer, logger, number)
+    if isinstance(config, GRPOMasterConfig):
+        return _prompts(config, tokenizer, logger, number)
+    name = algorithm_of(config).name
+    raise ConfigurationError(f"data: got the algorithm {name}, expected one with the data of sft, dpo or grpo")
+
+
+def _conversations(
+    config: SFTMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
+) -> DataView:
+    dataset = load_dataset(config, config.data.train, tokenizer, logger)
+    source = config.data.train
+    originals = (line for line in open_source(source.path, source.split).lines if isinstance(line, Example))
+    sequences = _with_what_was_cut(config, tokenizer, dataset[:number], originals)
+    return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
+
+
+def _pairs(
+    config: DPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
+) -> DataView:
+    pairs = load_pairs(config, config.data.train, tokenizer, logger)
+    source = config.data.train
+    lines = open_lines(source.path, source.split, parse_preference, preference_columns).lines
+    originals = (
+        response for line in lines if isinstance(line, PreferenceRecord) for response in (line.chosen, line.rejected)
+    )
+    shown = [response for pair in pairs[:number] for response in (pair.chosen, pair.rejected)]
+    sequences = _with_what_was_cut(config, tokenizer, shown, originals)
+    lengths = [len(response) for pair in pairs for response in (pair.chosen, pair.rejected)]
+    return DataView(sequences, lengths, config.policy.max_total_sequence_length)
+
+
+def _prompts(
+    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
+) -> DataView:
+    prompts = read_prompts(config, config.data.train, tokenizer, logger)
+    most = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
+    sequences = []
+    for prompt in prompts[:number]:
+        ids = np.asarray(prompt.token_ids, dtype=np.int32)
+        example = TokenizedExample(ids, np.zeros(len(ids), dtype=np.bool_), False, prompt.sample_id)
+        sequences.append(ShownSequence(example, most))
+    return DataView(sequences, [len(prompt.token_ids) for prompt in prompts], most)
+
+
+def _with_what_was_cut(
+    config: SFTMasterConfig | DPOMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    examples: Sequence[TokenizedExample],
+    originals: Iterator[Example],
+) -> list[ShownSequence]:
+    """The examples with the first tokens behind the cut, for which the data is read once more as far as needed."""
+    max_length, data = config.policy.max_total_sequence_length, config.data
+    cut = {example.sample_id for example in examples if example.truncated}
+    run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
+    longer: dict[str, TokenizedExample] = {}
+    if cut:
+        tokenize = batch_tokenizer(tokenizer, max_length + MOST_CUT_TOKENS, run_wide)
+        with load_limit(data.load_timeout_s, data.train.path):
+            for original in originals:
+                if original.sample_id in cut:
+                    (result,) = tokenize([original])
+                    assert isinstance(result, TokenizedExample)
+                    longer[result.sample_id] = result
+                if len(longer) == len(cut):
+                    break
+    return [ShownSequence(longer.get(example.sample_id, example), max_length) for example in examples]
+
+
+def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str], in_colour: bool) -> Text:
+    """Text of a sequence, its pieces told apart by colours or by marks.
+
+    Args:
+        sequence: The tokens.
+        decode: From token ids to their text.
+        in_colour: False: by marks.
+    """
+    ids = sequence.example.input_ids.tolist()
+    text, place, told = Text(), 0, ""
+    for kind, run in groupby(sequence.kinds()):
+        first, place = place, place + len(list(run))
+        # Some tokenizers drop a space at the beginning of what they decode: take what the whole gains by these tokens.
+        so_far = decode(ids[:place])
+        gained = so_far[len(told) :] if so_far.startswith(told) else decode(ids[first:place])
+        text.append_text(_piece(gained, kind, in_colour))
+        told = so_far
+    if sequence.example.truncated:
+        text.append_text(_piece(" ...", CUT, in_colour))
+    return text
+
+
+def _piece(text: str, kind: Kind, in_colour: bool) -> Text:
+    """Text from outside, with its control characters written out."""
+    shown = printable(text)
+    if in_colour:
+        return Text(shown, style=kind.style)
+    before, behind = kind.marks
+    return Text(f"{before}{shown}{behind}")

@@ -1,0 +1,143 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates that never end, fill the memory or fail: one clear error, soon; and the next template works."""
+
+import resource
+import time
+
+import pytest
+
+from nemo_rl_moe.data import template_process
+from nemo_rl_moe.data.chat import batch_tokenizer, tokenize_example
+from nemo_rl_moe.data.records import parse_record
+from nemo_rl_moe.data.template_process import MEMORY_LIMIT, TemplateProcess
+from nemo_rl_moe.errors import DataError
+
+EXAMPLE = parse_record({"prompt": "q", "completion": "a"}, "f:1")
+GOOD = "{% for m in messages %}{{ m.content }}<|end|>{% endfor %}"
+FILLS_MEMORY = (
+    "{% set ns = namespace(x='x' * 1000000) %}"
+    "{% for i in range(20) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}"
+)
+WITH_AN_ANSWER = "{% if messages | length > 1 %}"
+CANNOT_RENDER = "the chat template cannot render even one message: "
+REFUSES = "f:1: the chat template refuses the conversation: "
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+SECONDS = 30.0  # where other tests take the cores; alone it takes 4
+
+
+def problem(tokenizer):
+    """The error of one conversation."""
+    started = time.monotonic()
+    with pytest.raises(DataError) as error:
+        tokenize_example(EXAMPLE, tokenizer, 100)
+    assert time.monotonic() - started < SECONDS
+    (line,) = error.value.problems
+    return line
+
+
+@pytest.mark.parametrize(
+    ("template", "line"),
+    [
+        (
+            "{{ 1 // 0 }}",
+            f"{CANNOT_RENDER}ZeroDivisionError: integer division or modulo by zero",
+        ),
+        ("{{ 10.0 ** 400 }}", f"{CANNOT_RENDER}OverflowError: "),
+        (
+            "{{ range(10 ** 9) | list }}",
+            f"{CANNOT_RENDER}OverflowError: Range too big",
+        ),
+        (
+            "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+            f"{CANNOT_RENDER}Recursion",
+        ),
+        ("{% include 'a' %}", "the chat template refers to another template, and there is none beside it"),
+        ("{{ '(' * 1000 }}" + "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template is not valid Jinja: "),
+        (ENDLESS, "the chat template takes longer than 2 s to render"),
+        ("{{ 7 ** (10 ** 9) }}", "the chat template takes longer than 2 s to render"),
+        (FILLS_MEMORY, "the chat template needs more than 384 MB of memory to render"),
+        ("{{ 'x' * 10 ** 11 }}", "the chat template needs more than 384 MB of memory to render"),
+        # Only a conversation with an answer shows it: the sample is named.
+        (f"{WITH_AN_ANSWER}{ENDLESS}{{% endif %}}", "f:1: the chat template takes longer than 2 s"),
+        (
+            f"{WITH_AN_ANSWER}{FILLS_MEMORY}{{% endif %}}",
+            "f:1: the chat template needs more than 384 MB",
+        ),
+        (
+            WITH_AN_ANSWER + "{{ 1 // 0 }}{% endif %}",
+            f"{REFUSES}Zero",
+        ),
+        (
+            WITH_AN_ANSWER + "{{ 'x' * 100000000 }}{% endif %}",
+            "f:1: the chat template makes 100,000,000 characters of it, expected at most 1,0",
+        ),
+        ("{{ raise_exception('a' * 100000) }}", f"{REFUSES}aaa"),
+    ],
+)
+def test_one_line_soon(byte_tokenizer, template, line):
+    told = problem(byte_tokenizer(template))
+    assert told.startswith(line)
+    assert len(told) < 500
+    example = tokenize_example(EXAMPLE, byte_tokenizer(GOOD), 100)
+    assert example.num_trained_tokens() == 2
+
+
+def test_memory_stays_small(byte_tokenizer):
+    """The largest process that has been waited for, this test's among them."""
+    problem(byte_tokenizer(FILLS_MEMORY))
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 < MEMORY_LIMIT + (256 << 20)
+
+
+def test_a_long_conversation_is_no_endless_one(byte_tokenizer):
+    """The limit is one of each rendering: a conversation of hundreds of turns takes more than one."""
+    turns = [{"role": role, "content": "x" * 50} for _ in range(300) for role in ("user", "assistant")]
+    template = "{% for m in messages %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    example = tokenize_example(parse_record({"messages": turns}, "f:1"), byte_tokenizer(template), 10**6)
+    assert example.num_trained_tokens() == 300 * (len("assistant:") + 50 + 1)
+
+
+def test_the_process_ends_when_nobody_needs_it(monkeypatch):
+    monkeypatch.setattr(template_process, "_shared", None)
+    process = template_process.template_process()
+    assert template_process.template_process() is process
+    with pytest.raises(template_process.TemplateFailure, match="not valid Jinja"):
+        process.variables(template_process.TemplateSetup("{% for %}", {}, "", ()))
+    child = process._child
+    assert child is not None
+    assert child.poll() is None
+    del process
+    assert child.poll() is not None
+    assert template_process._shared() is None
+
+
+def test_an_interrupted_question_is_not_answered_by_the_next_reply(monkeypatch):
+    process = TemplateProcess()
+    setup = template_process.TemplateSetup(GOOD, {}, "", ())
+    assert process.variables(setup) == ["messages"]
+    first = process._child
+
+    class Interrupted(BaseException):
+        pass
+
+    class Pipe:
+        def __init__(self, pipe):
+            self._pipe = pipe
+
+        def readline(self):
+            raise Interrupted
+
+        def close(self):
+            self._pipe.close()
+
+    monkeypatch.setattr(first, "stdout", Pipe(first.stdout))
+    request = template_process.RenderRequest(EXAMPLE.messages, None, {}, None)
+    with pytest.raises(Interrupted):
+        process.render(setup, request)
+    assert first.poll() is not None
+    assert process.render(setup, request).text == "q<|end|>a<|end|>"
+
+
+def test_a_template_is_looked_at_once_for_all_data(byte_tokenizer):
+    tokenize = batch_tokenizer(byte_tokenizer(GOOD), 100)
+    assert [len(example) for example in tokenize([EXAMPLE] * 3)] == [4, 4, 4]

@@ -1,0 +1,174 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe data`: what is trained on, context and cut off, as a program in a terminal and in this process."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_rl_moe import cli
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.data.chat import TokenizedExample
+from nemo_rl_moe.launch.data_view import ShownSequence, sequence_text, show_data
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
+ADDS_A_PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %};<think>{% endif %}"
+RECORDS = [
+    {"prompt": "12+3=", "completion": "<think>2+3=5</think>15"},
+    {"prompt": "4+4=", "completion": "8" * 100},
+    {"prompt": "1=", "completion": "\x1b[31m"},
+    {"prompt": "3" * 70, "completion": "1"},
+]
+
+
+def arguments(*more: str, config: str = "sft_tiny_moe.yaml") -> list[str]:
+    data = [f"data.{name}.path=train.jsonl" for name in ("train", "validation")]
+    return ["--config", config, f"policy.model_name={MODEL}", "policy.init=random", *data, *more]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in RECORDS))
+
+
+@pytest.fixture
+def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Standard output of the command, without the time that reading took."""
+
+    def show(*more: str, config: str = "sft_tiny_moe.yaml") -> str:
+        assert cli.main(["data", *arguments(*more, config=config)]) == 0
+        output, errors = capsys.readouterr()
+        assert errors == ""
+        first, _, *rest = output.splitlines()
+        assert first.startswith("reading ")
+        return "\n".join(rest)
+
+    return show
+
+
+def read_to_the_end(terminal: int) -> str:
+    output = b""
+    try:
+        while block := os.read(terminal, 4096):
+            output += block
+    except OSError:  # how Linux says that the other side is closed
+        pass
+    os.close(terminal)
+    return output.decode()
+
+
+def test_as_a_program_in_a_terminal(tmp_path: Path) -> None:
+    front, back = pty.openpty()
+    command = [sys.executable, "-m", "nemo_rl_moe.cli", "data", *arguments("--show=2", "data.on_bad_line=skip")]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TERM": "xterm-256color"}
+    program = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=back)
+    os.close(back)
+    output = read_to_the_end(front)
+    assert program.wait(timeout=60) == 0
+    assert "\x1b[1;32m<think>2+3=5</think>15<eos>\x1b[0m" in output
+    assert f"\x1b[9;31m{'8' * 40}<eos>\x1b[0m" in output
+    assert "[[" not in output
+    assert [path.name for path in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+@pytest.mark.parametrize(("no_color", "form"), [("1", "[[{}]]"), ("", "\x1b[1;32m{}\x1b[0m")])
+def test_marks_in_a_terminal_without_colours(monkeypatch: pytest.MonkeyPatch, no_color: str, form: str) -> None:
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    front, back = pty.openpty()
+    config = load_any_config("sft_tiny_moe.yaml", [*arguments()[2:], "data.on_bad_line=skip"])
+    with os.fdopen(back, "w") as stream:
+        show_data(config, 1, stream)
+    assert form.format("<think>2+3=5</think>15<eos>") in read_to_the_end(front)
+
+
+def test_conversations(shown: Callable[..., str]) -> None:
+    report, longest, legend, *samples = shown("--show", "2", "data.on_bad_line=skip").splitlines()
+    assert report.startswith(
+        "train.jsonl: 2 examples, 79 tokens (70 to train on), 1 cut at the maximum length, "
+        "1 left out: no response before the cut, "
+        "1 bad line left out, the first: train.jsonl:3: the tokenizer cannot encode the text: "
+    )
+    assert (longest, legend) == ("longest: 64 tokens, of at most 64", "tokens: context [[trained on]] {{cut off}}")
+    assert samples == [
+        "",
+        "train.jsonl:1: 15 tokens, 10 to train on",
+        "12+3=[[<think>2+3=5</think>15<eos>]]",
+        "",
+        "train.jsonl:2: 64 tokens, 60 to train on, 41 cut off",
+        f"4+4=[[{'8' * 60}]]{{{{{'8' * 40}<eos>}}}}",
+    ]
+
+
+def test_pairs_with_what_was_cut_of_each(tmp_path: Path, shown: Callable[..., str]) -> None:
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3" * 300}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(pair))
+    text = shown("data.train.path=pairs.jsonl", config="dpo_tiny_moe.yaml")
+    assert text.split("\n", 3)[3] == (
+        "\npairs.jsonl:1 (chosen): 6 tokens, 2 to train on\n1+1=[[2<eos>]]\n"
+        "\npairs.jsonl:1 (rejected): 64 tokens, 60 to train on, more than 200 cut off\n"
+        f"1+1=[[{'3' * 60}]]{{{{{'3' * 200}}}}}{{{{ ...}}}}"
+    )
+
+
+def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[..., str]) -> None:
+    (tmp_path / "template.jinja").write_text(ADDS_A_PROMPT)
+    (tmp_path / "other.jsonl").write_text(json.dumps({"prompt": "9=", "completion": "9"}))
+    overrides = ["env.name=math", "env.reasoning_gym=null", "data.answer_key=completion"]
+    overrides += ["data.validation.path=other.jsonl", "policy.tokenizer.chat_template=template.jinja", "--show=1"]
+    assert shown(*overrides, config="grpo_tiny_moe.yaml").splitlines() == [
+        "train.jsonl: 3 prompts, 17 tokens, 1 left out: longer than a prompt may be",
+        "longest: 7 tokens, of at most 33",
+        "tokens: context [[trained on]] {{cut off}}",
+        "",
+        "train.jsonl:1: 7 tokens",
+        "12+3=;<think>",
+    ]
+
+
+@pytest.mark.parametrize("in_colour", [False, True])
+def test_control_characters_of_the_data_are_written_out(in_colour: bool) -> None:
+    ids = np.frombuffer(b"a\x1b[2J\nb\x07", dtype=np.uint8).astype(np.int32)
+    example = TokenizedExample(ids, ids == ord("b"), False, "f:1")
+    text = sequence_text(ShownSequence(example, 7), lambda some: bytes(some).decode(), in_colour).plain
+    assert text == (r"a\x1b[2J" + "\n" + (r"b\x07" if in_colour else r"[[b]]{{\x07}}"))
+
+
+def test_a_space_that_a_tokenizer_drops_at_the_beginning() -> None:
+    example = TokenizedExample(np.array([0, 1, 2], np.int32), np.array([False, True, True]), False, "f:1")
+    words = ("the", " answer", " is")
+    text = sequence_text(ShownSequence(example, 9), lambda ids: "".join(words[i] for i in ids).lstrip(), False)
+    assert text.plain == "the[[ answer is]]"
+
+
+def test_bad_data_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["data", *arguments()]) == 2
+    first, _ = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: train.jsonl:3: the tokenizer cannot encode the text")
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5"])
+def test_number_of_samples(number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "--config", "sft_tiny_moe.yaml", f"--show={number}"])
+    assert ended.value.code == 2
+    assert f"--show: got '{number}', expected a whole number above 0" in capsys.readouterr().err
+
+
+def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    for word in ("--show N", "NO_COLOR", "cut off", "nemo-rl-moe data --config sft_tiny_moe.yaml", "section.key=value"):
+        assert word in text
