@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema_base import (
     UnitFloat,
 )
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.config.schema_run import LoggerConfig, TemplateInputsConfig
+from nemo_rl_moe.config.schema_run import LoggerConfig
 
 AtLeastTwo = Annotated[int, Field(ge=2)]
 AtLeastOne = Annotated[float, Field(ge=1)]
@@ -208,7 +208,7 @@ class PromptSourceConfig(StrictModel):
     """Seed of drawn prompts; prompts that are read have none and ignore it."""
 
 
-class PromptDataConfig(TemplateInputsConfig):
+class PromptDataConfig(StrictModel):
     """The prompts to train on and to validate with."""
 
     train: PromptSourceConfig
@@ -229,6 +229,12 @@ class PromptDataConfig(TemplateInputsConfig):
     """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
     load_timeout_s: PositiveFloat
     """Seconds that reading or drawing one set of prompts may take before the run gives up."""
+    chat_template_kwargs: dict[str, Any]
+    """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
+    name by name; {}: none. A name that the template does not read is an error."""
+    tools: list[dict[str, Any]]
+    """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
+    that does not show them is an error."""
 
 
 class GenerationLoggerConfig(LoggerConfig):

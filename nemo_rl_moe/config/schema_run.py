@@ -42,18 +42,7 @@ class DataSourceConfig(StrictModel):
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
 
 
-class TemplateInputsConfig(StrictModel):
-    """What the chat template gets beside the messages."""
-
-    chat_template_kwargs: dict[str, Any]
-    """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
-    name by name; {}: none. A name that the template does not read is an error."""
-    tools: list[dict[str, Any]]
-    """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
-    that does not show them is an error."""
-
-
-class DataConfig(TemplateInputsConfig):
+class DataConfig(StrictModel):
     """The samples to train on and to validate with."""
 
     train: DataSourceConfig
@@ -66,6 +55,12 @@ class DataConfig(TemplateInputsConfig):
     """Draw a new order of the training samples for each epoch, from the loop's seed."""
     load_timeout_s: PositiveFloat
     """Seconds that reading one set of samples may take before the run gives up."""
+    chat_template_kwargs: dict[str, Any]
+    """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
+    name by name; {}: none. A name that the template does not read is an error."""
+    tools: list[dict[str, Any]]
+    """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
+    that does not show them is an error."""
 
 
 class ConsoleConfig(StrictModel):

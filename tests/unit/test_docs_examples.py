@@ -125,6 +125,7 @@ LOADERS = {
     "dpo": load_dpo_config,
     "grpo": load_grpo_config,
     "config": load_any_config,
+    "data": load_any_config,
     "plan": load_any_config,
 }
 
@@ -172,16 +173,17 @@ def test_excerpts_of_the_algorithm_are_its_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
-        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "plan")),
+        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
-        *(("sft.md", command) for command in ("sft", "config")),
+        *(("sft.md", command) for command in ("sft", "config", "data")),
+        ("data.md", "data"),
         ("adding-an-algorithm.md", "run"),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
         ("forced-imbalance.md", "sft"),
         *(("multi-node.md", command) for command in ("sft", "grpo", "plan")),
-        *(("quickstart.md", command) for command in ("sft", "config", "plan")),
+        *(("quickstart.md", command) for command in ("sft", "config", "data", "plan")),
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)

@@ -65,8 +65,8 @@ M = "policy.megatron_cfg"
         ("+sft.zzz=1", None),
         (
             "data=3",
-            "data: got 3 (int), expected a section with the keys chat_template_kwargs, tools, train, validation,"
-            " on_bad_line, shuffle, load_timeout_s",
+            "data: got 3 (int), expected a section with the keys train, validation, on_bad_line, shuffle,"
+            " load_timeout_s, chat_template_kwargs, tools",
         ),
         ("cluster={num_nodes: 1}", None),
         ("~policy.init", "policy.init: missing; expected random or pretrained"),
