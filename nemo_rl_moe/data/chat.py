@@ -84,7 +84,7 @@ def batch_tokenizer(
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
-        rendered = [render(example) for example in examples]
+        rendered = render(examples)
         good = [item for item in rendered if isinstance(item, Rendered)]
         encoded = iter(limit.encode(lambda items: masked(tokenizer, items), good, _cut))
         return [

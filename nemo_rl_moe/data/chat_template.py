@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.prompt_records import PromptRecord
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
 from nemo_rl_moe.data.template_process import TemplateFailure, template_process
@@ -16,11 +16,10 @@ from nemo_rl_moe.errors import ConfigurationError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Renderer = Callable[[Example], Rendered | str]
-"""From a conversation to its text and the pieces to train on, or to what is wrong with it."""
-PromptRenderer = Callable[[str, Sequence[Message], bool, TemplateInputs], Rendered | str]
-"""From a sample's id, its messages, whether the user wrote them as a text, and the record's inputs, to the text that
-the model answers, or to what is wrong."""
+Renderer = Callable[[Sequence[Example]], list[Rendered | str]]
+"""From conversations to their texts and the pieces to train on, or to what is wrong with each."""
+PromptRenderer = Callable[[Sequence[PromptRecord]], list[Rendered | str]]
+"""From prompts to the texts that the model answers, or to what is wrong with each."""
 
 
 def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> Renderer:
@@ -42,9 +41,7 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs 
     if not tokenizer.chat_template:
         return _plain_renderer(tokenizer, run_wide)
     template = _Template(tokenizer, run_wide)
-    return lambda example: template.render(
-        example.sample_id, example.messages, example.inputs, example.first_trained_message
-    )
+    return lambda examples: template.render(examples, [example.first_trained_message for example in examples])
 
 
 def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs = NO_INPUTS) -> PromptRenderer:
@@ -63,21 +60,20 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     """
     if tokenizer.chat_template:
         template = _Template(tokenizer, run_wide)
-        return lambda sample_id, messages, _, inputs: template.render(sample_id, messages, inputs, None)
+        return lambda prompts: template.render(prompts, [None] * len(prompts))
     start = _opening(tokenizer)
     _require_no_tools(run_wide)
 
-    def render(sample_id: str, messages: Sequence[Message], is_text: bool, inputs: TemplateInputs) -> Rendered | str:
-        del sample_id
-        if not is_text or inputs.tools:
-            what = "there are tools" if inputs.tools else "the prompt is a list of messages"
+    def render(prompt: PromptRecord) -> Rendered | str:
+        if not prompt.is_text or prompt.inputs.tools:
+            what = "there are tools" if prompt.inputs.tools else "the prompt is a list of messages"
             return (
                 f"{what}, but the tokenizer has no chat template; "
                 "set policy.tokenizer.chat_template, or give the prompt as a string"
             )
-        return Rendered(f"{start}{messages[0]['content']}", ())
+        return Rendered(f"{start}{prompt.messages[0]['content']}", ())
 
-    return render
+    return lambda prompts: [render(prompt) for prompt in prompts]
 
 
 class _Template:
@@ -97,20 +93,35 @@ class _Template:
                 _require_read(run_wide, variables)
 
     def render(
-        self, sample_id: str, messages: Sequence[Message], inputs: TemplateInputs, first_trained: int | None
-    ) -> Rendered | str:
-        """A rendered conversation, or prompt, or what is wrong with it.
+        self, records: Sequence[Example] | Sequence[PromptRecord], first_trained: Sequence[int | None]
+    ) -> list[Rendered | str]:
+        """Rendered conversations, or prompts, or what is wrong with each.
+
+        Args:
+            records: The conversations or prompts.
+            first_trained: Of each, the first message to train on; None: a prompt.
 
         Raises:
             DataError: The template breaks a limit.
         """
-        inputs = inputs.or_else(self._run_wide)
-        setup = self._with_tools if inputs.tools else self._without_tools
-        request = RenderRequest(messages, inputs.tools or None, inputs.kwargs, first_trained)
-        try:
-            return self._process.render(setup, request)
-        except TemplateFailure as failure:
-            raise DataError(f"{sample_id}: the chat template {failure}") from None
+        results: list[Rendered | str] = [""] * len(records)
+        inputs = [record.inputs.or_else(self._run_wide) for record in records]
+        for setup, with_tools in ((self._without_tools, False), (self._with_tools, True)):
+            places = [place for place, of_record in enumerate(inputs) if bool(of_record.tools) == with_tools]
+            requests = [
+                RenderRequest(
+                    records[place].messages, inputs[place].tools or None, inputs[place].kwargs, first_trained[place]
+                )
+                for place in places
+            ]
+            try:
+                rendered = self._process.render(setup, requests)
+            except TemplateFailure as failure:
+                sample_id = records[places[failure.place]].sample_id
+                raise DataError(f"{sample_id}: the chat template {failure}") from None
+            for place, result in zip(places, rendered, strict=True):
+                results[place] = result
+        return results
 
 
 def _setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
@@ -169,4 +180,4 @@ def _plain_renderer(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInpu
         text = f"{start}{prompt}{completion}{end}"
         return Rendered(text, ((len(start) + len(prompt), len(text)),))
 
-    return render
+    return lambda examples: [render(example) for example in examples]

@@ -233,7 +233,7 @@ def _prompt_tokenizer(
         return list(encoding["input_ids"])
 
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
-        rendered = [render(record.sample_id, record.messages, record.is_text, record.inputs) for record in records]
+        rendered = render(records)
         texts = [item.text for item in rendered if isinstance(item, Rendered)]
         encoded = iter(limit.encode(encode, texts, cut_text))
         return [

@@ -3,7 +3,7 @@
 """A process of its own for chat templates, with limits on their time and memory.
 
 A template is a program from whoever made the tokenizer. Jinja's sandbox keeps it from files and from Python, but not
-from loops without an end or from filling the memory, so that it runs here. Requests and replies are one JSON each.
+from loops without an end or from filling the memory, so that it runs here. Requests and replies are lines of JSON.
 """
 
 import json
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -27,12 +27,21 @@ CPU_LIMIT_S = 2
 MEMORY_LIMIT = 384 << 20
 """Bytes that renderings may take, beside what the process itself has and `_BYTES_A_CHARACTER`."""
 _BYTES_A_CHARACTER = 64
+_REQUESTS_AT_ONCE = 100
+_BYTES_AT_ONCE = 1_000_000
+_TOO_DEEP = b"null"
 _PACKAGE_ROOT = Path(__file__).parents[2]
 _PROGRAM = f"import sys; sys.path.insert(0, {str(_PACKAGE_ROOT)!r}); from {__name__} import serve; serve()"
 
 
 class TemplateFailure(Exception):
-    """A chat template that cannot be used at all; the message says why, after `the chat template`."""
+    """A chat template that cannot be used at all; the message says why, after `the chat template`.
+
+    Attributes:
+        place: Place of the request at which it failed.
+    """
+
+    place = 0
 
 
 class TemplateProcess:
@@ -48,36 +57,50 @@ class TemplateProcess:
         Raises:
             TemplateFailure: The template cannot be used.
         """
-        reply = self._ask({"setup": asdict(setup)})
+        reply = self._ask(json.dumps({"setup": asdict(setup)}).encode())
         if "problem" in reply:
             raise TemplateFailure(reply["problem"])
         self._loaded.append(setup)
         names: list[str] = reply["variables"]
         return names
 
-    def render(self, setup: TemplateSetup, request: RenderRequest) -> Rendered | str:
-        """A rendered conversation or prompt, or what is wrong with it.
+    def render(self, setup: TemplateSetup, requests: Sequence[RenderRequest]) -> list[Rendered | str]:
+        """Rendered conversations or prompts, or what is wrong with each.
 
         Raises:
             TemplateFailure: The template has broken a limit.
         """
+        results: list[Rendered | str] = []
+        try:
+            for lines in _together([_as_json(request) for request in requests]):
+                try:
+                    results += self._render(setup, lines)
+                except TemplateFailure:
+                    for line in lines:  # one of them is at fault: which?
+                        results += self._render(setup, [line])
+        except TemplateFailure as failure:
+            failure.place = len(results)
+            raise
+        return results
+
+    def _render(self, setup: TemplateSetup, lines: Sequence[bytes]) -> list[Rendered | str]:
         if setup not in self._loaded:
             self.variables(setup)
-        try:
-            reply = self._ask({"template": self._loaded.index(setup), "request": vars(request)})
-        except RecursionError:
-            return "the conversation is nested too deeply"
-        if "error" in reply:
-            return str(reply["error"])
-        return Rendered(reply["text"], tuple((first, end) for first, end in reply["spans"]))
+        place = b"%d" % self._loaded.index(setup)
+        answer = self._ask(b'{"template": ' + place + b', "requests": [' + b", ".join(lines) + b"]}")
+        return [
+            Rendered(reply["text"], tuple((first, end) for first, end in reply["spans"]))
+            if isinstance(reply, dict)
+            else str(reply)
+            for reply in answer["replies"]
+        ]
 
-    def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        line = json.dumps(question, default=str).encode() + b"\n"
+    def _ask(self, question: bytes) -> dict[str, Any]:
         child = self._child or self._start()
         assert child.stdin is not None
         assert child.stdout is not None
         try:
-            child.stdin.write(line)
+            child.stdin.write(question + b"\n")
             child.stdin.flush()
             reply = child.stdout.readline()
         except BrokenPipeError:
@@ -106,6 +129,25 @@ class TemplateProcess:
         if self._child is not None:
             _end(self._child)
         self._child, self._loaded = None, []
+
+
+def _as_json(request: RenderRequest) -> bytes:
+    try:
+        return json.dumps(vars(request), default=str).encode()
+    except RecursionError:
+        return _TOO_DEEP
+
+
+def _together(lines: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """The requests in their order, as many at a time as make a message of middling size."""
+    some: list[bytes] = []
+    for line in lines:
+        if some and (len(some) == _REQUESTS_AT_ONCE or sum(map(len, some)) + len(line) > _BYTES_AT_ONCE):
+            yield some
+            some = []
+        some.append(line)
+    if some:
+        yield some
 
 
 _shared: "weakref.ref[TemplateProcess] | None" = None
@@ -182,10 +224,17 @@ def _answer(
             return {"problem": str(problem)}
         renderers.append(renderer)
         return {"variables": renderer.variables}
+    renderer = renderers[question["template"]]
+    return {"replies": [_reply(renderer, request, size) for request in question["requests"]]}
+
+
+def _reply(renderer: TemplateRenderer, request: Any, size: int) -> dict[str, Any] | str:  # pragma: no cover
+    if request is None:
+        return "the conversation is nested too deeply"
     try:
-        rendered = renderers[question["template"]].render(RenderRequest(**question["request"]), size)
+        rendered = renderer.render(RenderRequest(**request), size)
     except RenderError as error:
-        return {"error": str(error)}
+        return str(error)
     return {"text": rendered.text, "spans": rendered.spans}
 
 

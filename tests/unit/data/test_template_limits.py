@@ -133,11 +133,22 @@ def test_an_interrupted_question_is_not_answered_by_the_next_reply(monkeypatch):
     monkeypatch.setattr(first, "stdout", Pipe(first.stdout))
     request = template_process.RenderRequest(EXAMPLE.messages, None, {}, None)
     with pytest.raises(Interrupted):
-        process.render(setup, request)
+        process.render(setup, [request])
     assert first.poll() is not None
-    assert process.render(setup, request).text == "q<|end|>a<|end|>"
+    (rendered,) = process.render(setup, [request])
+    assert rendered.text == "q<|end|>a<|end|>"
 
 
-def test_a_template_is_looked_at_once_for_all_data(byte_tokenizer):
-    tokenize = batch_tokenizer(byte_tokenizer(GOOD), 100)
-    assert [len(example) for example in tokenize([EXAMPLE] * 3)] == [4, 4, 4]
+def test_many_conversations_keep_their_order(byte_tokenizer):
+    """More than are sent at a time, and longer ones than fit together."""
+    lengths = [*range(1, 250), 700_000, 1, 700_000, 2]
+    examples = [parse_record({"prompt": "q", "completion": "a" * length}, f"f:{length}") for length in lengths]
+    tokenized = batch_tokenizer(byte_tokenizer(GOOD), 10**6)(examples)
+    assert [example.num_trained_tokens() - 1 for example in tokenized] == lengths
+
+
+def test_the_conversation_at_fault_is_named_among_many(byte_tokenizer):
+    template = GOOD + "{% if messages[0].content == 'q7' %}" + FILLS_MEMORY + "{% endif %}"
+    examples = [parse_record({"prompt": f"q{line}", "completion": "a"}, f"f:{line}") for line in range(20)]
+    with pytest.raises(DataError, match=r"^f:7: the chat template needs more than 384 MB of memory to render$"):
+        batch_tokenizer(byte_tokenizer(template), 100)(examples)
