@@ -10,6 +10,9 @@ from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_messa
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
 
+_LONGEST_REASON = 1000
+
+
 @dataclass(frozen=True)
 class Example:
     """One conversation.
@@ -42,7 +45,8 @@ class BadLine:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.sample_id}: {self.reason}"
+        more = "..." if len(self.reason) > _LONGEST_REASON else ""
+        return f"{self.sample_id}: {self.reason[:_LONGEST_REASON]}{more}"
 
 
 def parse_record(record: object, sample_id: str) -> Example:

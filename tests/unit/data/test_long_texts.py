@@ -75,6 +75,13 @@ def test_a_line_of_a_megabyte_takes_no_time(demo_tokenizer, write_jsonl):
     )
 
 
+def test_a_long_key_is_not_told_whole(demo_tokenizer, write_jsonl):
+    with pytest.raises(DataError) as error:
+        load_sft_dataset(write_jsonl({"k" * MEGABYTE: 1}), "train", demo_tokenizer, 64)
+    assert error.value.problems[0].endswith("kkk...")
+    assert len(error.value.problems[0]) < 1500
+
+
 def test_pairs_and_their_long_responses(demo_tokenizer, write_jsonl, encoded_characters):
     record = {"prompt": "1+1=", "chosen": "2" * MEGABYTE, "rejected": "3"}
     (pair,) = load_preferences(write_jsonl(record), "train", demo_tokenizer, 64)
