@@ -9,7 +9,6 @@ from typing import Any
 from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_messages, parse_turns
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
-
 _LONGEST_REASON = 1000
 
 
