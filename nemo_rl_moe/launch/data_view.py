@@ -16,15 +16,15 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import counted
-from nemo_rl_moe.data.preferences import PreferenceRecord, parse_preference, preference_columns
+from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, parse_preference, preference_columns
 from nemo_rl_moe.data.records import Example
+from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.sources import load_limit, open_lines, open_source
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, printable
-from nemo_rl_moe.launch.dpo import load_pairs
 from nemo_rl_moe.launch.grpo import read_prompts
-from nemo_rl_moe.launch.sft import load_dataset
+from nemo_rl_moe.launch.setup import read_samples
 from nemo_rl_moe.loggers.console import ConsoleLogger
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _view(config: MasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: Co
 def _conversations(
     config: SFTMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
 ) -> DataView:
-    dataset = load_dataset(config, config.data.train, tokenizer, logger)
+    dataset = read_samples(load_sft_dataset, config, config.data.train, tokenizer, logger)
     source = config.data.train
     originals = (line for line in open_source(source.path, source.split).lines if isinstance(line, Example))
     sequences = _with_what_was_cut(config, tokenizer, dataset[:number], originals)
@@ -153,7 +153,7 @@ def _conversations(
 def _pairs(
     config: DPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
 ) -> DataView:
-    pairs = load_pairs(config, config.data.train, tokenizer, logger)
+    pairs = read_samples(load_preferences, config, config.data.train, tokenizer, logger)
     source = config.data.train
     lines = open_lines(source.path, source.split, parse_preference, preference_columns).lines
     originals = (
