@@ -81,9 +81,16 @@ def test_one_wrong_input_gives_its_line(problems_of: Problems, override: str, li
     if override == "cluster={num_nodes: 1}":
         missing = [
             f"cluster.{key}: missing"
-            for key in ("gpus_per_node", "cpu_workers_per_node", "worker_start_timeout_s", "max_restarts", "roles")
+            for key in (
+                "gpus_per_node",
+                "cpu_workers_per_node",
+                "worker_start_timeout_s",
+                "max_restarts",
+                "network_interface",
+                "roles",
+            )
         ]
-        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 5
+        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 6
     elif line is None:
         assert problems[0].startswith("sft.zzz: unknown key; allowed here: max_num_epochs, max_num_steps,")
     elif line.endswith("did you mean"):

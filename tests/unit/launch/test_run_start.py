@@ -12,6 +12,7 @@ import pytest
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
@@ -95,6 +96,7 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
     class Policy:
         def save_weights(self, directory: Path) -> list[str]:
             directory.mkdir()
+            write_inventory(directory)
             return ["decoder.layers.0.mlp.router.bias"]
 
     policy: Any = Policy()

@@ -29,10 +29,11 @@ def rendezvous_store(rank: int, world_size: int) -> TCPStore:
     """Key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT of the environment.
 
     Rank 0 serves it on that address alone. torch's own listens on all interfaces and asks for no credential, so that
-    a stranger on the network could read and write its keys.
+    a stranger on the network could read and write its keys. Ranks that a launcher such as torchrun has started find its
+    store there.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if rank != 0:
+    if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
         return TCPStore(address, port, world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     # The store takes the socket over, and closes it in the end.
