@@ -27,7 +27,7 @@ def train_grpo(
     policy: PolicyInterface,
     engine: GenerationEngine,
     source: RolloutSource,
-    validate: Validator,
+    validate: Validator | None,
     pad_token_id: int,
     recorder: StepRecorder,
 ) -> RunSummary:
@@ -38,7 +38,7 @@ def train_grpo(
         policy: What is trained.
         engine: Generates; gets the policy's weights before it does.
         source: Gives the trajectories to train on.
-        validate: Validates the policy on held-out prompts.
+        validate: Validates the policy on held-out prompts; None without any.
         pad_token_id: What stands after a sequence's end.
         recorder: Records each step, saves, and says when to stop.
     """
@@ -49,7 +49,7 @@ def train_grpo(
     goes_on = step < last_step and not source.is_used_up
 
     update_engine(engine, policy, PhaseClock())
-    if recorder.is_fresh and config.grpo.val_at_start:
+    if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
         recorder.record_start(validate(), {"val": validate.trajectories})
     while goes_on:
         clock = PhaseClock()
@@ -64,14 +64,14 @@ def train_grpo(
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
             update_engine(engine, policy, clock)
-        is_due = validation_is_due(config.grpo, step, last_step)
+        due = validate if validation_is_due(config.grpo, step, last_step) else None
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
             result=result,
             training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch)),
-            validation=validate() if is_due else {},
+            validation={} if due is None else due(),
             sample_ids=batch.sample_ids,
-            samples={"train": groups.trained} | ({"val": validate.trajectories} if is_due else {}),
+            samples={"train": groups.trained} | ({} if due is None else {"val": due.trajectories}),
         )
         goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
     recorder.finish()

@@ -65,7 +65,8 @@ class SupervisedTraining:
 def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> RunSummary:
     """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder."""
     num_steps = num_training_steps(training.schedule, len(training.batches))
-    if recorder.is_fresh and training.schedule.val_at_start:
+    validates = training.validation_batches is not None
+    if recorder.is_fresh and validates and training.schedule.val_at_start:
         recorder.record_start(run_validation(training))
     for step, batch in _numbered_batches(training.batches, recorder.state.step, num_steps):
         clock = PhaseClock()
@@ -73,7 +74,7 @@ def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> Ru
         with clock.phase("train"):
             result = training.policy.train(batch, training.loss_function)
         clock.count_tokens("train", result.num_tokens)
-        is_due = validation_is_due(training.schedule, step, num_steps)
+        is_due = validates and validation_is_due(training.schedule, step, num_steps)
         outcome = StepOutcome(
             batches_taken=step,
             result=result,
@@ -89,7 +90,7 @@ def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> Ru
 
 def run_validation(training: SupervisedTraining) -> dict[str, float]:
     """The loss function's means over all held-out batches, each weighed by what it counts."""
-    assert training.validation_batches is not None  # the schema asks for data where a validation is asked for
+    assert training.validation_batches is not None
     clock, inner_clock = PhaseClock(), PhaseClock()
     totals: dict[str, float] = {}
     total_count = 0

@@ -10,7 +10,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
 class BestMetric:
-    """Metric by which the best checkpoints are kept, with one warning where a wrong name or period leaves it out.
+    """Metric by which the best checkpoints are kept, with one warning where a wrong name leaves it out.
 
     Args:
         settings: The `checkpointing` section.
@@ -22,13 +22,12 @@ class BestMetric:
         self._warn = warn
         self._has_told = False
 
-    def value(self, step: int, metrics: Mapping[str, float], *, is_due: bool) -> float | None:
+    def value(self, step: int, metrics: Mapping[str, float]) -> float | None:
         """Value of the metric at a step; None where it was not measured.
 
         Args:
             step: Steps done.
             metrics: The step's, by complete key such as `val/accuracy`.
-            is_due: The checkpoint is one of `save_period`, and not of a run that stops.
         """
         name = self._settings.metric_name
         if name is None:
@@ -39,22 +38,28 @@ class BestMetric:
             return float(value)
         if self._settings.keep_top_k is not None and not self._has_told:
             measured = [f"{source}:{key.removeprefix(f'{source}/')}" for key in metrics if key.startswith(f"{source}/")]
-            if measured or is_due:
+            if measured:  # otherwise the step has no validation, which the run has told at its start
                 self._has_told = True
                 self._warn(self._missing(name, step, measured))
         return None
 
     def _missing(self, name: str, step: int, measured: list[str]) -> str:
-        ranks = "its checkpoint ranks below those that have it"
-        if measured:
-            return (
-                f"checkpointing.metric_name: {name} is not among the metrics of step {step}, so that {ranks}"
-                f"{did_you_mean(nearest(name, measured))}"
-            )
         return (
-            f"checkpointing.save_period: {self._settings.save_period} saves at step {step}, where there is no {name},"
-            f" so that {ranks}; expected a multiple of the algorithm's val_period"
+            f"checkpointing.metric_name: {name} is not among the metrics of step {step}, so that its checkpoint ranks"
+            f" below those that have it{did_you_mean(nearest(name, measured))}"
         )
+
+
+def choice_in_force(settings: CheckpointingConfig, *, validates: bool) -> CheckpointingConfig:
+    """The settings by which checkpoints are chosen: of a run without validation the newest, whatever `val:` asks for.
+
+    Args:
+        settings: The `checkpointing` section.
+        validates: The run has data to validate with.
+    """
+    if validates or settings.metric_name is None or not settings.metric_name.startswith("val:"):
+        return settings
+    return settings.model_copy(update={"metric_name": None})
 
 
 def steps_to_remove(

@@ -207,7 +207,7 @@ class Checkpointer:
             run_folder_id=read_run_id(Path(run.run_folder)),
             checkpoint_dir=str(self._store.folder.resolve()),
             metric_name=self._settings.metric_name,
-            metric_value=self._metric.value(state.step, metrics, is_due=self.is_due(state.step)),
+            metric_value=self._metric.value(state.step, metrics),
             with_optimizer=self._settings.save_optimizer,
             time=time.time(),
         )

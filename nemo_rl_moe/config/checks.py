@@ -11,7 +11,7 @@ from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
-from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, LOOP_RULES, PATH_RULES
+from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
 
@@ -27,7 +27,7 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
         is_whole: False when values are missing from it; rules that need them are skipped.
         megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
     """
-    rules: list[Rule] = [*COMMON_RULES, *LOOP_RULES, *DATA_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
+    rules: list[Rule] = [*COMMON_RULES, *DATA_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
     problems = apply_rules(rules, config, is_whole=is_whole)
     if megatron_version is not None:
         problems += apply_rules([_versions_rule(megatron_version)], config, is_whole=is_whole)
@@ -249,8 +249,11 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
 def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
     """Learning rate schedule: a decay that goes down and begins after the warm-up."""
     optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
-    if optimizer.min_lr > optimizer.lr:
-        yield f"{MEGATRON}.optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr = {optimizer.lr}"
+    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
+        yield (
+            f"{MEGATRON}.optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr = {optimizer.lr}, or"
+            " null for a tenth of it"
+        )
     end = scheduler.lr_decay_iters
     if end is not None and scheduler.lr_warmup_iters >= end:
         yield (

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of the loop's length, of checkpointing, and of the local files and folders that a configuration names."""
+"""Rules of checkpointing, and of the local files and folders that a configuration names."""
 
 import os
 import re
@@ -21,34 +21,6 @@ def loop_section(config: LoopMasterConfig) -> tuple[str, SupervisedLoopConfig | 
     """The name of the section that holds the loop, and the section."""
     algorithm = algorithm_of(config)
     return algorithm.loop_name, algorithm.loop_of(config)
-
-
-def warmup_ends_within_the_run(config: LoopMasterConfig) -> Iterator[str]:
-    """Warm-up shorter than the run, with which a schedule without a length of its own ends."""
-    name, loop = loop_section(config)
-    scheduler, steps = config.policy.megatron_cfg.scheduler, loop.max_num_steps
-    if scheduler.lr_decay_iters is not None or scheduler.lr_decay_style == "constant" or steps is None:
-        return
-    updates = steps * algorithm_of(config).updates_per_step(config)
-    if 0 < updates <= scheduler.lr_warmup_iters:  # 0: told by step_is_whole_updates
-        yield (
-            f"policy.megatron_cfg.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than the"
-            f" {updates} optimizer steps of {name}.max_num_steps = {steps} (lr_decay_iters is null)"
-        )
-
-
-def validation_has_data(config: LoopMasterConfig) -> Iterator[str]:
-    """Held-out data for validation."""
-    if config.data.validation is not None:
-        return
-    name, loop = loop_section(config)
-    for key, off in (("val_period", "0"), ("val_at_start", "false"), ("val_at_end", "false")):
-        value = getattr(loop, key)
-        if value:
-            yield f"{name}.{key}: {str(value).lower()} needs data.validation, which is null; set {off} or name the data"
-
-
-LOOP_RULES = (warmup_ends_within_the_run, validation_has_data)
 
 
 _SECTION = "checkpointing"
@@ -72,15 +44,13 @@ def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
         return  # nothing is chosen
     if not settings.metric_name.startswith("val:"):
         return
-    subject, ways_out = f"{_SECTION}.metric_name: {settings.metric_name}", "null (keep the newest) or train:NAME"
     if config.data.validation is None:
-        yield f"{subject} needs data.validation, which is null; name the data, or set {ways_out}"
-        return
+        return  # the newest are kept, as `notices.validation_is_off` tells
     name, loop = loop_section(config)
     if loop.val_period == 0 and not loop.val_at_end:
         yield (
-            f"{subject} needs a validation, but {name}.val_period is 0 and {name}.val_at_end false;"
-            f" switch one on, or set {ways_out}"
+            f"{_SECTION}.metric_name: {settings.metric_name} needs a validation, but {name}.val_period is 0 and"
+            f" {name}.val_at_end false; switch one on, or set null (keep the newest) or train:NAME"
         )
 
 

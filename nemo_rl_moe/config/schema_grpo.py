@@ -198,7 +198,7 @@ class PromptSourceConfig(StrictModel):
     path: Text | None
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`.
     A prompt that stands there several times is taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts
-    that are training prompts too are left out."""
+    that are training prompts too are left out, unless both paths are the same."""
     split: Text
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
     num_items: PositiveInt | None
@@ -214,7 +214,7 @@ class PromptDataConfig(StrictModel):
     train: PromptSourceConfig
     """The prompts to train on."""
     validation: PromptSourceConfig | None
-    """The prompts that are held out; null: no validation."""
+    """The prompts that are held out; null: no validation, whatever `grpo.val_*` and a `val:` metric ask for."""
     prompt_key: Text
     """Key of a record that holds the prompt: text, or a list of messages. Dots reach into objects. Drawn prompts, which
     have no other names for these things, ignore it and `answer_key`."""

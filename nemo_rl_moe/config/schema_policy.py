@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `policy` section: the model, how its batches are cut, and how Megatron-Core runs and optimizes it."""
 
+from decimal import Decimal
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields
 from nemo_rl_moe.config.schema_base import (
@@ -22,6 +23,10 @@ def _recompute_from_bool(value: Any) -> Any:
     return {False: "none", True: "full"}[value] if isinstance(value, bool) else value
 
 
+HIGHEST_LEARNING_RATE = 10
+"""Beyond, a value is a slip of the keyboard: Adam moves each weight by about so much in a step."""
+LearningRate = Annotated[float, Field(gt=0, le=HIGHEST_LEARNING_RATE)]
+LowestLearningRate = Annotated[float, Field(ge=0, le=HIGHEST_LEARNING_RATE)]
 ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValidator(_recompute_from_bool)]
 
 
@@ -57,10 +62,10 @@ class DistributedDataParallelConfig(StrictModel):
 class OptimizerConfig(StrictModel):
     """Adam with decoupled weight decay."""
 
-    lr: PositiveFloat
+    lr: LearningRate
     """Highest learning rate, reached at the end of the warm-up."""
-    min_lr: NonNegativeFloat
-    """Learning rate at the end of the decay."""
+    min_lr: LowestLearningRate | None
+    """Learning rate at the end of the decay; null: a tenth of `lr`. With lr_decay_style constant there is no decay."""
     weight_decay: NonNegativeFloat
     """Decay of matrices; norms and biases are not decayed."""
     adam_beta1: UnitFloat
@@ -70,16 +75,25 @@ class OptimizerConfig(StrictModel):
     adam_eps: PositiveFloat
     """Adam's epsilon."""
 
+    @property
+    def end_lr(self) -> float:
+        """Learning rate at the end of the decay: `min_lr`, or a tenth of `lr`."""
+        # In decimal, as a user writes it: 3e-3 / 10 in binary is not 3e-4.
+        return float(Decimal(repr(self.lr)) / 10) if self.min_lr is None else self.min_lr
+
 
 class SchedulerConfig(StrictModel):
-    """The learning rate over the optimizer's steps."""
+    """The learning rate over the optimizer's steps, counted from 1. Step `k` trains at `lr * k / lr_warmup_iters` up to
+    the end of the warm-up, and then on the decay at tick `k` of `lr_decay_iters`. Without a warm-up it trains at tick
+    `k - 1`, so that the first step trains at `lr`."""
 
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
     """Shape of the decay from `lr` to `min_lr`."""
     lr_warmup_iters: NonNegativeInt
-    """Steps of linear warm-up from 0."""
+    """Steps of linear warm-up from 0; a run that ends before sees the beginning of it. 0: none."""
     lr_decay_iters: PositiveInt | None
-    """Step at which `min_lr` is reached, warm-up included; null: the run's number of steps."""
+    """Step at which `min_lr` is reached, warm-up included, which it exceeds; null: the run's number of steps. Without a
+    warm-up `min_lr` is reached behind that step."""
 
 
 class MoeMetricsConfig(StrictModel):

@@ -20,7 +20,7 @@ class CheckpointingConfig(StrictModel):
     `logger.log_dir` that has one; never: start anew, and remove the older checkpoints once there is a new one."""
     metric_name: Text | None
     """Metric that chooses the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
-    the checkpoint's step; null: keep the newest."""
+    the checkpoint's step; null, or `val:NAME` without data.validation: keep the newest."""
     higher_is_better: bool
     """true: more of `metric_name` is better; false: less."""
     keep_top_k: PositiveInt | None
@@ -48,7 +48,7 @@ class DataConfig(StrictModel):
     train: DataSourceConfig
     """The samples to train on."""
     validation: DataSourceConfig | None
-    """The samples that are held out; null: no validation."""
+    """The samples that are held out; null: no validation, whatever `val_*` and a `val:` metric ask for."""
     on_bad_line: Literal["stop", "skip"]
     """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
     shuffle: bool

@@ -78,7 +78,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     run.restore()
     recorder = run.open()
     source = SynchronousSource(config.grpo, worker, prepared.loader, prepared.sampling)
-    validate = Validator(config.grpo, worker, prepared.held_out, prepared.sampling)
+    held_out = prepared.held_out
+    validate = Validator(config.grpo, worker, held_out, prepared.sampling) if held_out else None
     padding = pad_token_id(prepared.model.tokenizer)
     summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder)
     run.end(summary)
@@ -103,7 +104,11 @@ def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRoll
     loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
-        held_out = read_prompts(config, config.data.validation, model.tokenizer, run.console, training)
+        is_overfitting = is_same_file(config.data.train, config.data.validation)
+        if is_overfitting:
+            run.console.message("validating with the training prompts: data.validation.path is data.train.path")
+        left_out = () if is_overfitting else training
+        held_out = read_prompts(config, config.data.validation, model.tokenizer, run.console, left_out)
     return PreparedRollouts(model, environment, make_engine, sampling, training, loader, held_out)
 
 
@@ -182,6 +187,17 @@ def read_prompts(
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts
+
+
+def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -> bool:
+    """True where validation names the training prompts themselves, to see whether a run learns them by heart.
+
+    Otherwise held-out prompts that are training prompts too are an accident, and are left out.
+    """
+    path = training.path
+    if path is None or path != validation.path:
+        return False
+    return path.endswith(".jsonl") or training.split == validation.split
 
 
 @contextmanager

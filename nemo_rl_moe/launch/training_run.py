@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
+from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.changes import changed_inputs
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
 from nemo_rl_moe.checkpoints.resume import (
@@ -24,6 +25,7 @@ from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
 from nemo_rl_moe.checksums import add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
+from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, TrainingDivergedError
@@ -194,6 +196,10 @@ class TrainingRun:
             if resume.run_folder is not None and resume.run_folder.parent.resolve() != Path(log_dir).resolve():
                 warn(f"logger.log_dir is {log_dir}, and the run goes on in {resume.run_folder}")
             self.console.message(self._beginning(resume))
+        if not self.is_complete:
+            loop_config: Any = self.config  # every algorithm's has a loop and data
+            for line in notices(loop_config, num_steps):
+                warn(line)
         self.console.begin(num_steps)
 
     @property
@@ -383,14 +389,15 @@ class TrainingRun:
         return Observers(loggers, log_expert_load, samples.write)
 
     def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
-        policy, store = self._started, self._store
+        policy, store, config = self._started, self._store, self.config
+        loop_config: Any = config  # every algorithm's has data
         if store is None:
             store = CheckpointStore(self._checkpoint_dir(folder), self.console.warn)
             self.use(store.locked())
         checkpointer = Checkpointer(
             store,
             policy,
-            self.config.checkpointing,
+            choice_in_force(config.checkpointing, validates=loop_config.data.validation is not None),
             partial(self._describe, loggers, folder),
             self.console.warn,
             self.console.message,

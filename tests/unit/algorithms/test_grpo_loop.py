@@ -72,7 +72,7 @@ class Loop:
             self.policy,
             self.engine,
             SynchronousSource(self.config.grpo, worker, loader, SAMPLING),
-            Validator(self.config.grpo, worker, held_out, SAMPLING),
+            Validator(self.config.grpo, worker, held_out, SAMPLING) if held_out else None,
             PAD_TOKEN,
             make_recorder(self.logger, self.loads, self._log_samples, self.checkpoints, self._stop_reason, self.start),
         )
@@ -93,6 +93,13 @@ def test_order_of_the_phases() -> None:
         *("generate", "score", "log 0"),
         *("generate", "score", "train", "log 1"),
         *("generate", "score", "train", "generate", "score", "save 2", "log 2", "finish"),
+    ]
+
+
+def test_without_held_out_prompts_nothing_is_validated() -> None:
+    assert Loop(small_config("grpo.max_num_steps=2", *VALIDATES), has_validation=False).diary == [
+        *("generate", "score", "train", "log 1"),
+        *("generate", "score", "train", "save 2", "log 2", "finish"),
     ]
 
 

@@ -238,7 +238,8 @@ def test_summary() -> None:
 
 
 def test_without_validation_data() -> None:
-    loop = run_loop(sft_config(), with_validation=False)
+    asked_for = sft_config(val_at_start=True, val_at_end=True, val_period=1)
+    loop = run_loop(asked_for, with_validation=False)
     assert loop.policy.evaluated == []
     assert (loop.summary.first_validation, loop.summary.last_validation) == ({}, {})
 

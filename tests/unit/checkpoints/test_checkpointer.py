@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import CheckpointSaveError
 from tests.support.checkpoint_writer import is_whole
@@ -78,19 +79,28 @@ def test_a_metric_that_is_not_there_is_told_once(make_run: MakeRun) -> None:
     ]
 
 
-def test_a_save_that_no_validation_follows_is_told_once(make_run: MakeRun) -> None:
+def test_a_save_that_no_validation_follows_is_told_when_the_run_starts_and_not_again(make_run: MakeRun) -> None:
     run = make_run(f"{C}.save_period=5")
-    run.save(3, {"train/loss": 1.0})  # the run was stopped there
-    assert run.warnings == []
-    for step in (5, 10):
+    for step in (3, 5, 10):
         run.save(step, {"train/loss": 1.0})
-    assert run.warnings == [
-        "checkpointing.save_period: 5 saves at step 5, where there is no val:accuracy, so that its checkpoint ranks"
-        " below those that have it; expected a multiple of the algorithm's val_period"
-    ]
-    keep_all = make_run(f"{C}.save_period=5", f"{C}.keep_top_k=null")
-    keep_all.save(15, {"train/loss": 1.0})
-    assert keep_all.warnings == [], "nothing is chosen"
+    assert run.warnings == []
+
+
+def test_a_run_without_validation_keeps_the_newest(make_run: MakeRun) -> None:
+    validated = make_run(f"{C}.keep_top_k=1")
+    for step in (1, 2):
+        validated.save(step, {"val/accuracy": 1.0 / step})
+    assert validated.steps() == [1, 2]
+    settings = validated.config.checkpointing
+    assert choice_in_force(settings, validates=True) == settings
+    chosen = choice_in_force(settings, validates=False)
+    assert (settings.metric_name, chosen.metric_name) == ("val:accuracy", None)
+    by_loss = settings.model_copy(update={"metric_name": "train:loss"})
+    assert choice_in_force(by_loss, validates=False) == by_loss
+    # The best of an earlier run with validation is no better than the newest of one without.
+    without = make_run(f"{C}.keep_top_k=1", f"{C}.metric_name={chosen.metric_name or 'null'}")
+    without.save(3)
+    assert without.steps() == [3]
 
 
 def test_a_checkpoint_without_the_records_of_its_steps_is_given_up(make_run: MakeRun) -> None:

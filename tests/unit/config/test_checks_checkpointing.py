@@ -38,11 +38,6 @@ NO_VALIDATION = ("sft.val_period=0", "sft.val_at_end=false")
             " switch one on, or set null (keep the newest) or train:NAME",
         ),
         (
-            ("data.validation=null", "sft.val_at_start=false", *NO_VALIDATION),
-            f"{C}.metric_name: val:accuracy needs data.validation, which is null; name the data, or set null (keep the"
-            " newest) or train:NAME",
-        ),
-        (
             (f"{C}.checkpoint_must_save_by='3:30:00'",),
             f"{C}.checkpoint_must_save_by: got '3:30:00', {DURATION}; did you mean \"00:03:30:00\"?",
         ),

@@ -39,12 +39,6 @@ Problems = Callable[..., list[str]]
             "dpo.preference_loss_weight and dpo.sft_loss_weight: both are 0, so that nothing would be trained",
         ),
         ("dpo.beta=0.1", "dpo.beta: unknown key"),
-        ("data.validation=null", "dpo.val_period: 25 needs data.validation, which is null; set 0 or name the data"),
-        (
-            "policy.megatron_cfg.scheduler.lr_warmup_iters=200",
-            "policy.megatron_cfg.scheduler.lr_warmup_iters: got 200, expected less than the 125 optimizer steps of"
-            " dpo.max_num_steps = 125 (lr_decay_iters is null)",
-        ),
     ],
 )
 def test_wrong_settings(dpo_problems_of: Problems, override: str, problem: str) -> None:

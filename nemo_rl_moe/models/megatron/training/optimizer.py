@@ -64,7 +64,7 @@ def build_optimizer(
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=chosen.lr,
-        min_lr=chosen.min_lr,
+        min_lr=chosen.end_lr,
         weight_decay=chosen.weight_decay,
         adam_beta1=chosen.adam_beta1,
         adam_beta2=chosen.adam_beta2,
@@ -131,22 +131,24 @@ def step_if_finite(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tup
 def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_steps: int) -> OptimizerParamScheduler:
     """Learning-rate schedule: linear warm-up, then the decay that the user chose. One tick an optimizer step.
 
+    It stands at the tick that the first step trains at. With a warm-up of `w` steps, that is tick 1: step `k` of the
+    warm-up trains at `lr * k / w`, and at tick 0 the first one would train at 0. Without a warm-up it is tick 0, at
+    `lr`. A run that is shorter than its warm-up sees the beginning of it, whatever the decay.
+
     Args:
         policy: The `policy` section of the configuration.
         optimizer: The optimizer whose groups it sets; weight decay too acts only through it.
         num_steps: Optimizer steps of the whole run; where the decay ends unless the user says otherwise.
     """
     chosen, rates = policy.megatron_cfg.scheduler, policy.megatron_cfg.optimizer
-    decay_steps = chosen.lr_decay_iters or num_steps
-    if chosen.lr_decay_style == "constant":
-        # Nothing decays: a short trial run sees the beginning of the long one's warm-up.
-        decay_steps = max(decay_steps, chosen.lr_warmup_iters + 1)
+    # Megatron-Core wants a warm-up to end before the decay does.
+    decay_steps = max(chosen.lr_decay_iters or num_steps, chosen.lr_warmup_iters + 1)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=rates.lr,
-        min_lr=rates.min_lr,
-        lr_warmup_steps=min(chosen.lr_warmup_iters, decay_steps - 1),
+        min_lr=rates.end_lr,
+        lr_warmup_steps=chosen.lr_warmup_iters,
         lr_decay_steps=decay_steps,
         lr_decay_style=chosen.lr_decay_style,
         start_wd=rates.weight_decay,
@@ -154,6 +156,5 @@ def build_scheduler(policy: PolicyConfig, optimizer: MegatronOptimizer, num_step
         wd_incr_steps=decay_steps,
         wd_incr_style="constant",
     )
-    # The first step is the first tick of the warm-up; at tick 0 its learning rate would be 0.
-    scheduler.step(1)
+    scheduler.step(1 if chosen.lr_warmup_iters else 0)
     return scheduler

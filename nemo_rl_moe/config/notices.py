@@ -1,0 +1,84 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Notices of what a run's settings come to: allowed, but worth a line on the console before training.
+
+Each is a pure function that yields its lines; errors are the rules' (`checks.py`).
+"""
+
+from collections.abc import Iterator
+
+from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
+from nemo_rl_moe.config.schema import DPOMasterConfig
+
+
+def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
+    """All notices of a run, a line each.
+
+    Args:
+        config: A checked configuration.
+        num_steps: Steps of the whole run.
+    """
+    return [line for notice in NOTICES for line in notice(config, num_steps)]
+
+
+def warmup_outlasts_the_run(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Warm-up that a short run sees only the beginning of."""
+    warmup = config.policy.megatron_cfg.scheduler.lr_warmup_iters
+    updates = num_steps * algorithm_of(config).updates_per_step(config)
+    if updates < warmup:
+        yield (
+            f"the learning rate is still warming up when the run ends: {updates} of the {warmup} steps of"
+            f" policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to {updates / warmup:.0%} of lr"
+        )
+
+
+def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Validation without data, and the settings that ask for one."""
+    if config.data.validation is not None:
+        return
+    name, loop = loop_section(config)
+    idle = [f"{name}.{key}" for key in ("val_period", "val_at_start", "val_at_end") if getattr(loop, key)]
+    consequence = ""
+    if _chooses_by_validation(config):
+        idle.append(f"checkpointing.metric_name {config.checkpointing.metric_name}")
+        consequence = "; the newest checkpoints are kept"
+    if idle:
+        yield f"data.validation is null: there is no validation; without effect: {', '.join(idle)}{consequence}"
+
+
+def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Checkpoints that are saved where nothing is validated, and so rank below the others."""
+    if config.data.validation is None or not _chooses_by_validation(config):
+        return
+    name, loop = loop_section(config)
+    period = config.checkpointing.save_period
+    if period == 0 or (loop.val_period > 0 and period % loop.val_period == 0):
+        return
+    # The first one is the first without: a multiple of val_period comes later.
+    if period < num_steps or (period == num_steps and not loop.val_at_end):
+        yield (
+            f"checkpointing.save_period: {period} saves at steps such as {period} where there is no"
+            f" {config.checkpointing.metric_name} ({name}.val_period: {loop.val_period}): those checkpoints rank below"
+            " the ones that have it; a multiple of val_period gives it to all"
+        )
+
+
+def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """IPO on summed log-probabilities, whose margin grows with the length of the responses."""
+    if not isinstance(config, DPOMasterConfig) or config.dpo.preference_loss_type != "ipo":
+        return
+    if not config.dpo.preference_average_log_probs:
+        yield (
+            "dpo.preference_average_log_probs: false compares sums of log-probabilities, which grow with the length of"
+            " a response, while the margin that ipo aims at does not; true divides them by it, as IPO's authors do"
+        )
+
+
+def _chooses_by_validation(config: LoopMasterConfig) -> bool:
+    settings = config.checkpointing
+    name = settings.metric_name
+    return settings.enabled and settings.keep_top_k is not None and name is not None and name.startswith("val:")
+
+
+NOTICES = (warmup_outlasts_the_run, validation_is_off, checkpoints_without_the_metric, ipo_by_sums)

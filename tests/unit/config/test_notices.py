@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One override each, and the run starts: what that comes to is told in one line."""
+
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.notices import notices
+
+OF_ALGORITHM = {"sft": "sft_tiny_moe.yaml", "dpo": "dpo_tiny_moe.yaml", "grpo": "grpo_tiny_moe.yaml"}
+DECAYS = ("constant", "linear", "cosine", "inverse-square-root")
+STYLE = "policy.megatron_cfg.scheduler.lr_decay_style"
+
+
+def lines(algorithm: str, *overrides: str, num_steps: int = 1000) -> list[str]:
+    config: Any = load_any_config(OF_ALGORITHM[algorithm], overrides, check_paths=False)
+    return notices(config, num_steps)
+
+
+@pytest.mark.parametrize("name", exemplar_names())
+def test_shipped_configurations_have_none(name: str) -> None:
+    config: Any = load_any_config(name, check_paths=False)
+    loop = getattr(config, name.split("_")[0].removesuffix(".yaml"))
+    assert notices(config, loop.max_num_steps or 10_000) == []
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_short_run_is_told_that_it_only_warms_up(decay: str) -> None:
+    assert lines("sft", "sft.max_num_steps=3", f"{STYLE}={decay}", num_steps=3) == [
+        "the learning rate is still warming up when the run ends: 3 of the 20 steps of"
+        " policy.megatron_cfg.scheduler.lr_warmup_iters, so that it comes to 15% of lr"
+    ]
+    assert lines("sft", "sft.max_num_steps=20", f"{STYLE}={decay}", num_steps=20) == []
+
+
+def test_a_step_of_several_updates_warms_up_by_as_many() -> None:
+    two = ("policy.train_global_batch_size=64", "policy.train_micro_batch_size=32")
+    assert lines("grpo", *two, num_steps=3) == []  # 6 updates, warm-up of 5
+    (line,) = lines("grpo", *two, num_steps=2)
+    assert "4 of the 5 steps" in line
+
+
+@pytest.mark.parametrize("algorithm", OF_ALGORITHM)
+def test_validation_is_switched_off_by_one_override(algorithm: str) -> None:
+    assert lines(algorithm, "data.validation=null") == [
+        f"data.validation is null: there is no validation; without effect: {algorithm}.val_period,"
+        f" {algorithm}.val_at_start, {algorithm}.val_at_end, checkpointing.metric_name val:accuracy; the newest"
+        " checkpoints are kept"
+    ]
+    assert lines(algorithm, "data.validation=null", "checkpointing.enabled=false") == [
+        f"data.validation is null: there is no validation; without effect: {algorithm}.val_period,"
+        f" {algorithm}.val_at_start, {algorithm}.val_at_end"
+    ]
+
+
+def test_nothing_is_told_of_validation_that_nothing_asks_for() -> None:
+    off = ("sft.val_period=0", "sft.val_at_start=false", "sft.val_at_end=false", "checkpointing.metric_name=train:loss")
+    assert lines("sft", "data.validation=null", *off) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_steps", "is_told"),
+    [
+        (("checkpointing.save_period=20",), 200, True),
+        (("checkpointing.save_period=100",), 200, False),
+        (("checkpointing.save_period=75",), 74, False),  # none is saved before the end
+        (("checkpointing.save_period=75",), 75, False),  # the end is validated
+        (("checkpointing.save_period=75", "sft.val_at_end=false"), 75, True),
+        (("sft.val_period=0",), 200, True),
+        (("sft.val_period=0", "checkpointing.save_period=0"), 200, False),
+        (("checkpointing.save_period=20", "checkpointing.metric_name=train:loss"), 200, False),
+        (("checkpointing.save_period=20", "checkpointing.keep_top_k=null"), 200, False),
+        (("checkpointing.save_period=20", "checkpointing.enabled=false"), 200, False),
+    ],
+)
+def test_checkpoints_without_the_metric_are_told_at_the_start(
+    overrides: tuple[str, ...], num_steps: int, is_told: bool
+) -> None:
+    found = lines("sft", *overrides, num_steps=num_steps)
+    assert len(found) == is_told
+    assert all(line.startswith("checkpointing.save_period: ") and "val:accuracy" in line for line in found)
+
+
+def test_ipo_on_sums_is_told() -> None:
+    (line,) = lines("dpo", "dpo.preference_loss_type=ipo")
+    assert line.startswith("dpo.preference_average_log_probs: false compares sums of log-probabilities")
+    assert lines("dpo", "dpo.preference_loss_type=ipo", "dpo.preference_average_log_probs=true") == []
+
+
+@pytest.mark.parametrize("algorithm", OF_ALGORITHM)
+def test_a_learning_rate_is_one_override(algorithm: str) -> None:
+    config = load_any_config(OF_ALGORITHM[algorithm], ["policy.megatron_cfg.optimizer.lr=2.0e-8"], check_paths=False)
+    assert config.policy.megatron_cfg.optimizer.end_lr == 2.0e-9
