@@ -61,7 +61,8 @@ def compute_advantages(
     rounding errors blown up; so does every response where all rewards of the batch are equal.
 
     Args:
-        rewards: One number for each response, in at least two generations a group.
+        rewards: One number for each response, in at least two generations a group; for `reinforce_plus_plus`, at least
+            two in all.
         config: The estimator and its switches.
 
     Returns:
@@ -69,15 +70,15 @@ def compute_advantages(
         `reinforce_plus_plus`.
 
     Raises:
-        ValueError: There is one generation a group, which can be compared with nothing.
+        ValueError: A response can be compared with nothing.
     """
-    if rewards.shape[1] < 2:
-        raise ValueError(f"advantages compare at least two generations of a prompt, got {rewards.shape[1]}")
     # Float32 sums of a large batch would lose digits, and this is little work.
     exact = rewards.double()
     if config.name == "reinforce_plus_plus":
         # The whole batch is one group.
-        exact = exact.view(1, -1)
+        exact = exact.reshape(1, -1)
+    if exact.shape[1] < 2:
+        raise ValueError(f"advantages compare at least two generations of a prompt, got {exact.shape[1]}")
     advantages = exact - exact.mean(dim=1, keepdim=True)
     if config.use_leave_one_out_baseline:
         advantages = advantages * (exact.shape[1] / (exact.shape[1] - 1))

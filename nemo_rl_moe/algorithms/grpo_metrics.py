@@ -33,7 +33,8 @@ def group_metrics(groups: RolloutGroups) -> dict[str, float]:
     """
     metrics = rollout_metrics(groups.generated)
     metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
-    metrics["frac_zero_std_groups"] = frac_zero_std_groups(group_rewards(groups.generated, groups.num_generations))
+    if groups.num_generations > 1:  # a group of one has no spread to lack
+        metrics["frac_zero_std_groups"] = frac_zero_std_groups(group_rewards(groups.generated, groups.num_generations))
     if groups.num_rounds > 1 or groups.num_filled:
         metrics["dynamic_sampling/num_gen_batches"] = float(groups.num_rounds)
         metrics["dynamic_sampling/num_filled_groups"] = float(groups.num_filled)

@@ -62,6 +62,46 @@ def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
         yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective cispo"
 
 
+def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
+    """GSPO's ratios of sequences, beside a loss or an objective that is one of tokens."""
+    loss = config.loss_fn
+    if not loss.sequence_level_importance_ratios:
+        return
+    if loss.objective == "cispo":
+        yield (
+            "loss_fn.sequence_level_importance_ratios: got true, expected false with loss_fn.objective cispo, which"
+            " weighs each token by its own ratio"
+        )
+    if loss.token_level_loss:
+        yield (
+            "loss_fn.token_level_loss: got true, expected false with loss_fn.sequence_level_importance_ratios true: a"
+            " mean over tokens would count the one ratio of a sequence as often as it has tokens"
+        )
+
+
+def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Iterator[str]:
+    """Groups of one response, which only the estimator without groups takes."""
+    loop, name = config.grpo, config.grpo.adv_estimator.name
+    if loop.num_generations_per_prompt > 1:
+        return
+    if name != "reinforce_plus_plus":
+        yield (
+            f"grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name {name}, which"
+            " compares the responses to one prompt; reinforce_plus_plus takes 1"
+        )
+        return
+    if loop.num_prompts_per_step == 1:
+        yield (
+            "grpo.num_prompts_per_step: got 1, expected 2 or more with grpo.num_generations_per_prompt 1: a response"
+            " is compared with the others of its step"
+        )
+    if loop.use_dynamic_sampling:
+        yield (
+            "grpo.use_dynamic_sampling: got true, expected false with grpo.num_generations_per_prompt 1: the rewards"
+            " of a group of one are always all equal"
+        )
+
+
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     """Section of the named environment."""
     if config.env.name != "math" and getattr(config.env, config.env.name) is None:
@@ -159,6 +199,8 @@ GRPO_RULES = (
     overlong_buffer_fits_the_response,
     importance_bounds_are_in_order,
     dual_clip_has_a_surrogate,
+    sequence_ratios_have_a_sequence_loss,
+    responses_have_others_to_be_compared_with,
     environment_has_its_section,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,

@@ -14,13 +14,12 @@ from nemo_rl_moe.config.schema_base import (
     PositiveInt,
     StrictModel,
     Text,
-    UnitFloat,
 )
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.config.schema_run import LoggerConfig
 
-AtLeastTwo = Annotated[int, Field(ge=2)]
 AtLeastOne = Annotated[float, Field(ge=1)]
+WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
@@ -52,8 +51,8 @@ class GRPOConfig(StrictModel):
 
     num_prompts_per_step: PositiveInt
     """Prompts of one step."""
-    num_generations_per_prompt: AtLeastTwo
-    """Responses to each prompt: a group."""
+    num_generations_per_prompt: PositiveInt
+    """Responses to each prompt: a group. 2 or more, or with reinforce_plus_plus, which has no groups, 1."""
     max_num_epochs: PositiveInt
     """Passes over the prompts after which the run ends."""
     max_num_steps: PositiveInt | None
@@ -89,8 +88,8 @@ class GRPOConfig(StrictModel):
 class PolicyGradientLossConfig(StrictModel):
     """The loss that the policy is trained with."""
 
-    ratio_clip_min: UnitFloat
-    """The probability ratio is clipped from below at 1 minus this."""
+    ratio_clip_min: WholeOrLess
+    """The probability ratio is clipped from below at 1 minus this; 1: it is not."""
     ratio_clip_max: NonNegativeFloat
     """The probability ratio is clipped from above at 1 plus this."""
     ratio_clip_c: AtLeastOne | None
@@ -98,7 +97,7 @@ class PolicyGradientLossConfig(StrictModel):
     objective: Literal["clipped", "cispo"]
     """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability."""
     sequence_level_importance_ratios: bool
-    """One ratio for each sequence, the geometric mean of its tokens' (GSPO)."""
+    """One ratio for each sequence, the geometric mean of its tokens' (GSPO); with `token_level_loss: false`."""
     token_level_loss: bool
     """true: mean over all tokens of the global batch; false: mean over its sequences of each one's mean."""
     force_on_policy_ratio: Literal["auto", "always", "never"]
@@ -107,6 +106,8 @@ class PolicyGradientLossConfig(StrictModel):
     """Weight of the divergence from the model at the start of the run; 0: no reference model."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     """Estimator of the divergence."""
+    kl_output_clamp_value: PositiveFloat | None
+    """Largest size of the estimate at one token, in nats, beyond which it has no gradient; null: no limit."""
     importance_sampling_correction: Literal["none", "truncated", "icepop"]
     """Weigh tokens by training over generation probability: truncated: at most the upper bound; icepop: drop tokens
     outside of both bounds."""

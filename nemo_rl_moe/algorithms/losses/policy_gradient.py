@@ -155,6 +155,16 @@ def kl_estimate(
     return torch.expm1(log_ratio) - log_ratio
 
 
+def clamped_estimate(estimate: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
+    """An estimate of the divergence, no larger in size than `kl_output_clamp_value`, beyond which its gradient is 0.
+
+    `k3` grows as `exp(d)`: one token that the reference gives e^10 times the policy's probability counts 22,015 nats,
+    and would be the whole of the update.
+    """
+    largest = config.kl_output_clamp_value
+    return estimate if largest is None else estimate.clamp(-largest, largest)
+
+
 Metrics = dict[str, tuple[Tensor, Reduction]]
 
 
@@ -292,7 +302,8 @@ class PolicyGradientLoss:
         loss = _global_mean(weights * policy_surrogate(logprobs, ratio, bounds, advantages, config), inputs, config)
         metrics: dict[str, tuple[Tensor, Reduction]] = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
         if config.reference_policy_kl_penalty > 0:
-            divergence = kl_estimate(logprobs, _column(inputs, "reference_logprobs"), config.reference_policy_kl_type)
+            reference = _column(inputs, "reference_logprobs")
+            divergence = clamped_estimate(kl_estimate(logprobs, reference, config.reference_policy_kl_type), config)
             penalty = _global_mean(weights * divergence, inputs, config)
             loss = loss + config.reference_policy_kl_penalty * penalty
             metrics["kl_penalty"] = (penalty.detach(), Reduction.SHARE)

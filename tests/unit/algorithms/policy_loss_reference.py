@@ -23,6 +23,7 @@ PLAIN = {
     "force_on_policy_ratio": "auto",
     "reference_policy_kl_penalty": 0.0,
     "reference_policy_kl_type": "k3",
+    "kl_output_clamp_value": 10.0,
     "importance_sampling_correction": "none",
     "importance_sampling_ratio_min": 0.5,
     "importance_sampling_ratio_max": 2.0,

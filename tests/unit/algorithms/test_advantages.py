@@ -120,7 +120,20 @@ def test_a_nan_is_not_hidden() -> None:
 
 def test_one_generation_has_nothing_to_be_compared_with() -> None:
     with pytest.raises(ValueError, match="at least two generations"):
-        compute_advantages(rewards_of([1.0]), config_of())
+        compute_advantages(rewards_of([1.0], [0.0]), config_of())
+    with pytest.raises(ValueError, match="at least two generations"):
+        compute_advantages(rewards_of([1.0]), config_of("reinforce_plus_plus"))
+
+
+def test_reinforce_plus_plus_takes_one_generation_a_prompt() -> None:
+    rewards = [1.0, 0.0, 0.0, 1.0]
+    alone = compute_advantages(rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus"))
+    assert alone.tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
+    normalized = compute_advantages(
+        rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus", normalize=True)
+    )
+    # The sum of squares is 1, over 4 - 1.
+    assert normalized.flatten().tolist() == pytest.approx([sign * 0.5 / (3**-0.5 + 1e-6) for sign in (1, -1, -1, 1)])
 
 
 @settings(deadline=None)

@@ -46,6 +46,13 @@ def test_of_a_plain_step_nothing_is_said_of_dynamic_sampling() -> None:
     assert filled["dynamic_sampling/num_filled_groups"] == 1.0
 
 
+def test_a_group_of_one_has_no_spread_to_lack() -> None:
+    rollouts = [*DULL, *GOOD]
+    metrics = group_metrics(RolloutGroups(rollouts, rollouts, num_generations=1, num_rounds=1, num_filled=0))
+    assert "frac_zero_std_groups" not in metrics
+    assert metrics["reward_std"] == 0.5
+
+
 def test_advantages_count_each_response_once_however_long_it_is() -> None:
     advantages = torch.tensor([[0.75, -0.25], [2.0, -1.5]], dtype=torch.float64)
     batch = training_batch([*DULL, *GOOD], advantages, PAD_TOKEN, leave_out_truncated=True)

@@ -165,6 +165,44 @@ def test_penalty_on_the_divergence_from_the_reference(kind: str, kl: float, grad
 
 
 @pytest.mark.parametrize(
+    ("kind", "d", "clamp", "kl", "gradient"),
+    # d = log reference - log policy; the derivatives to log policy are 1, -d and 1 - e^d.
+    [
+        ("k3", 10.0, None, math.expm1(10) - 10, 1 - math.exp(10)),  # 22,015 nats
+        ("k3", 10.0, 10.0, 10.0, 0.0),
+        ("k3", 2.0, 10.0, math.exp(2) - 3, 1 - math.exp(2)),  # 4.4
+        ("k3", 3.0, 10.0, 10.0, 0.0),  # 16.1
+        ("k3", 3.0, 20.0, math.exp(3) - 4, 1 - math.exp(3)),
+        ("k3", -11.5, 10.0, 10.0, 0.0),  # 10.5
+        ("k3", -10.5, 10.0, math.exp(-10.5) + 9.5, 1 - math.exp(-10.5)),
+        ("k2", 4.0, 10.0, 8.0, -4.0),
+        ("k2", 5.0, 10.0, 10.0, 0.0),
+        ("k1", 12.0, 10.0, -10.0, 0.0),
+        ("k1", -12.0, 10.0, 10.0, 0.0),
+        ("k1", -9.0, 10.0, 9.0, 1.0),
+    ],
+)
+def test_one_token_far_from_the_reference_counts_no_more_than_the_clamp(
+    kind: str, d: float, clamp: float | None, kl: float, gradient: float
+) -> None:
+    inputs = one_token_each([1.0], [0.0])
+    inputs.columns["reference_logprobs"] = per_token(torch.full((1, 1), math.log(0.5) + d, dtype=torch.float64))
+    outputs, found = run(
+        inputs, reference_policy_kl_penalty=0.1, reference_policy_kl_type=kind, kl_output_clamp_value=clamp
+    )
+    assert values_of(outputs)["kl_penalty"] == pytest.approx(kl, rel=1e-12)
+    assert outputs.loss.item() == pytest.approx(0.1 * kl, rel=1e-12)
+    assert found.item() == pytest.approx(0.1 * gradient, rel=1e-12)
+
+
+def test_without_a_lower_clip_every_ratio_goes_down_to_0() -> None:
+    for objective, loss in (("clipped", 2e-6), ("cispo", -math.log(1e-6 / 8) * 1e-6 * -2.0)):
+        outputs, gradient = run(one_token_each([1e-6], [-2.0], prev=0.125), objective=objective, ratio_clip_min=1.0)
+        assert outputs.loss.item() == pytest.approx(loss, rel=1e-9)
+        assert gradient.item() == pytest.approx(2e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize(
     ("correction", "generation", "weight", "out"),
     # Training gives 0.5 before the step; the bounds are 0.5 and 2.
     [

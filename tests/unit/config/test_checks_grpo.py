@@ -15,6 +15,9 @@ EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
 DRAWN = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))
 LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 
+ESTIMATOR = "grpo.adv_estimator.name"
+GSPO = "loss_fn.sequence_level_importance_ratios"
+ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
 BROKEN = [
     (
         ("grpo.num_prompts_per_step=15",),
@@ -55,6 +58,48 @@ BROKEN = [
         ("loss_fn.objective=cispo", "loss_fn.ratio_clip_c=3.0"),
         "dual_clip_has_a_surrogate",
         "loss_fn.ratio_clip_c: got 3.0, expected null with loss_fn.objective cispo",
+    ),
+    (
+        (f"{GSPO}=true",),
+        "sequence_ratios_have_a_sequence_loss",
+        f"loss_fn.token_level_loss: got true, expected false with {GSPO} true: a mean over tokens would count the one"
+        " ratio of a sequence as often as it has tokens",
+    ),
+    (
+        (f"{GSPO}=true", "loss_fn.token_level_loss=false", "loss_fn.objective=cispo"),
+        "sequence_ratios_have_a_sequence_loss",
+        f"{GSPO}: got true, expected false with loss_fn.objective cispo, which weighs each token by its own ratio",
+    ),
+    (
+        ONE_RESPONSE,
+        "responses_have_others_to_be_compared_with",
+        "grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name grpo, which compares"
+        " the responses to one prompt; reinforce_plus_plus takes 1",
+    ),
+    (
+        (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus_baseline"),
+        "responses_have_others_to_be_compared_with",
+        "grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name"
+        " reinforce_plus_plus_baseline, which compares the responses to one prompt; reinforce_plus_plus takes 1",
+    ),
+    (
+        (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus", "grpo.use_dynamic_sampling=true"),
+        "responses_have_others_to_be_compared_with",
+        "grpo.use_dynamic_sampling: got true, expected false with grpo.num_generations_per_prompt 1: the rewards of a"
+        " group of one are always all equal",
+    ),
+    (
+        (
+            "grpo.num_prompts_per_step=1",
+            "grpo.num_generations_per_prompt=1",
+            "policy.train_global_batch_size=1",
+            "policy.train_micro_batch_size=1",
+            "cluster.cpu_workers_per_node=1",
+            f"{ESTIMATOR}=reinforce_plus_plus",
+        ),
+        "responses_have_others_to_be_compared_with",
+        "grpo.num_prompts_per_step: got 1, expected 2 or more with grpo.num_generations_per_prompt 1: a response is"
+        " compared with the others of its step",
     ),
     (
         ("env.reasoning_gym=null",),
@@ -149,15 +194,13 @@ def test_every_rule_has_a_broken_example() -> None:
         ("grpo.reward_shaping={enabled: false, overlong_buffer_length: 99, overlong_buffer_penalty: 1.0}",),
         ("loss_fn.importance_sampling_correction=truncated", "loss_fn.importance_sampling_ratio_min=9.0"),
         NO_TASK,
+        ("loss_fn.ratio_clip_min=1.0", "loss_fn.objective=cispo", "loss_fn.ratio_clip_max=4.0"),
+        (f"{GSPO}=true", "loss_fn.token_level_loss=false"),
+        (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus"),
+        ("loss_fn.kl_output_clamp_value=null",),
         ("env.name=callable", "+env.callable.function=package.module:function"),
         ("data.train.path=null", "data.train.num_items=100"),
-        (
-            "data.validation=null",
-            "checkpointing.metric_name=null",
-            "grpo.val_period=0",
-            "grpo.val_at_start=false",
-            "grpo.val_at_end=false",
-        ),
+        ("data.validation=null",),
         DRAWN,
         ("data.train.path=null", "data.train.num_items=9", "data.train.seed=1"),
         ("grpo.val_temperature=0.0", "grpo.val_num_generations=1"),

@@ -41,8 +41,8 @@ Problems = Callable[..., list[str]]
             "env.reasoning_gym.tsak: unknown key; did you mean env.reasoning_gym.task?",
         ),
         (
-            "grpo.num_generations_per_prompt=1",
-            "grpo.num_generations_per_prompt: got 1 (int), expected a whole number from 2 up",
+            "grpo.num_generations_per_prompt=0",
+            "grpo.num_generations_per_prompt: got 0 (int), expected a whole number above 0",
         ),
         (
             "grpo.adv_estimator.name=rloo",
@@ -54,8 +54,12 @@ Problems = Callable[..., list[str]]
             "loss_fn.objective: got 'cipso' (str), expected clipped or cispo; did you mean cispo?",
         ),
         (
-            "loss_fn.ratio_clip_min=1.0",
-            "loss_fn.ratio_clip_min: got 1.0 (float), expected a number from 0 up and below 1",
+            "loss_fn.ratio_clip_min=1.1",
+            "loss_fn.ratio_clip_min: got 1.1 (float), expected a number from 0 up and up to 1",
+        ),
+        (
+            "loss_fn.kl_output_clamp_value=0.0",
+            "loss_fn.kl_output_clamp_value: got 0.0 (float), expected a number above 0 or null",
         ),
         (
             "loss_fn.ratio_clip_c=0.5",
