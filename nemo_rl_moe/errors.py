@@ -60,6 +60,10 @@ class WorkerDiedError(RuntimeError):
     exit_code = EXIT_RUN_FAILED
 
 
+class EnvironmentFailedError(WorkerDiedError):
+    """The environment's workers could score no response; carries the error text of the first. Exit code 1."""
+
+
 class WeightSyncError(RuntimeError):
     """Weights did not arrive whole at a generation engine. Exit code 1."""
 

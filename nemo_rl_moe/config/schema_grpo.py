@@ -81,6 +81,9 @@ class GRPOConfig(StrictModel):
     Greedy validation takes 1."""
     val_temperature: NonNegativeFloat
     """Temperature of validation; 0: greedy."""
+    max_consecutive_failed_steps: PositiveInt | None
+    """Steps in a row, validations included, of which the environment fails to score every response, after which the run
+    stops with the environment's error; null: it never does."""
     seed: NonNegativeInt
     """Seed of the order of the prompts, of sampling and of dropout."""
 

@@ -99,7 +99,8 @@ class ExpertLoadPicturesConfig(StrictModel):
 
 
 class AlertsConfig(StrictModel):
-    """From where on the routing counts as sick; the user is told of each episode once. Of each limit, null: never."""
+    """From where on the routing counts as sick, or the steps as idle; the user is told of each episode once. Of each
+    limit, null: never."""
 
     enabled: bool
     """Warn on the console, and by an alert of Weights & Biases where that is enabled."""
@@ -111,6 +112,8 @@ class AlertsConfig(StrictModel):
     """Work of the busiest expert-parallel rank over that of the mean one, `avg_overload_factor`."""
     sustained_steps: PositiveInt
     """Steps in a row that `excess_cv` or `overload_factor` must be exceeded."""
+    idle_steps: PositiveInt | None
+    """Steps in a row of GRPO without any advantage, or with every response cut at the length limit."""
 
 
 class LoggerConfig(StrictModel):
@@ -129,7 +132,7 @@ class LoggerConfig(StrictModel):
     expert_load_pictures: ExpertLoadPicturesConfig
     """Pictures of the expert load."""
     alerts: AlertsConfig
-    """Warnings about sick routing."""
+    """Warnings about sick routing and idle steps."""
     wandb: WandbConfig
     """Read when `wandb_enabled`."""
     mlflow: MlflowConfig

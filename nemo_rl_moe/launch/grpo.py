@@ -28,6 +28,7 @@ from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
+from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
@@ -126,6 +127,11 @@ def start_rollouts(
         tokenizer.decode,
         partial(tokenizer.encode, add_special_tokens=False),
         config.policy.max_total_sequence_length,
+        FaultWatch(
+            config.grpo.max_consecutive_failed_steps,
+            score_truncated=config.env.score_truncated,
+            warn=run.console.warn,
+        ).observe,
     )
 
 

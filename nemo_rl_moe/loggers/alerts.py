@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts about sick routing while the run goes on: one for each episode."""
+"""Alerts about sick routing and idle steps while the run goes on: one for each episode."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -45,10 +45,14 @@ class AlertWatch:
 
     def __init__(self, settings: AlertsConfig, topk: int | None):
         thresholds = Thresholds(
-            settings.dead_expert_steps, settings.excess_cv, settings.overload_factor, settings.sustained_steps
+            settings.dead_expert_steps,
+            settings.excess_cv,
+            settings.overload_factor,
+            settings.sustained_steps,
+            settings.idle_steps,
         )
         self._tracker = FindingTracker(thresholds, topk)
-        longest_streak = max(settings.dead_expert_steps or 0, settings.sustained_steps)
+        longest_streak = max(settings.dead_expert_steps or 0, settings.sustained_steps, settings.idle_steps or 0)
         # An episode that the next step continues may have ended this long ago, and taken this long to be found.
         self._num_steps_to_replay = QUIET_STEPS + longest_streak
 

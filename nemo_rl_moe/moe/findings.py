@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing, in words: detected step by step, for alerts, the report and the terminal view alike.
+"""Findings of sick routing and idle steps, in words: step by step, for alerts, the report and the terminal view alike.
 
 A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
 at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
+from nemo_rl_moe.moe.learning_signal import IdleKind, LearningSignal
 from nemo_rl_moe.moe.load_arrays import (
     coefficient_of_variation,
     dead,
@@ -23,7 +24,7 @@ from nemo_rl_moe.moe.load_arrays import (
     null_variance,
 )
 
-FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing"]
+FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing"] | IdleKind
 CHANCE = 1e-9
 """Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
 QUIET_STEPS = 100
@@ -41,12 +42,14 @@ class Thresholds:
         overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. Chance
             is no excuse here: the other ranks wait all the same.
         sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
+        idle_steps: Steps in a row of reinforcement learning that teach nothing.
     """
 
     dead_expert_steps: int | None
     excess_cv: float | None
     overload_factor: float | None
     sustained_steps: int
+    idle_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ class FindingTracker:
         self._thresholds, self._topk = thresholds, topk
         self._overloaded, self._imbalanced = _Streaks(1), _Streaks(0)
         self._idle = _IdleExperts((0, 0))
+        self._signal = LearningSignal(thresholds.idle_steps)
         self._latest: dict[tuple[str, int | None], Finding] = {}
         self._earlier: list[Finding] = []
 
@@ -143,6 +147,8 @@ class FindingTracker:
     ) -> Iterator[Finding]:
         yield from self._overload(step, metrics)
         yield from self._skipped_updates(step, metrics)
+        for kind, since, text in self._signal.observe(step, metrics):
+            yield Finding(kind, None, since, step, False, text)
         if counts is not None:
             if self._idle.shape != counts.shape:
                 self._idle = _IdleExperts(counts.shape)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
+from nemo_rl_moe.moe import learning_signal
 from nemo_rl_moe.moe.findings import Finding, FindingTracker, Thresholds
 from nemo_rl_moe.run_folder.run_data import RunData
 
 _BASE_CONFIGURATION = "sft.yaml"
-_METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates")
+_METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates", *learning_signal.METRICS)
 _FORCED_ROUTING = "moe_router_force_"
 
 

@@ -65,6 +65,7 @@ class RolloutWorker:
         decode: From token ids to text.
         encode: From text to token ids.
         max_tokens: Most tokens of a trajectory.
+        watch: Sees the trajectories of each call, and may end the run by an error.
     """
 
     engine: GenerationEngine
@@ -73,6 +74,7 @@ class RolloutWorker:
     decode: Decode
     encode: Encode
     max_tokens: int
+    watch: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None
 
     def run(
         self,
@@ -90,13 +92,18 @@ class RolloutWorker:
             sampling: How tokens are drawn.
             seed_key: Whole numbers that name this call; the same ones give the same trajectories.
             clock: Gets the phases `generation` and `rewards`.
+
+        Raises:
+            EnvironmentFailedError: The watch ends the run.
         """
         seeds = np.random.SeedSequence(list(seed_key)).generate_state(len(prompts) * num_generations, np.uint64)
         self.engine.wake()
         try:
-            return _run_to_the_end(self._run(prompts, num_generations, sampling, seeds.tolist(), clock))
+            trajectories = _run_to_the_end(self._run(prompts, num_generations, sampling, seeds.tolist(), clock))
         finally:
             self.engine.sleep()
+        self.watch(trajectories)
+        return trajectories
 
     async def _run(
         self,

@@ -35,6 +35,7 @@ def settings_for(
                 "excess_cv": 1.0,
                 "overload_factor": 1.5,
                 "sustained_steps": 3,
+                "idle_steps": 3,
             },
             "wandb": {"project": "p", "name": "n"},
             "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": tracking_uri},

@@ -14,7 +14,7 @@ ALERTS = {"enabled": False, "dead_expert_steps": None, "excess_cv": 0.25, "overl
 
 
 def test_thresholds_are_those_of_the_run() -> None:
-    assert thresholds_of({"logger": {"alerts": ALERTS}}) == Thresholds(None, 0.25, 3, 4)
+    assert thresholds_of({"logger": {"alerts": ALERTS}}) == Thresholds(None, 0.25, 3, 4, 5)
 
 
 def test_thresholds_that_a_run_lacks_are_the_shipped_ones() -> None:
@@ -33,6 +33,15 @@ def test_findings_of_the_whole_history(tmp_path: Path) -> None:
         ("dead_experts", 4, 3, 8),
         ("overload", None, 4, 5),
     ]
+
+
+def test_steps_that_teach_nothing_are_found_too(tmp_path: Path) -> None:
+    idle = {"train/advantages/min": 0.0, "train/advantages/max": 0.0, "train/reward": 1.0, "train/truncation_rate": 1.0}
+    findings = findings_of(read_run(make_run(tmp_path / "run", dict.fromkeys(range(1, 9), idle))))
+    assert {(found.kind, found.first_step, found.last_step) for found in findings} == {
+        ("no_advantages", 1, 8),
+        ("all_truncated", 1, 8),
+    }
 
 
 def test_random_routing_has_none_by_the_shipped_thresholds(tmp_path: Path) -> None:

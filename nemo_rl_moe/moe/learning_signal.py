@@ -1,0 +1,54 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of reinforcement learning that teach nothing: without any advantage, or with every response cut."""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+IdleKind = Literal["no_advantages", "all_truncated"]
+METRICS = ("train/advantages/min", "train/advantages/max", "train/reward", "train/truncation_rate")
+"""Keys that `LearningSignal` reads."""
+
+
+class LearningSignal:
+    """Streaks of steps that teach nothing, fed step by step.
+
+    Args:
+        num_steps: Steps in a row from which on a streak is told; None: none is.
+    """
+
+    def __init__(self, num_steps: int | None):
+        self._num_steps = num_steps
+        self._since: dict[IdleKind, tuple[int, int]] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Iterator[tuple[IdleKind, int, str]]:
+        """The streaks that are long enough with the next step.
+
+        Args:
+            step: The step; steps ascend.
+            metrics: Complete key to value. A step that lacks a condition's keys ends its streak.
+
+        Yields:
+            The condition, the first step of its streak, and the description.
+        """
+        if self._num_steps is None:
+            return
+        reward = metrics.get("train/reward")
+        mean = "" if reward is None else f" (mean {reward:.4g})"
+        texts: dict[IdleKind, str] = {
+            "no_advantages": f"every advantage has been 0 since step {{}}: rewards that are compared are equal{mean},"
+            " and teach nothing",
+            "all_truncated": "every response has been cut at the length limit since step {}",
+        }
+        is_so: dict[IdleKind, bool] = {
+            "no_advantages": metrics.get("train/advantages/min") == metrics.get("train/advantages/max") == 0,
+            "all_truncated": metrics.get("train/truncation_rate") == 1,
+        }
+        for kind, text in texts.items():
+            if not is_so[kind]:
+                self._since.pop(kind, None)
+                continue
+            first, length = self._since.get(kind, (step, 0))
+            self._since[kind] = first, length + 1
+            if length + 1 >= self._num_steps:
+                yield kind, first, text.format(first)

@@ -1,0 +1,72 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Failures of the environment in a run: the first of each kind told at once, and the end of a run without any score."""
+
+from collections.abc import Callable, Sequence
+
+from nemo_rl_moe.environments.interface import METRIC_NAMES, Fault
+from nemo_rl_moe.errors import EnvironmentFailedError
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+KEY = "grpo.max_consecutive_failed_steps"
+
+
+class FaultWatch:
+    """Watch over the trajectories of one generation after the other, training's and validation's.
+
+    Where all responses of a generation that were to be scored failed, nothing can be learned from it. Responses that
+    were cut are not scored without `score_truncated`: they neither fail nor show that the environment works.
+
+    Args:
+        max_failed: Generations in a row that fail in this way, at the last of which the run ends; None: it never does.
+        score_truncated: Responses that were cut are scored too.
+        warn: Receives a line at the first failure of each kind.
+    """
+
+    def __init__(self, max_failed: int | None, *, score_truncated: bool, warn: Callable[[str], None]):
+        self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
+        self._told: set[Fault] = set()
+        self._failed_in_a_row = 0
+
+    def observe(self, trajectories: Sequence[Trajectory]) -> None:
+        """Looks at the trajectories of the next generation.
+
+        Raises:
+            EnvironmentFailedError: It is one too many of which no response could be scored.
+        """
+        failed = [trajectory for trajectory in trajectories if trajectory.fault is not None]
+        for trajectory in failed:
+            self._tell_first_of_its_kind(trajectory)
+        if any(self._is_scored(trajectory) for trajectory in trajectories):
+            self._failed_in_a_row = 0
+        elif failed:  # otherwise all were cut
+            self._failed_in_a_row += 1
+            self._end_if_one_too_many(failed, len(trajectories))
+
+    def _tell_first_of_its_kind(self, trajectory: Trajectory) -> None:
+        fault = trajectory.fault
+        if fault is None or fault in self._told:
+            return
+        self._told.add(fault)
+        self._warn(
+            f"the environment failed to score a response, which gets reward 0: {_described(trajectory)}; further ones"
+            f" are counted as {METRIC_NAMES[fault]}"
+        )
+
+    def _end_if_one_too_many(self, failed: Sequence[Trajectory], num_responses: int) -> None:
+        if self._max_failed is None or self._failed_in_a_row < self._max_failed:
+            return
+        times = f", {self._failed_in_a_row} times in a row" if self._failed_in_a_row > 1 else ""
+        raise EnvironmentFailedError(
+            f"the environment scored no response of a step or validation{times}: {len(failed)} of {num_responses}"
+            f" failed, the first with {_described(failed[0])} ({KEY}: {self._max_failed})"
+        )
+
+    def _is_scored(self, trajectory: Trajectory) -> bool:
+        """True where the environment gave a score: a response that was cut may have got its 0 without it."""
+        may_be_unscored = trajectory.is_truncated and not self._score_truncated and trajectory.reward == 0
+        return trajectory.fault is None and not may_be_unscored
+
+
+def _described(trajectory: Trajectory) -> str:
+    return f"{trajectory.fault_message} (sample {trajectory.sample_id})"

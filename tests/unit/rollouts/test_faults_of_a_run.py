@@ -1,0 +1,91 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""An environment that fails: told at once, and the end of a run where nothing at all is scored."""
+
+from dataclasses import replace
+
+import pytest
+
+from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, EnvironmentFailedError
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.faults import FaultWatch
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, make_worker, prompts, trajectory
+
+
+def failed(fault: Fault = Fault.ERROR, message: str = "ValueError: a nine", sample_id: str = "line 1") -> Trajectory:
+    return replace(trajectory(sample_id=sample_id, fault=fault), fault_message=message)
+
+
+SCORED, CUT = trajectory(), trajectory(is_truncated=True)
+
+
+def watch(max_failed: int | None = 1, *, score_truncated: bool = False) -> tuple[FaultWatch, list[str]]:
+    warnings: list[str] = []
+    return FaultWatch(max_failed, score_truncated=score_truncated, warn=warnings.append), warnings
+
+
+def test_the_first_failure_of_each_kind_is_told_at_once() -> None:
+    watched, warnings = watch()
+    watched.observe([SCORED, SCORED])
+    assert warnings == []
+    watched.observe([SCORED, failed(), failed(message="KeyError: 3"), failed(Fault.TIMEOUT, "took longer than 1 s")])
+    watched.observe([SCORED, failed(message="IndexError: 4")])
+    assert warnings == [
+        "the environment failed to score a response, which gets reward 0: ValueError: a nine (sample line 1); further"
+        " ones are counted as env/num_errors",
+        "the environment failed to score a response, which gets reward 0: took longer than 1 s (sample line 1);"
+        " further ones are counted as env/num_timeouts",
+    ]
+
+
+def test_a_step_without_any_score_ends_the_run() -> None:
+    watched, warnings = watch()
+    with pytest.raises(EnvironmentFailedError) as error:
+        watched.observe([failed(), failed(sample_id="line 2"), CUT])
+    assert str(error.value) == (
+        "the environment scored no response of a step or validation: 2 of 3 failed, the first with ValueError: a nine"
+        " (sample line 1) (grpo.max_consecutive_failed_steps: 1)"
+    )
+    assert error.value.exit_code == EXIT_RUN_FAILED
+    assert len(warnings) == 1
+
+
+def test_as_many_steps_in_a_row_as_the_key_says() -> None:
+    watched, _ = watch(3)
+    for step in ([failed()], [failed()], [failed(), SCORED], [failed()], [CUT, CUT], [failed(), CUT]):
+        watched.observe(step)
+    with pytest.raises(EnvironmentFailedError, match="3 times in a row"):
+        watched.observe([failed()])
+
+
+def test_null_never_ends_a_run() -> None:
+    watched, warnings = watch(None)
+    for _ in range(50):
+        watched.observe([failed()])
+    assert len(warnings) == 1
+
+
+def test_what_was_cut_shows_only_where_it_is_scored_that_the_environment_works() -> None:
+    watch(score_truncated=True)[0].observe([failed(), CUT])
+    watch()[0].observe([failed(), replace(CUT, reward=0.5)])
+    watch()[0].observe([CUT, CUT])
+    with pytest.raises(EnvironmentFailedError):
+        watch()[0].observe([failed(), CUT])
+
+
+class Raises:
+    """Scores nothing."""
+
+    def score(self, items: list[ScoringItem]) -> list[Score]:
+        return [Score(0.0, is_correct=False, fault=Fault.ERROR, message="ValueError: no") for _ in items]
+
+
+def test_a_worker_shows_its_trajectories_to_the_watch() -> None:
+    watched, warnings = watch(2)
+    worker = replace(make_worker(FakeEngine(), Raises()), watch=watched.observe)
+    assert len(worker.run(prompts(2), 2, SAMPLING, (1,), PhaseClock())) == 4
+    assert len(warnings) == 1
+    with pytest.raises(EnvironmentFailedError, match="4 of 4 failed"):
+        worker.run(prompts(2), 2, SAMPLING, (2,), PhaseClock())
