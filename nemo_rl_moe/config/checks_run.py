@@ -54,6 +54,13 @@ def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
         )
 
 
+def checkpoint_dir_is_a_folder_of_its_own(config: MasterConfig) -> Iterator[str]:
+    """Checkpoint folder that is the root of all files."""
+    name = config.checkpointing.checkpoint_dir
+    if name is not None and (folder := Path(name).resolve()).parent == folder:
+        yield f"{_SECTION}.checkpoint_dir: got {name}, expected a folder for this run's checkpoints alone"
+
+
 def time_limit_is_a_duration(config: MasterConfig) -> Iterator[str]:
     """Time limit of a run: a duration above 0."""
     text = config.checkpointing.checkpoint_must_save_by
@@ -105,6 +112,7 @@ def _nearest_duration(text: str) -> str | None:
 CHECKPOINTING_RULES = (
     metric_has_a_source,
     metric_is_measured,
+    checkpoint_dir_is_a_folder_of_its_own,
     time_limit_is_a_duration,
     checkpoints_are_on_where_they_are_needed,
 )

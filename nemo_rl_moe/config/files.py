@@ -2,16 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML files and what they inherit through `defaults:`, as one plain mapping."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.config.path_names import unusable_path
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.config.yaml_text import traps
 from nemo_rl_moe.errors import ConfigurationError
 
 DEFAULTS_KEY = "defaults"
@@ -38,6 +41,8 @@ def find_config(path: str | Path) -> Path:
     Raises:
         ConfigurationError: There is no such file.
     """
+    if problem := unusable_path(str(path)):
+        raise ConfigurationError(f"{shortened(str(path))!r}: no such file: the name {problem}")
     candidates = [Path(path), exemplars_folder() / path]
     for candidate in candidates:
         if candidate.is_file():
@@ -111,6 +116,8 @@ def yaml_problem(error: Exception) -> str:
 
 
 def _find_parent(name: str, including: Path) -> Path:
+    if problem := unusable_path(name):
+        raise ConfigurationError(f"{including}: {DEFAULTS_KEY}: {shortened(name)!r}: no such file: the name {problem}")
     for candidate in (including.parent / name, exemplars_folder() / name):
         # A file never means itself: the user's own `sft.yaml` may inherit from the shipped `sft.yaml`.
         if candidate.is_file() and candidate.resolve() != including.resolve():
@@ -131,16 +138,41 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigurationError(f"{path}: cannot be read: {reason}") from error
+    if found := traps(text):
+        raise ConfigurationError([f"{path}, line {line}: {problem}" for line, problem in found])
     try:
         content = with_text_keys(OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigurationError(f"{path}{where}: not valid YAML: {yaml_problem(error)}") from error
+        hint = _flow_hint(text.splitlines()[mark.line : mark.line + 1]) if mark else ""
+        raise ConfigurationError(f"{path}{where}: not valid YAML: {yaml_problem(error)}{hint}") from error
     except OSError as error:  # how OmegaConf says that the file holds a single number
         raise ConfigurationError(f"{path}: {_NO_SECTIONS}") from error
-    except (YAMLError, OmegaConfBaseException) as error:
+    except OmegaConfBaseException as error:
+        places = _malformed_interpolations(with_text_keys(yaml.safe_load(text)))
+        raise ConfigurationError(
+            [f"{path}: {line}" for line in places] or f"{path}: not valid: {yaml_problem(error)}"
+        ) from error
+    except YAMLError as error:
         raise ConfigurationError(f"{path}: not valid: {yaml_problem(error)}") from error
     if not isinstance(content, dict) or (len(content) == 1 and text.strip() in content):
         raise ConfigurationError(f"{path}: {_NO_SECTIONS}")
     return content
+
+
+def _flow_hint(line: Sequence[str]) -> str:
+    """Hint for a line with an interpolation that braces or brackets around it tear apart."""
+    return '; inside of {...} and [...], put "${...}" in quotes' if line and "${" in line[0] else ""
+
+
+def _malformed_interpolations(value: Any, place: str = "") -> Iterator[str]:
+    """A line for each text whose `${...}` OmegaConf cannot read."""
+    if isinstance(value, str) and "${" in value:
+        try:
+            OmegaConf.create({"value": value})
+        except OmegaConfBaseException as error:
+            yield f"{shortened(place)}: {shortened(value)!r} is not valid: {yaml_problem(error)}"
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, entry in entries:
+        yield from _malformed_interpolations(entry, f"{place}.{key}" if place else str(key))

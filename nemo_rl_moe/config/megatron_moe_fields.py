@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveInt, StrictModel
+from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveInt, StrictModel, UnitFloat
 
 LoadBalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
@@ -60,7 +60,7 @@ class MoeTransformerFields(StrictModel):
     """Weight of the load balancing loss; a list goes with a list of balancing types."""
     moe_z_loss_coeff: NonNegativeFloat | None = _unset()
     """Weight of the loss on large router logits; null: none."""
-    moe_input_jitter_eps: float | None = _unset()
+    moe_input_jitter_eps: UnitFloat | None = _unset()
     """Relative noise on the router's input; null: none."""
     moe_router_pre_softmax: bool = _unset()
     """Take the softmax over all experts before the top ones are chosen."""

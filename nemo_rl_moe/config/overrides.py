@@ -3,6 +3,7 @@
 """Command-line overrides and `${...}` interpolations of a configuration."""
 
 import copy
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl_moe.config.files import parse_value, yaml_problem
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
+from nemo_rl_moe.config.yaml_text import traps
 
 _FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
 _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
@@ -46,11 +48,16 @@ def parse_override(text: str) -> Override:
         return Override(tuple(removal["key"].split(".")), remove=True)
     form = _FORM.fullmatch(text)
     if form is None or not all(form["key"].split(".")):
-        raise ValueError(f"override {text!r}: expected section.key=value, +section.key=value or ~section.key")
+        raise ValueError(
+            f"override {shortened(text)!r}: expected section.key=value, +section.key=value or ~section.key"
+        )
+    key, written = shortened(form["key"]), form["value"]
+    for _, problem in traps(written):
+        raise ValueError(f"{key}: {problem}")
     try:
-        value = parse_value(form["value"])
+        value = parse_value(written)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{form['key']}: {form['value']!r} is not valid YAML: {yaml_problem(error)}") from error
+        raise ValueError(f"{key}: {shortened(written)!r} is not valid YAML: {yaml_problem(error)}") from error
     return Override(tuple(form["key"].split(".")), value, add=bool(form["add"]))
 
 
@@ -78,12 +85,14 @@ def apply_overrides(
         name = ".".join(override.key)
         if override.remove:
             if not _remove(changed, override.key):
-                problems.append(f"~{name}: no such key{did_you_mean(nearest_key(name, present_keys(changed)))}")
+                problems.append(
+                    f"~{shortened(name)}: no such key{did_you_mean(nearest_key(name, present_keys(changed)))}"
+                )
         elif override.add or name in known or name in present_keys(changed):
             _set(changed, override.key, override.value)
         else:
             suggestion = nearest_key(name, [*known, *present_keys(changed)])
-            problems.append(f"{name}: unknown key{did_you_mean(suggestion)}")
+            problems.append(f"{shortened(name)}: unknown key{did_you_mean(suggestion)}")
     return changed, problems
 
 
@@ -117,6 +126,8 @@ def _remove(config: dict[str, Any], key: Sequence[str]) -> bool:
 
 
 MISSING = "???"
+MOST_LOOKUPS = 1_000
+"""Most keys that one value may stand for in all: each that names another one twice doubles the work."""
 _NAMES_A_KEY = re.compile(r"(?<!\\)\$\{\s*(?P<key>\.*[A-Za-z_]\w*(?:\.\w+)*)\s*\}")
 
 Place = tuple[str | int, ...]
@@ -140,7 +151,21 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         rest = _NAMES_A_KEY.sub("", text)
         if "${" in rest:
             problems[path] = (
-                f"{dotted(path)}: {text!r} is not allowed: ${{...}} takes the name of another key and nothing else"
+                f"{dotted(path)}: {shortened(text)!r} is not allowed: ${{...}} takes the name of another key and"
+                " nothing else"
+            )
+    counts: dict[Place, float] = {}
+    for path, text in texts:
+        if path in problems:
+            continue
+        try:
+            num_lookups = _num_lookups(allowed, path, counts)
+        except RecursionError:  # a chain of very many
+            num_lookups = math.inf
+        if num_lookups > MOST_LOOKUPS:
+            how = "in a circle or in all" if num_lookups == math.inf else "in all"
+            problems[path] = (
+                f"{dotted(path)}: {shortened(text)!r} names keys that name others, {how} more than {MOST_LOOKUPS:,}"
             )
     nodes = OmegaConf.create(_with_blanks(allowed, set(problems)))
     for path, text in texts:
@@ -149,9 +174,9 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         try:
             OmegaConf.select(nodes, _omegaconf_key(path), throw_on_missing=True)
         except InterpolationKeyError:
-            problems[path] = f"{dotted(path)}: {text!r} names no key{did_you_mean(_suggestion(text, names))}"
+            problems[path] = f"{dotted(path)}: {shortened(text)!r} names no key{did_you_mean(_suggestion(text, names))}"
         except (OmegaConfBaseException, RecursionError) as error:
-            problems[path] = f"{dotted(path)}: {text!r}: {str(error).splitlines()[0]}"
+            problems[path] = f"{dotted(path)}: {shortened(text)!r}: {str(error).splitlines()[0]}"
     safe = OmegaConf.create(_with_blanks(allowed, set(problems)))
     try:
         resolved = OmegaConf.to_container(safe, resolve=True)
@@ -164,7 +189,7 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
 
 def dotted(path: Sequence[str | int]) -> str:
     """A place in the configuration as the user writes it."""
-    return ".".join(str(part) for part in path)
+    return shortened(".".join(str(part) for part in path))
 
 
 def _omegaconf_key(path: Place) -> str:
@@ -177,6 +202,44 @@ def _suggestion(text: str, names: Sequence[str]) -> str | None:
         if not match["key"].startswith(".") and match["key"] not in names:
             return nearest_key(match["key"], names)
     return None
+
+
+def _num_lookups(config: Mapping[str, Any], path: Place, counts: dict[Place, float]) -> float:
+    """Number of keys that are looked up for the value at a place, and for what it names; of a circle infinite.
+
+    Args:
+        config: The whole mapping.
+        path: The place of the value.
+        counts: The numbers of places that are known; gets this one's.
+    """
+    if path not in counts:
+        counts[path] = math.inf  # whoever comes back here while it is being counted has gone in a circle
+        named = [place for where, text in _texts(_at(config, path), path) for place in _named_places(text, where)]
+        counts[path] = sum(1 + _num_lookups(config, place, counts) for place in named)
+    return counts[path]
+
+
+def _named_places(text: str, where: Place) -> list[Place]:
+    """Places of the keys that a text stands for; leading dots go up from where it stands."""
+    places: list[Place] = []
+    for match in _NAMES_A_KEY.finditer(text):
+        name = match["key"].lstrip(".")
+        num_dots = len(match["key"]) - len(name)
+        above = where[:-num_dots] if num_dots else ()
+        places.append((*above, *name.split(".")))
+    return places
+
+
+def _at(config: Any, path: Place) -> Any:
+    """The value at a place; None where there is none."""
+    for part in path:
+        if isinstance(config, Mapping):
+            config = config.get(part)
+        elif isinstance(config, list) and str(part).isdigit() and int(part) < len(config):
+            config = config[int(part)]
+        else:
+            return None
+    return config
 
 
 def _texts(value: Any, path: Place = ()) -> list[tuple[Place, str]]:

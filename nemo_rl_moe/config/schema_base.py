@@ -5,7 +5,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from nemo_rl_moe.config.path_names import unusable_path
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,22 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 UnitFloat = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
+"""A time limit, of three years at most: the operating system's timers take no more than some hundred."""
+
+
+def _usable_path(name: str) -> str:
+    if problem := unusable_path(name):
+        raise ValueError(problem)
+    return name
+
+
+PathText = Annotated[
+    str,
+    Field(min_length=1),
+    AfterValidator(_usable_path),
+    ExpectedWords("text that is not empty and can be a file's name"),
+]
 DurationText = Annotated[str, Field(min_length=1), ExpectedWords('"DD:HH:MM:SS" in quotes')]
 
 SETTINGS = ConfigDict(

@@ -10,8 +10,10 @@ from nemo_rl_moe.config.schema_base import (
     ExpectedWords,
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
+    Seconds,
     StrictModel,
     Text,
 )
@@ -181,7 +183,7 @@ class EnvironmentConfig(StrictModel):
     """math: math-verify against the record's answer; reasoning_gym: the task's verifier; callable: a function."""
     num_workers: PositiveInt
     """Processes that score."""
-    timeout_s: PositiveFloat
+    timeout_s: Seconds
     """Seconds that one response may take; then it gets reward 0 and is counted."""
     answer_after: Text | None
     """Score what follows the last such text, and all of a response without it; null: all of every response."""
@@ -199,7 +201,7 @@ class EnvironmentConfig(StrictModel):
 class PromptSourceConfig(StrictModel):
     """Source of one set of prompts."""
 
-    path: Text | None
+    path: PathText | None
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`.
     A prompt that stands there several times is taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts
     that are training prompts too are left out, unless both paths are the same."""
@@ -231,7 +233,7 @@ class PromptDataConfig(StrictModel):
     """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
     shuffle: bool
     """Draw a new order of the training prompts for each epoch, from `grpo.seed`."""
-    load_timeout_s: PositiveFloat
+    load_timeout_s: Seconds
     """Seconds that reading or drawing one set of prompts may take before the run gives up."""
     chat_template_kwargs: dict[str, Any]
     """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win

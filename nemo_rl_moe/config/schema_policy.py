@@ -11,10 +11,10 @@ from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransform
 from nemo_rl_moe.config.schema_base import (
     NonNegativeFloat,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     StrictModel,
-    Text,
     UnitFloat,
 )
 
@@ -33,9 +33,9 @@ ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValida
 class TokenizerConfig(StrictModel):
     """The tokenizer, read by `transformers.AutoTokenizer`."""
 
-    name: Text
+    name: PathText
     """A folder or a hub's name."""
-    chat_template: Text | None
+    chat_template: PathText | None
     """A Jinja file that replaces the tokenizer's own chat template; null: its own."""
 
 
@@ -160,7 +160,7 @@ class MegatronConfig(MoeTransformerFields):
 class PolicyConfig(StrictModel):
     """The model that is trained."""
 
-    model_name: Text
+    model_name: PathText
     """A folder with a Hugging Face `config.json`, or a hub's name."""
     init: Literal["random", "pretrained"]
     """Start from random weights, or from the model's own."""
@@ -208,7 +208,7 @@ class RoleModelConfig(StrictModel):
     """A model beside the policy that runs forward passes alone, such as a teacher. It reads the policy's tokens; what
     is not said here is as in `policy`."""
 
-    model_name: Text
+    model_name: PathText
     """A folder with a Hugging Face `config.json` and weights, or a hub's name. Any supported architecture."""
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""

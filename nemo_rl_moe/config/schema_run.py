@@ -5,7 +5,16 @@
 import re
 from typing import Any, Literal
 
-from nemo_rl_moe.config.schema_base import DurationText, NonNegativeInt, PositiveFloat, PositiveInt, StrictModel, Text
+from nemo_rl_moe.config.schema_base import (
+    DurationText,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    StrictModel,
+    Text,
+)
 
 
 class CheckpointingConfig(StrictModel):
@@ -13,7 +22,7 @@ class CheckpointingConfig(StrictModel):
 
     enabled: bool
     """Save checkpoints, and the final weights as a Hugging Face folder."""
-    checkpoint_dir: Text | None
+    checkpoint_dir: PathText | None
     """Folder to write to; null: `checkpoints` inside the run's folder."""
     resume: Literal["auto", "never"]
     """auto: go on from the newest checkpoint of `checkpoint_dir`, or if that is null of the newest run in
@@ -36,7 +45,7 @@ class CheckpointingConfig(StrictModel):
 class DataSourceConfig(StrictModel):
     """Source of one set of samples."""
 
-    path: Text
+    path: PathText
     """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes."""
     split: Text
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
@@ -53,7 +62,7 @@ class DataConfig(StrictModel):
     """Treatment of a line that cannot be used: end the run, or leave it out and count it."""
     shuffle: bool
     """Draw a new order of the training samples for each epoch, from the loop's seed."""
-    load_timeout_s: PositiveFloat
+    load_timeout_s: Seconds
     """Seconds that reading one set of samples may take before the run gives up."""
     chat_template_kwargs: dict[str, Any]
     """Further names for the chat template, such as `enable_thinking: false`; a record's own `chat_template_kwargs` win
@@ -119,7 +128,7 @@ class AlertsConfig(StrictModel):
 class LoggerConfig(StrictModel):
     """Destinations of metrics. The JSONL file in the run's folder is always written."""
 
-    log_dir: Text
+    log_dir: PathText
     """Folder that gets one numbered folder for each run."""
     console: ConsoleConfig
     """The terminal."""
@@ -159,7 +168,7 @@ class ClusterConfig(StrictModel):
     """GPUs to use on each; 0: train on CPUs."""
     cpu_workers_per_node: PositiveInt
     """Worker processes on each machine when `gpus_per_node` is 0."""
-    worker_start_timeout_s: PositiveFloat
+    worker_start_timeout_s: Seconds
     """Seconds that the workers may take to start before the run gives up."""
     max_restarts: NonNegativeInt
     """Number of times that a run which fails restarts itself from its last checkpoint."""

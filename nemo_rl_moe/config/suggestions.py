@@ -8,10 +8,19 @@ from difflib import SequenceMatcher, get_close_matches
 # Below these, a suggestion confuses more than it helps. A key elsewhere must be nearer than one in the same section.
 SAME_SECTION_CUTOFF = 0.6
 ELSEWHERE_CUTOFF = 0.75
+LONGEST_WORD = 200
+"""Longest word that is compared with others, and shown whole: the time of a comparison grows with the square."""
+
+
+def shortened(text: str) -> str:
+    """A text as a message shows it: of one longer than `LONGEST_WORD`, its beginning and its length."""
+    return text if len(text) <= LONGEST_WORD else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:
     """The allowed word that is most like `wrong`, or None when none is like it."""
+    if len(wrong) > LONGEST_WORD:
+        return None
     matches = get_close_matches(wrong, list(allowed), n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
@@ -23,6 +32,8 @@ def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
         wrong: Full key, parts joined by dots.
         known: Full keys.
     """
+    if len(wrong) > LONGEST_WORD:
+        return None
     section, _, name = wrong.rpartition(".")
     siblings = {key.rpartition(".")[2]: key for key in known if key.rpartition(".")[0] == section}
     sibling = nearest(name, siblings)

@@ -13,7 +13,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, shortened
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts", dict: "sections"}
@@ -209,13 +209,13 @@ def _problem(
 
 def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:
     name = ".".join(str(part) for part in location)
-    known = known_keys(schema)
+    shown, known = shortened(name), known_keys(schema)
     suggestion = nearest_key(name, known)
     if suggestion is not None:
-        return f"{name}: unknown key{did_you_mean(suggestion)}"
+        return f"{shown}: unknown key{did_you_mean(suggestion)}"
     section = ".".join(str(part) for part in location[:-1])
     allowed = [key.rpartition(".")[2] for key in known if key.rpartition(".")[0] == section]
-    return f"{name}: unknown key; allowed here: {', '.join(allowed)}"
+    return f"{shown}: unknown key; allowed here: {', '.join(allowed)}"
 
 
 def _value_at(values: Any, place: Sequence[str]) -> Any:

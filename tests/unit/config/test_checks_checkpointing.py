@@ -60,8 +60,13 @@ NO_VALIDATION = ("sft.val_period=0", "sft.val_at_end=false")
             " restarts",
         ),
         (
-            (f"{C}.checkpoint_must_save_by=1:00:00:00",),  # YAML reads it as a number to the base of 60
-            f'{C}.checkpoint_must_save_by: got 216000 (int), expected "DD:HH:MM:SS" in quotes or null',
+            (f"{C}.checkpoint_must_save_by=1:00:00:00",),
+            f"{C}.checkpoint_must_save_by: YAML reads 1:00:00:00 as 216000, a number to the base of 60; put a text in"
+            " quotes, or write 216000",
+        ),
+        (
+            (f"{C}.checkpoint_dir=/",),
+            f"{C}.checkpoint_dir: got /, expected a folder for this run's checkpoints alone",
         ),
         ((f"{C}.keep_top_k=0",), f"{C}.keep_top_k: got 0 (int), expected a whole number above 0 or null"),
         ((f"{C}.save_period=-1",), f"{C}.save_period: got -1 (int), expected a whole number from 0 up"),

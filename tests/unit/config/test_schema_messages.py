@@ -27,7 +27,10 @@ M = "policy.megatron_cfg"
             "policy.max_grad_norm=.nan",
             "policy.max_grad_norm: got nan (float), expected a finite number above 0 or null",
         ),
-        ("policy.tokenizer.name=''", "policy.tokenizer.name: got '' (str), expected text that is not empty"),
+        (
+            "policy.tokenizer.name=''",
+            "policy.tokenizer.name: got '' (str), expected text that is not empty and can be a file's name",
+        ),
         ("logger.wandb.project=2024", "logger.wandb.project: got 2024 (int), expected text that is not empty"),
         (
             "policy.precision=bfloat",
