@@ -54,7 +54,7 @@ class Conversion:
         source_format: Format of the input.
         target_format: Format of the output.
         source: Existing folder of the input.
-        target: Folder of the output; it must not exist.
+        target: Folder of the output; it must not exist, or be empty.
         dtype: Number format of the weights; None: the input's.
     """
 
@@ -110,7 +110,7 @@ def _check_folders(conversion: Conversion) -> None:
         raise ConfigurationError(
             f"--from: got {conversion.source_format}, but {source} holds {what}{_hint(source, found)}"
         )
-    if target.exists():
+    if not _is_free(target):
         raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"--output: {target} lies in the input's folder; choose another place")
@@ -177,6 +177,13 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     console.message(_next_step(conversion.target_format, target))
 
 
+def _is_free(target: Path) -> bool:
+    """True where nothing is, or a folder with nothing in it, such as `mktemp -d` makes."""
+    if target.is_symlink() or not target.is_dir():
+        return not target.exists() and not target.is_symlink()
+    return next(target.iterdir(), None) is None
+
+
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
     """Folder in which the output is put together; it gets its name when it is whole.
@@ -187,7 +194,7 @@ def _staged(target: Path) -> Iterator[Path]:
     own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield own / target.name
-        if target.exists():
+        if not _is_free(target):
             raise ConfigurationError(f"--output: {target} has appeared meanwhile; nothing is written")
         put_in_place(own / target.name, target, own / "replaced")
     except CheckpointError as error:

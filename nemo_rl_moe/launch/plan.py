@@ -29,6 +29,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     layers_of_chunks,
     moe_layer_indices,
 )
+from nemo_rl_moe.models.position_limit import too_long_sequences
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -48,7 +49,9 @@ def print_plan(config: MasterConfig) -> None:
     """
     if problems := list(model_folder_exists(config)):
         raise ConfigurationError(problems)
-    hf_config = load_hf_config(config.policy.model_name)
+    hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
+    if problems := too_long_sequences(config.policy, config_json):
+        raise ConfigurationError(problems)
     transformer = build_transformer_config(config.policy, hf_config)
     console = ConsoleLogger(total_steps=0, live="never")
     for line in [*layout_lines(config, transformer), "", *parameter_lines(config, transformer, hf_config), ""]:
@@ -56,7 +59,6 @@ def print_plan(config: MasterConfig) -> None:
     for line in memory_lines(config, transformer, hf_config):
         console.message(line)
     console.message("")
-    config_json = load_config_json(config.policy.model_name)
     sources = setting_sources(config.policy, hf_config, config_json, transformer)
     announce_moe(console, effective_moe_configuration(transformer), sources)
     for line in model_warnings(config.policy, hf_config, config_json, transformer):

@@ -33,6 +33,7 @@ from nemo_rl_moe.models.hf_files import (
 )
 from nemo_rl_moe.models.model_files import collect_model_files
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
+from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
 
@@ -68,11 +69,14 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
 
     Raises:
         ConfigurationError: The model cannot be had, it, one of its fields or the layout is not supported, its folder
-            lacks the weights asked for, or the tokenizer cannot be loaded.
+            lacks the weights asked for, sequences may be longer than it has positions, or the tokenizer cannot be
+            loaded.
     """
     source, folder = _fetched(policy, console)
     with console.phase("checking the model"):
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
+        if problems := too_long_sequences(policy, config_json):
+            raise ConfigurationError(problems)
         check_weights(policy, folder)
         # Imported here: Megatron-Core takes seconds to import, which the phase tells.
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config

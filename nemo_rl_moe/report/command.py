@@ -45,7 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs", nargs="+", type=Path, metavar="RUN_DIR", help="a run's folder, such as logs/sft/exp_001"
     )
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"the HTML file; default: {FILE_NAME} in the first run's folder"
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the HTML file; default: {FILE_NAME} in the first run's folder",
     )
 
 

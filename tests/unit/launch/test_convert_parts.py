@@ -76,6 +76,30 @@ def test_output_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:
     ]
 
 
+def test_output_may_be_an_empty_folder_that_is_there(tmp_path: Path) -> None:
+    target = tmp_path / "made_by_mktemp"
+    target.mkdir()
+    with _staged(target) as staging:
+        staging.mkdir()
+        (staging / "config.json").write_text("{}")
+    assert [path.name for path in target.iterdir()] == ["config.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["made_by_mktemp"]
+
+
+def test_output_that_holds_anything_or_is_no_folder_of_its_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.ones(1)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / ".hidden").write_text("")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "empty")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    for name in ("full", "file", "link", "nowhere"):
+        with pytest.raises(ConfigurationError, match="is there already; name a folder that is not"):
+            convert(Conversion("hf", "megatron", tmp_path / "model", tmp_path / name, None))
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "full"), CheckpointError("full")])
 def test_nothing_but_what_others_have_made_stays(error: BaseException, tmp_path: Path) -> None:
     for name in ("out.incomplete", "out.replaced"):

@@ -62,7 +62,7 @@ def test_writes_one_file_beside_the_metrics_and_says_what_it_found(
     dead = counts.copy()
     dead[:, 0, 3] = 0
     sick = make_run(tmp_path / "sick", {1: {"train/loss": 1.0}}, dead)
-    assert cli.main(["report", str(quiet), "--output", str(tmp_path / "both.html"), str(sick)]) == 0
+    assert cli.main(["report", str(quiet), "-o", str(tmp_path / "both.html"), str(sick)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"wrote {tmp_path / 'both.html'} (")
     assert lines[1:] == [f"{quiet}: no findings", f"{sick}: 1 finding"]

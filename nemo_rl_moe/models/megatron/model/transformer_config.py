@@ -200,7 +200,7 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
 
 
 def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:
-    """Experts that cannot be dealt out evenly, are too few for forced routing, or lack the kernels asked for."""
+    """Experts that cannot be dealt out evenly, are too few for a token or for forced routing, or lack the kernels."""
     expert, experts = fields["expert_model_parallel_size"], fields["num_moe_experts"]
     topk = fields["moe_router_topk"]
     key = "policy.megatron_cfg."
@@ -209,6 +209,8 @@ def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> 
         problems.append(
             f"{key}expert_model_parallel_size: got {expert}, which does not divide the model's {experts} experts"
         )
+    if topk > experts:
+        problems.append(f"{key}moe_router_topk: got {topk}, expected at most the model's {experts} experts")
     # A token that goes to k experts needs k of them on the hot rank.
     if fields["moe_router_force_hot_rank"] is not None and topk > experts // expert:
         problems.append(

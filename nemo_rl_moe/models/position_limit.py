@@ -1,0 +1,44 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Longest sequence that a model has positions for, by its `config.json`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+
+_EXTENDED = ("linear", "dynamic", "yarn")
+"""Types of scaling of rotary embeddings that stretch what the model was trained with, which the file may not repeat."""
+
+
+def position_limit(config_json: Mapping[str, Any]) -> int | None:
+    """Most positions of a model; None where its file does not say.
+
+    `max_position_embeddings`, or where rotary embeddings are scaled by a `factor`, so many times the positions before
+    the scaling if that is more: some families give the product there, others what the scaling begins with.
+
+    Args:
+        config_json: The model's `config.json` as it is.
+    """
+    stated = config_json.get("max_position_embeddings")
+    if not isinstance(stated, int):
+        return None
+    scaling = config_json.get("rope_parameters") or config_json.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return stated
+    kind, factor = scaling.get("rope_type") or scaling.get("type"), scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings") or (stated if kind in _EXTENDED else None)
+    if not isinstance(factor, int | float) or not isinstance(original, int):
+        return stated
+    return max(stated, int(original * factor))
+
+
+def too_long_sequences(policy: PolicyConfig, config_json: Mapping[str, Any]) -> list[str]:
+    """A line where sequences may be longer than the model has positions; otherwise none."""
+    limit, longest = position_limit(config_json), policy.max_total_sequence_length
+    if limit is None or longest <= limit:
+        return []
+    return [
+        f"policy.max_total_sequence_length: got {longest}, expected at most {limit}, the positions of"
+        f" {policy.model_name} by its config.json"
+    ]

@@ -1,0 +1,41 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What a model's config.json can tell is told in one line by the driver, before Ray and workers are started."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe import cli
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.setup import prepare_model
+from nemo_rl_moe.loggers.console import ConsoleLogger
+
+pytestmark = pytest.mark.megatron
+
+MODEL = Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe"
+TOO_LONG = "policy.max_total_sequence_length=513"
+TOO_MANY = "policy.megatron_cfg.moe_router_topk=9"
+LINES = {
+    TOO_LONG: f"policy.max_total_sequence_length: got 513, expected at most 512, the positions of {MODEL} by its"
+    " config.json",
+    TOO_MANY: "policy.megatron_cfg.moe_router_topk: got 9, expected at most the model's 8 experts",
+}
+
+
+@pytest.mark.parametrize("override", LINES)
+def test_a_run_and_a_plan_are_refused(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = [f"policy.model_name={MODEL}", override]
+    policy = load_config("sft_tiny_moe.yaml", overrides, check_paths=False).policy
+    with pytest.raises(ConfigurationError) as caught:
+        prepare_model(policy, ConsoleLogger(total_steps=0, live="never"))
+    assert caught.value.problems == [LINES[override]]
+    assert cli.main(["plan", "--config", "sft_tiny_moe.yaml", *overrides]) == 2
+    assert capsys.readouterr().err == f"error: {LINES[override]}\n"
+
+
+def test_as_long_and_as_many_as_the_model_has_is_right() -> None:
+    most = (f"policy.model_name={MODEL}", TOO_LONG.replace("513", "512"), TOO_MANY.replace("9", "8"))
+    policy = load_config("sft_tiny_moe.yaml", most, check_paths=False).policy
+    assert prepare_model(policy, ConsoleLogger(total_steps=0, live="never")).hf_config.num_experts == 8
