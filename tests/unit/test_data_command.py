@@ -67,6 +67,7 @@ def read_to_the_end(terminal: int) -> str:
     return output.decode()
 
 
+@pytest.mark.slow
 def test_as_a_program_in_a_terminal(tmp_path: Path) -> None:
     front, back = pty.openpty()
     command = [sys.executable, "-m", "nemo_rl_moe.cli", "data", *arguments("--show=2", "data.on_bad_line=skip")]

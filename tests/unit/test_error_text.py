@@ -37,6 +37,7 @@ def assert_escaped(text: str) -> None:
     assert r"\x1b]0;PWNED\x07\x1b[2J\r\u202e" in text
 
 
+@pytest.mark.slow
 def test_a_key_of_a_data_line(tmp_path: Path) -> None:
     assert_escaped(told(tmp_path, training_line=json.dumps({HOSTILE: 1})))
 
@@ -48,6 +49,7 @@ def test_an_unknown_key_of_a_configuration(tmp_path: Path) -> None:
     assert "unknown key" in text
 
 
+@pytest.mark.slow
 def test_what_a_chat_template_raises(tmp_path: Path) -> None:
     (tmp_path / "hostile.jinja").write_text("{{ raise_exception(messages[0].content) }}")
     line = json.dumps({"prompt": HOSTILE, "completion": "2"})

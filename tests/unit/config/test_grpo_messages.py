@@ -99,7 +99,7 @@ Problems = Callable[..., list[str]]
             "env.name=maths",
             "env.name: got 'maths' (str), expected one of math, reasoning_gym, callable; did you mean math?",
         ),
-        ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0"),
+        ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),
         (
             "env.reasoning_gym.parameters=3",
             "env.reasoning_gym.parameters: got 3 (int), expected a section",

@@ -22,6 +22,7 @@ from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
 from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, WeightsOutcome, WorkerDescription
+from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
 
@@ -112,7 +113,12 @@ def make_policy(
     monkeypatch.setattr(lm_policy, "WorkerGroup", start)
     cluster: Any = SimpleNamespace(is_local=False, config=config.cluster)
     return MegatronPolicy(
-        config, cluster, seed=1, num_steps=2, source=ModelSource(Path("model"), None), model_files=FILES
+        config,
+        cluster,
+        seed=1,
+        num_steps=2,
+        source=ModelSource(REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe", None),
+        model_files=FILES,
     ), made[0]
 
 
