@@ -8,24 +8,26 @@ from typing import Any
 
 import pytest
 
+from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.report.run_findings import findings_of
 from nemo_rl_moe.run_folder.run_data import read_run
 from tests.functional import grpo_runs, sft_runs
 
-_REWARDS = """\
-def misspelt(item):
-    return item.record["anwser"] == item.response
+pytestmark = pytest.mark.shared_ray
 
 
-def fails_at_times(item):
+def misspelt(item: ScoringItem) -> bool:
+    return bool(item.record["anwser"] == item.response)
+
+
+def fails_at_times(item: ScoringItem) -> float:
     if any(digit in item.response for digit in "02468"):
         raise ValueError("even")
     return sum(character.isdigit() for character in item.response) / 12
 
 
-def always_the_same(item):
+def always_the_same(item: ScoringItem) -> float:
     return 0.5
-"""
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +36,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_with(reward: str, folder: Path, data: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
-    """A run whose reward function is one of the above, in the working folder."""
-    (folder / "my_rewards.py").write_text(_REWARDS)
+    """A run whose reward function is one of the above."""
     scored_by = {
         "env__name": "callable",
-        "env__callable": {"function": f"my_rewards:{reward}"},
+        "env__callable": {"function": f"{__name__}:{reward}"},
         "env__answer_after": None,
         "env__score_truncated": True,
     }
-    return grpo_runs.run(grpo_runs.settings(folder, data, **sft_runs.only_jsonl(), **scored_by, **changes), folder)
+    return grpo_runs.run_here(grpo_runs.settings(folder, data, **sft_runs.only_jsonl(), **scored_by, **changes), folder)
 
 
 def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: Path, data: Path) -> None:
