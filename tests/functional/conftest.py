@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One Ray for the files of tests that are marked `shared_ray`, none for the others; and the longest files first."""
+"""One Ray for the files of tests that are marked `shared_ray`, none for the others; and the order of the files."""
 
 from collections.abc import Iterator
 
@@ -8,15 +8,30 @@ import pytest
 
 from tests.functional import shared_ray
 
-# Seconds of each file on two quiet cores, where it takes more than ten: with two files at a time, the end of the whole
-# is the end of the longest one that began last.
-SECONDS: dict[str, int] = {}
+# Files in their order; others come last. Those with a Ray of their own first, and among each kind the longest first:
+# two files run at a time, and the end of all is the end of the longest one that began late.
+ORDER = (
+    "test_worker_faults",
+    "test_sft_run",
+    "test_run_failures",
+    "test_distillation",
+    "test_environments",
+    "test_watch",
+    "test_resume",
+    "test_golden_curves",
+    "test_grpo_run",
+    "test_layouts_through_ray",
+    "test_refit",
+    "test_convert",
+    "test_dpo_run",
+)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the files that take long first, those that share a Ray side by side."""
-    items.sort(key=lambda item: -SECONDS.get(item.path.stem, 0))
+    """Puts the files that take long first, and those that share a Ray side by side."""
+    places = {name: place for place, name in enumerate(ORDER)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(ORDER)))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from nemo_rl_moe.run_folder.run_data import RunData, read_run
-from tests.functional import grpo_runs, sft_runs
+from tests.functional import grpo_runs, sft_runs, shared_ray
 
 EXAMPLE = sft_runs.REPOSITORY_ROOT / "examples/algorithms"
 NUM_STEPS = 24
@@ -140,12 +140,15 @@ def test_it_goes_on_from_its_checkpoint(finished: Path) -> None:
     assert only_run(finished).last_step == NUM_STEPS + NUM_FURTHER_STEPS
 
 
-def test_report_config_and_plan_know_it(finished: Path, tmp_path: Path) -> None:
-    printed = command(finished, "config")
+def test_report_config_and_plan_know_it(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(finished)
+    monkeypatch.chdir(finished)
+    printed = shared_ray.called_here(["config", "--config", "opd.yaml"])
     assert printed.returncode == 0, printed.stderr
     assert printed.stdout.startswith("algorithm: on_policy_distillation:ALGORITHM\nopd:\n")
-    assert command(finished, "plan").returncode == 0
-    wrong = command(finished, "config", "policy.generation.top_p=0.5", "~cluster.roles.teacher")
+    assert shared_ray.called_here(["plan", "--config", "opd.yaml"]).returncode == 0
+    changes = ["policy.generation.top_p=0.5", "~cluster.roles.teacher"]
+    wrong = shared_ray.called_here(["config", "--config", "opd.yaml", *changes])
     assert wrong.returncode == 2
     assert "error: policy.generation: on-policy distillation needs temperature 1" in wrong.stderr
     assert "error: cluster.roles.teacher: missing" in wrong.stderr
