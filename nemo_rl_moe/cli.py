@@ -252,7 +252,7 @@ def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     ):
         command.add_argument(option, dest=destination, choices=WEIGHTS_FORMATS, required=True, help=what)
     command.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
-    command.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet")
+    command.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
     command.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: the input's)")
 
 
