@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints and exported models with damage of every kind: told by name, or harmless; never a silent difference."""
 
+import itertools
 import random
 import re
 import shutil
@@ -103,10 +104,13 @@ def take_an_older_file(generator: random.Random, folder: Path, older: Path) -> l
 DAMAGES: list[Damage] = [flip_a_bit, zero_a_block, cut_off, swap_two, take_an_older_file]
 
 
+@pytest.mark.slow
 def test_every_damage_is_told_by_name_or_is_harmless(whole: Path, tmp_path: Path) -> None:
     pairs = [(whole / f"step_{NUM_STEPS}", whole / "step_1"), (whole / "final", whole / "final")]
     num_told = 0
-    for seed in range(NUM_DAMAGES):
+    for seed in itertools.count():
+        if num_told == NUM_DAMAGES:
+            break
         generator = random.Random(seed)
         source, older = pairs[seed % 2]
         folder = tmp_path / str(seed) / source.name
@@ -126,7 +130,7 @@ def test_every_damage_is_told_by_name_or_is_harmless(whole: Path, tmp_path: Path
             assert set(named) & {*changed, *(path.parent / "files.json" for path in changed)}, (seed, done.stderr)
         else:
             assert done.returncode == 0, (seed, done.stderr)
-    assert num_told > 0.8 * NUM_DAMAGES, "some are to a file of the same content"
+        shutil.rmtree(folder)
 
 
 def damage_a_tensor(folder: Path, pattern: str, at: float) -> Path:
@@ -160,6 +164,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole: Path, data: Path,
     assert shared_ray.called_here(["verify", str(checkpoints)]).returncode == 0, "the damaged one was written anew"
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_alone_end_the_run(whole: Path, data: Path, tmp_path: Path) -> None:
     done = sft_runs.run_here(settings(tmp_path, data, 1), tmp_path)
     assert done.returncode == 0, done.stderr
@@ -171,7 +176,13 @@ def test_damaged_checkpoints_alone_end_the_run(whole: Path, data: Path, tmp_path
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize(("source", "pattern"), [("final", "*.safetensors"), (f"step_{NUM_STEPS}", "policy/*.distcp")])
+@pytest.mark.parametrize(
+    ("source", "pattern"),
+    [
+        ("final", "*.safetensors"),
+        pytest.param(f"step_{NUM_STEPS}", "policy/*.distcp", marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_weights_are_neither_converted_nor_trained(
     whole: Path, data: Path, tmp_path: Path, source: str, pattern: str
 ) -> None:

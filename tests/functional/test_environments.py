@@ -126,6 +126,7 @@ def check(scores: Sequence[Score], responses: Sequence[str], told: dict[str, tup
             assert score == Score(reward, is_correct=reward >= 1.0), response
 
 
+@pytest.mark.slow
 def test_workers_killed_from_outside_between_batches(scorer):
     for pid in processes(scorer):
         os.kill(pid, signal.SIGKILL)
@@ -146,6 +147,7 @@ def test_worker_killed_from_outside_in_a_batch(scorer):
     assert victim not in processes(scorer)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_is_given_up_in_time(monkeypatch):
     monkeypatch.setattr("nemo_rl_moe.environments.scorer.CALL_SLACK_S", 1.0)
     with EnvironmentScorer(environment(num_workers=1)) as scorer:

@@ -141,6 +141,7 @@ def test_samples_are_saved_and_shown(run: FinishedRun) -> None:
     assert shown[:5] == shown[5:10] == shown[10:]
 
 
+@pytest.mark.slow
 def test_same_seed_same_run_to_the_last_bit(run: FinishedRun, tmp_path: Path, data: Path) -> None:
     again = finished_run(tmp_path, data, **sft_runs.only_jsonl())
     first, second = run.history(), again.history()

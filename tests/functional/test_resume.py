@@ -130,7 +130,9 @@ def samples_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("make", [sft, grpo, pytest.param(dpo, marks=pytest.mark.slow)], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [sft, *(pytest.param(make, marks=pytest.mark.slow) for make in (grpo, dpo))], ids=lambda make: make.__name__
+)
 def test_a_run_of_fewer_steps_goes_on_to_the_last_bit(make: Any, tmp_path: Path) -> None:
     data = sft_runs.make_additions(tmp_path / "data", 300, 40)
     folders = {name: tmp_path / name / "logs" / "exp_001" for name in ("whole", "extended")}

@@ -59,6 +59,7 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: 
     assert "train/loss" not in run.metrics, "nothing is trained"
 
 
+@pytest.mark.slow
 def test_some_failures_are_told_at_once_and_counted(tmp_path: Path, data: Path) -> None:
     # data.validation=null and a run that ends in its warm-up: each is one override.
     changes = {"policy__megatron_cfg__scheduler__lr_warmup_iters": 20, "grpo__max_num_steps": 2}

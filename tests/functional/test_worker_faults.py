@@ -238,6 +238,7 @@ def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_never_starts(cluster: RayCluster, tmp_path: Path):
     start = time.monotonic()
     with pytest.raises(WorkerDiedError) as error:
@@ -256,6 +257,7 @@ def test_raise_in_a_step(group: WorkerGroup):
     assert 'raise BrokenModelError(7, "the loss is not a number")' in text
 
 
+@pytest.mark.slow
 def test_exit_in_a_step(group: WorkerGroup):
     assert "SystemExit: no space left on the device" in fail_in_a_step(group, "raise_for_good")
 
@@ -270,6 +272,7 @@ def test_killed_in_a_step(group: WorkerGroup):
     assert "rank 0 (pid" not in text, "the peer whose connection broke is not the one to blame"
 
 
+@pytest.mark.slow
 def test_crash_in_a_step(group: WorkerGroup):
     text = fail_in_a_step(group, "die_while_the_peer_waits", signal.SIGSEGV)
     assert "rank 1" in text
@@ -307,6 +310,7 @@ def start_driver(function: str, notes: Path, log: IO[str]) -> subprocess.Popen[b
     return subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=log, stderr=log)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_a_running_cluster(tmp_path: Path):
     with (tmp_path / "driver.log").open("w") as log, start_driver("join_two_nodes_and_fail", tmp_path, log) as driver:
         assert driver.wait(START_TIMEOUT_S) == 0, (tmp_path / "driver.log").read_text()
