@@ -26,7 +26,7 @@ INVENTORY_FILE_NAME = "files.json"
 HEADER = "header"
 """Name of a safetensors file's first part: names, shapes and places of its tensors."""
 ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {folder}"
-"""What to do about a file that is another on purpose."""
+"""Hint for a file that was edited on purpose."""
 _BUFFER_BYTES = 2**22
 _MOST_THREADS = 4
 _MOST_NAMED = 3
@@ -77,7 +77,7 @@ class _Inventory(BaseModel):
 
 _ADAPTER = TypeAdapter(_Inventory)
 _SIZES = TypeAdapter(dict[str, _Size], config=ConfigDict(strict=True))
-"""What releases before 0.2 wrote: sizes alone."""
+"""Earlier form of `files.json`: sizes alone."""
 
 
 class ChecksumStream:

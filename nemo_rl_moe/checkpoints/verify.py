@@ -57,9 +57,10 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         entries = read_inventory(folder).values()
         checked = [entry for entry in entries if entry.checksum is not None or entry.parts]
         size = sum(entry.num_bytes for entry in checked)
-        print(f"{folder}: {len(checked)} files, {size / 1e6:,.1f} MB: all as they were written", flush=True)
-        if any(entry.checksum is None and not entry.parts for entry in entries) and not checked:
-            print(f"{folder}: written by an earlier release, which kept sizes alone: nothing but them was compared")
+        if checked:
+            print(f"{folder}: {len(checked)} files, {size / 1e6:,.1f} MB: all as they were written", flush=True)
+        else:
+            print(f"{folder}: {len(entries)} files have the sizes that an earlier release listed; it kept no checksums")
     if problems:
         raise DamageFoundError(problems)
 

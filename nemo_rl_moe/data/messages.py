@@ -140,7 +140,7 @@ def json_object(value: object, name: str) -> dict[str, Any]:
 
 
 def decoded_json(value: object, name: str) -> Any:
-    """What a string's JSON says; any other value as it is.
+    """Value of a string's JSON; any other value as it is.
 
     Raises:
         RecordError: The string is no JSON.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What a chat template gets beside the messages, of one record and of a whole run."""
+"""Inputs of a chat template beside the messages: `tools` and `chat_template_kwargs`, of a record and of a whole run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

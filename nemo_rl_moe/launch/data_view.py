@@ -72,7 +72,7 @@ class ShownSequence:
         return [CUT if i >= self.max_length else TRAINED if mask[i] else CONTEXT for i in range(len(mask))]
 
     def title(self) -> str:
-        """Where it comes from, and its numbers."""
+        """Source and numbers of tokens of the sample."""
         kinds = self.kinds()
         num_cut, more = kinds.count(CUT), "more than " if self.example.truncated else ""
         parts = [counted(len(kinds) - num_cut, "token")]
