@@ -58,8 +58,8 @@ def test_metrics_may_have_any_name(browser: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("whole", "broken"),
     [
-        ('"dead":{"blob":"loads"', '"dead":{"blob":"none"'),  # fails while the section is made
-        ('"outliers":{"steps":{"blob":"loads"', '"outliers":{"steps":{"blob":"none"'),  # fails while it is drawn
+        ('"dead":{"blob":"arrays"', '"dead":{"blob":"none"'),  # fails while the section is made
+        ('"outliers":{"steps":{"blob":"arrays"', '"outliers":{"steps":{"blob":"none"'),  # fails while it is drawn
     ],
 )
 def test_a_chart_that_cannot_be_drawn_says_so_and_leaves_the_others(
