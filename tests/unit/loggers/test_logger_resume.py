@@ -50,6 +50,7 @@ def history_of(attempts: dict[int, int]) -> MetricHistory:
     return history
 
 
+@pytest.mark.slow
 def test_every_backend_holds_each_step_once_after_two_kills(tmp_path: Path, empty_mlflow_store: Path) -> None:
     run_folder = tmp_path / "sft" / "exp_001"
     run_folder.mkdir(parents=True)

@@ -117,6 +117,7 @@ def test_wandb_service_that_is_killed(tmp_path: Path) -> None:
     assert read_jsonl(tmp_path / "metrics.jsonl") == STEPS
 
 
+@pytest.mark.slow
 def test_wandb_service_that_hangs_holds_up_neither_steps_nor_the_end_of_the_process(tmp_path: Path) -> None:
     code = """
 import sys, time

@@ -134,6 +134,7 @@ def test_a_resumed_run_holds_each_picture_once(run_folder: Path) -> None:
             assert_shows(content, load_at(step, 1 if is_of_first else 2))
 
 
+@pytest.mark.slow
 def test_a_store_without_a_place_for_pictures_loses_no_metric(run_folder: Path) -> None:
     (run_folder.parent.parent / "mlartifacts").write_text("a file in the way")
     output = log_attempt(run_folder, 1, range(1, 4)) + log_attempt(run_folder, 2, range(4, 9))
@@ -165,6 +166,7 @@ def test_wandb_has_the_picture_in_the_steps_row_and_all_outliers_on_one_chart(ru
     assert ("_wandb", "visualize", OUTLIER_CHART_KEY) in settings
 
 
+@pytest.mark.slow
 def test_the_chart_of_a_resumed_run_begins_at_the_runs_first_step(run_folder: Path) -> None:
     log_attempt(run_folder, 1, range(1, 7))
     log_attempt(run_folder, 2, range(4, 9))

@@ -146,6 +146,7 @@ def test_damaged_files_are_found_before_a_worker_starts(hub: FakeHub) -> None:
         check_weights(policy_of(), source.folder())
 
 
+@pytest.mark.slow
 def test_the_cache_of_a_machine_without_network(hub: FakeHub, tmp_path: Path, repository_root: Path) -> None:
     """With the hub's own library, in a process of its own: it reads its settings when it is imported."""
     repository = tmp_path / "home" / "hub" / "models--someone--tiny"

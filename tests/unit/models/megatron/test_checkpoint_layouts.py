@@ -109,7 +109,7 @@ def largest_difference(found: Steps, expected: Steps) -> float:
         Job(2, {"ep": 2}, {**ZERO, **EXPERT_BIAS}),
         pytest.param(Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
         Job(2, {"tp": 2}, ZERO),
-        Job(2, {}, {**BFLOAT16, **ZERO}),
+        pytest.param(Job(2, {}, {**BFLOAT16, **ZERO}), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, BFLOAT16), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, {"layer_spec": "local"}), marks=pytest.mark.slow),
         # Draws random numbers in every step.
@@ -134,13 +134,13 @@ def test_the_same_layout_goes_on_to_the_last_bit(job: Job, written: Callable[[Jo
         pytest.param(Job(1, {}, ZERO), Job(2, {}, ZERO), marks=pytest.mark.slow),
         (Job(2, {"ep": 2}, ZERO), Job(1, {}, ZERO)),
         pytest.param(Job(2, {"pp": 2}, ZERO), Job(2, {"ep": 2}, ZERO), marks=pytest.mark.slow),
-        (Job(2, {}, ZERO), Job(2, {"tp": 2}, ZERO)),
+        pytest.param(Job(2, {}, ZERO), Job(2, {"tp": 2}, ZERO), marks=pytest.mark.slow),
         pytest.param(Job(2, {}, ZERO), Job(2), marks=pytest.mark.slow),
         pytest.param(Job(2), Job(2, {}, ZERO), marks=pytest.mark.slow),
         # Vocabulary rows that only fill up, tied embeddings, Megatron-Core's own experts.
         (Job(2, {"tp": 2}, {}, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
         (Job(2, {"pp": 2}, {}, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
-        (Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2})),
+        pytest.param(Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2}), marks=pytest.mark.slow),
         pytest.param(Job(), Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
         pytest.param(Job(2, {"tp": 2, "etp": 2}), Job(), marks=pytest.mark.slow),
         pytest.param(Job(1, {}, ZERO), Job(4, {"pp": 2, "ep": 2}, ZERO), marks=pytest.mark.slow),
@@ -159,7 +159,11 @@ def test_an_expert_bias_moves_with_its_experts(written: Callable[[Job], Written]
     assert largest_difference(found, checkpoint.steps) < 5e-6
 
 
-@pytest.mark.parametrize("settings", [{}, ZERO, BFLOAT16, {**BFLOAT16, **ZERO}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [ZERO, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, BFLOAT16, {**BFLOAT16, **ZERO}))],
+    ids=str,
+)
 def test_every_parameter_has_a_step_count_of_its_own(
     settings: Mapping[str, Any], written: Callable[[Job], Written]
 ) -> None:
@@ -179,7 +183,15 @@ def test_an_optimizer_that_counts_by_group_is_told_before_its_first_step() -> No
     assert [group["step"] for group in optimizer.param_groups] == [7]
 
 
-@pytest.mark.parametrize("job", [Job(), Job(2, {}, ZERO), Job(1, {}, BFLOAT16)], ids=str)
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(),
+        pytest.param(Job(2, {}, ZERO), marks=pytest.mark.slow),
+        pytest.param(Job(1, {}, BFLOAT16), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_from_before_the_first_update(job: Job, tmp_path: Path) -> None:
     """The first update was left out: the optimizer had no state yet when it was saved."""
     settings = job.run_settings()

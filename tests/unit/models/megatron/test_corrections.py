@@ -132,7 +132,9 @@ def with_biases(cure: str | None, **sizes: int) -> list[RankRun]:
     return run_ranks(train_without, 2, cure, RunSettings(tiny_policy(2, **layout(**sizes)), "gpt_oss"))
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"tp": 2, "ep": 2}], ids=["tp2", "tp2_ep2"])
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2}, pytest.param({"tp": 2, "ep": 2}, marks=pytest.mark.slow)], ids=["tp2", "tp2_ep2"]
+)
 def test_biases_of_experts_are_not_added_up_over_tensor_parallel_ranks(
     sizes: dict[str, int], one_rank_with_biases: RankRun
 ) -> None:

@@ -133,8 +133,7 @@ class Layout:
     Attributes:
         world_size: Number of ranks.
         sizes: As `tests.support.tiny_model.layout` has them.
-        variants: Each variant runs in two layouts of several ranks at least, with expert or data parallelism and with
-            stages where both can go wrong.
+        variants: Each variant runs in a layout of several ranks at least, one where it can go wrong.
         further: Those of the slow tests.
     """
 
@@ -150,42 +149,36 @@ def _layout(world_size: int, sizes: Mapping[str, int], *variants: str, every: Se
 
 LAYOUTS: dict[str, Layout] = {
     "single": _layout(1, {}, *ALL),
-    "dp2": _layout(
-        2, {}, *BASE, "one_each", "dynamic", "evaluation", "padded_capacity", "three_batches", "dense_layers"
-    ),
+    "dp2": _layout(2, {}, "auto", "packed", "one_each", "dynamic", "evaluation", "padded_capacity", "three_batches"),
     "ep2": _layout(
         2,
         {"ep": 2},
-        *BASE,
-        *("four_each", "uneven", "packed_planned", "capacity", "shared_experts", "recompute_moe", "added_padding"),
+        *("auto", "local", "recompute_full", "packed_planned", "capacity", "shared_experts", "recompute_moe"),
     ),
     "pp2": _layout(
         2,
         {"pp": 2},
-        *BASE,
-        *("uneven", "dynamic", "dense_layers", "three_batches", "evaluation", "recompute_full_local", "capacity"),
+        *("auto", "packed", "uneven", "dense_layers", "three_batches", "evaluation", "recompute_full_local"),
     ),
     # Without capacities, which sequence parallelism cuts along the sequence.
     "tp2": _layout(
         2,
         {"tp": 2},
-        *BASE,
-        *("uneven", "added_padding", "shared_experts"),
+        *("auto", "local", "packed", "recompute_full", "added_padding"),
         every=(*BASE, "recompute_moe", "uneven", "added_padding", "dense_layers", "shared_experts"),
     ),
     # An interleaved schedule runs microbatches in groups of as many as there are stages.
     "pp2_vpp2": _layout(
         2,
         {"pp": 2, "vpp": 2},
-        *BASE,
-        *("one_each", "four_each", "packed_planned", "padded_capacity", "recompute_moe", "added_padding_local"),
+        *("auto", "recompute_full", "four_each", "packed_planned", "recompute_moe", "added_padding_local"),
     ),
-    "tp2_ep2": _layout(2, {"tp": 2, "ep": 2}, *BASE, every=BASE),
+    "tp2_ep2": _layout(2, {"tp": 2, "ep": 2}, "auto", "packed", every=BASE),
     "ep2_dp4": _layout(4, {"ep": 2}, "auto", "packed", every=BASE),
     "pp2_ep2": _layout(
         4,
         {"pp": 2, "ep": 2},
-        *("auto", "recompute_full", "dense_layers", "uneven"),
+        *("auto", "uneven"),
         every=(*BASE, "recompute_moe", "dense_layers", "uneven"),
     ),
 }

@@ -141,7 +141,9 @@ def walk(records: Sequence[RankRecord], expert_parallel_size: int) -> dict[str, 
     return dict(zip(KEYS, (sum(overloads) / len(overloads), max(overloads), max(cumulative)), strict=True))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in ("ep2_dp4", "pp2_ep2") else []) for name in LAYOUTS]
+)
 def test_overload_is_what_a_walk_over_the_events_finds(name: str) -> None:
     records = records_of(name)
     size = LAYOUTS[name][1].get("ep", 1)

@@ -27,19 +27,16 @@ from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_b
 # Largest seen: 1.1e-5.
 LOGITS_TOLERANCE = 1e-4
 
-# Of the layouts of several ranks, those that a model is tried in without being asked for slow tests; pipelines alone
-# where it is not named. Together every family's experts are spread, and every kind of its layers are put into stages.
+# Of the layouts of several ranks, those that a model is tried in without being asked for slow tests. Together every
+# family's experts are spread, and every kind of its layers are put into stages.
 ON_SEVERAL_RANKS = {
     "mixtral": {"ep2"},
-    "mixtral_top3_odd_vocabulary": {"ep2"},
     # Tensor parallelism goes through OLMoE's own norms.
     "olmoe": {"ep2", "tp2"},
-    "olmoe_normalized_weights": {"ep2"},
     "qwen2_moe": {"ep2"},
-    "qwen2_moe_without_biases": {"ep2"},
+    "qwen3": {"pp2"},
     "qwen3_moe": {"ep2"},
     "gpt_oss": {"pp2_ep2"},
-    "gpt_oss_other_windows_top3_odd_vocabulary": {"ep2"},
     "deepseek_v2": {"pp2_ep2"},
     "deepseek_v2_groups": {"ep2"},
     "deepseek_v3": {"pp2_ep2"},
@@ -58,8 +55,8 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def is_quick(name: str, where: str) -> bool:
     if where == "one_rank_local":
         # Megatron-Core's own modules see no difference between the variants of a family; this project's may.
-        return name == FAMILY_MODELS[name].model_type
-    return where == "one_rank" or where in ON_SEVERAL_RANKS.get(name, {"pp2"})
+        return name == FAMILY_MODELS[name].model_type and name not in ("llama", "mistral", "qwen2", "qwen3")
+    return where == "one_rank" or where in ON_SEVERAL_RANKS.get(name, set())
 
 
 with_layouts = pytest.mark.parametrize(

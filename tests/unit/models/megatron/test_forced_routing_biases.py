@@ -63,7 +63,9 @@ def biases_of_models(world_size: int, settings: dict[str, Any], num_models: int 
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("sizes", [{}, {"ep": 2}, {"tp": 2}], ids=["dp2", "ep2", "tp2"])
+@pytest.mark.parametrize(
+    "sizes", [{}, pytest.param({"ep": 2}, marks=pytest.mark.slow), {"tp": 2}], ids=["dp2", "ep2", "tp2"]
+)
 def test_all_ranks_have_the_same_bias(sizes: dict[str, int], sign: int) -> None:
     settings = {"moe_router_force_biased": sign * DEVIATION, **layout(**sizes)}
     ((first,), (second,)) = run_ranks(biases_of_models, 2, 2, settings)
@@ -140,7 +142,7 @@ def test_a_plain_model_after_a_forced_one_is_plain() -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_a_recomputed_forward_routes_as_the_first_one(forced: dict[str, Any], what: str, layer_spec: str) -> None:
     settings = {"layer_spec": layer_spec, **forced}
     (plain,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, **settings), num_steps=2))

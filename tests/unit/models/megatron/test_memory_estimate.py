@@ -169,7 +169,23 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# Each is a quick case's with one thing less.
+SLOW_CASES = {
+    "two copies, bfloat16, whole",
+    "bfloat16, float32 gradients",
+    "float32, sharded",
+    "experts over two of four",
+    "tensor parallel, cut experts",
+    "latents of keys alone, pipeline",
+    "dense",
+    "dense, tied",
+    "dense, tied, pipeline",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_CASES else []) for name in CASES]
+)
 def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     world_size, sizes, model, changes = CASES[name]
     config = run_of(world_size, **layout(**sizes), **changes)
