@@ -21,15 +21,21 @@ import ray
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.local_ray import object_store_bytes, preserved_handlers
 from tests.conftest import REPOSITORY_ROOT
+from tests.support.forked_workers import WorkerServer
 
 NUM_CPUS = 4
 """Places of workers, the most that one of the runs takes."""
 
 
+_server: WorkerServer | None = None
+
+
 def start_shared_ray() -> None:
     """Starts the Ray of this process's tests, unless it runs already."""
+    global _server
     if ray.is_initialized():
         return
+    _server = WorkerServer()
     # Workers look for modules where a command's would; threads that wait for each other by spinning would take the
     # core from the process that they wait for.
     environment = {
@@ -45,13 +51,19 @@ def start_shared_ray() -> None:
             include_dashboard=False,
             log_to_driver=False,
             object_store_memory=object_store_bytes(),
+            runtime_env={"py_executable": _server.python},
             _system_config={"worker_niceness": 0},
         )
+        _server.start()
 
 
 def end_shared_ray() -> None:
     """Ends it, so that what runs next starts a Ray of its own."""
+    global _server
     ray.shutdown()
+    if _server is not None:
+        _server.end()
+        _server = None
 
 
 def called_here(words: Sequence[str], *, merged: bool = False) -> subprocess.CompletedProcess[str]:
