@@ -91,7 +91,7 @@ test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout,
 	@$(PYTEST) tests/unit -m "slow and not drill" $(IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
-	@$(PYTEST) tests/functional -m "slow and not drill" $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+	@$(PYTEST) tests/functional -m "slow and not drill" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-drills: $(STAMP) ## dozens of kills of runs that go on to the same end
 	@$(PYTEST) -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]

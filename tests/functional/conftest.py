@@ -14,7 +14,6 @@ ORDER = (
     "test_worker_faults",
     "test_sft_run",
     "test_run_failures",
-    "test_distillation",
     "test_environments",
     "test_watch",
     "test_resume",

@@ -17,6 +17,8 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from nemo_rl_moe.run_folder.run_data import RunData, read_run
 from tests.functional import grpo_runs, sft_runs, shared_ray
 
+pytestmark = pytest.mark.slow
+
 EXAMPLE = sft_runs.REPOSITORY_ROOT / "examples/algorithms"
 NUM_STEPS = 24
 NUM_FURTHER_STEPS = 2
@@ -124,7 +126,6 @@ def test_the_reverse_divergence_from_the_teacher_falls(finished: Path) -> None:
     assert {"train/reward", "train/moe/load_balancing_loss", "timing/teacher_logprobs/seconds"} <= run.metrics.keys()
 
 
-@pytest.mark.slow
 def test_it_goes_on_from_its_checkpoint(finished: Path) -> None:
     state = json.loads((finished / f"results/opd/step_{NUM_STEPS}/state.json").read_text())
     assert state["algorithm"] == "opd"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.functional import shared_ray
-from tests.support.golden_runs import ALGORITHMS, curves_of, golden_words, run_golden
+from tests.support.golden_runs import ALGORITHMS, REWARD, curves_of, golden_words
 
 pytestmark = pytest.mark.shared_ray
 
@@ -20,13 +20,12 @@ pytestmark = pytest.mark.shared_ray
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, repository_root: Path) -> None:
     golden = json.loads((repository_root / "tests/golden_curves.json").read_text())[algorithm]
+    words = golden_words(algorithm, tmp_path, repository_root)
     if algorithm == "grpo":
-        # Its reward is a module of its own in the working folder, which only a process of its own finds.
-        found = run_golden(algorithm, tmp_path, repository_root)
-    else:
-        done = shared_ray.run_here(golden_words(algorithm, tmp_path, repository_root), tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
-        found = curves_of(tmp_path)
+        words.append(f"env.callable.function={REWARD}")
+    done = shared_ray.run_here(words, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = curves_of(tmp_path)
     assert found.keys() == golden.keys()
     for step, metrics in golden.items():
         assert found[step].keys() == metrics.keys(), f"step {step}"

@@ -91,6 +91,7 @@ def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> 
     assert "Traceback" not in training_run.errors
 
 
+@pytest.mark.slow
 def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: Path) -> None:
     training_run.wait_for_text("step 2/", START_LIMIT_S)
     family = {process.pid: process.name() for process in training_run.family()}

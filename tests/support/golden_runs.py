@@ -5,6 +5,7 @@
 Nothing here imports the package: `tests/make_golden_curves.py` runs other versions of it, too.
 """
 
+import inspect
 import json
 import os
 import random
@@ -12,13 +13,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ALGORITHMS = ("sft", "dpo", "grpo")
 # Metrics of each step; `timing/` is left out.
 Curves = dict[str, dict[str, float]]
 
 _NUM_STEPS = 5
-_REWARD = "def reward(item):\n    return sum(character.isdigit() for character in item.response) / 8\n"
+REWARD = "tests.support.golden_runs:share_of_digits"
+"""The reward of GRPO's run as a process finds it that has imported this module's package from elsewhere."""
+
+
+def share_of_digits(item: Any) -> float:
+    """The part of a response that is digits, of eight."""
+    return sum(character.isdigit() for character in item.response) / 8
 
 
 def run_golden(algorithm: str, folder: Path, repository: Path) -> Curves:
@@ -115,12 +123,14 @@ def _grpo(folder: Path) -> dict[str, object]:
     def record(a: int, b: int) -> dict[str, object]:
         return {"prompt": f"{a}+{b}=", "answer": str(a + b), "metadata": {}}
 
-    (folder / "golden_reward.py").write_text(_REWARD)
+    # Other versions of the package have another module of this name, or none.
+    function = inspect.getsource(share_of_digits).replace(": Any", "")
+    (folder / "golden_reward.py").write_text(function)
     return {
         "data.train.path": _write(folder / "prompts.jsonl", 24, 5, record),
         "data.validation.path": _write(folder / "validation.jsonl", 6, 6, record),
         "env.name": "callable",
-        "env.callable.function": "golden_reward:reward",
+        "env.callable.function": "golden_reward:share_of_digits",
         "grpo.num_prompts_per_step": 4,
         "grpo.num_generations_per_prompt": 4,
         "grpo.max_val_samples": 6,
