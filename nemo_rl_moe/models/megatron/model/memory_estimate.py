@@ -8,6 +8,7 @@ from typing import Any
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
 
@@ -58,7 +59,7 @@ class _Cut:
 
 def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
     """Parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
-    layers = sum(_layer(config, index, _Cut(), False).total for index in range(config.num_layers))
+    layers = sum(_layer(config, hf_config, index, _Cut(), False).total for index in range(config.num_layers))
     embeddings = hf_config.vocab_size * config.hidden_size * (1 if hf_config.tie_word_embeddings else 2)
     return int(layers + embeddings + config.hidden_size)
 
@@ -93,13 +94,16 @@ def rank_parameters(
     shared = is_first and is_last and hf_config.tie_word_embeddings
     ends = vocabulary * (is_first + is_last - shared) + config.hidden_size * is_last
     layers = (
-        _layer(config, index, cut, routers_frozen) for chunk in layers_of_chunks(config, stage) for index in chunk
+        _layer(config, hf_config, index, cut, routers_frozen)
+        for chunk in layers_of_chunks(config, stage)
+        for index in chunk
     )
     return sum(layers, start=Parameters(dense=ends))
 
 
-def _layer(config: TransformerConfig, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
-    attention = Parameters(dense=_attention(config, cut.tensor) + _attention_vectors(config, cut.tensor))
+def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
+    norms = _query_and_key_norms(config, hf_config)
+    attention = Parameters(dense=_attention(config, cut.tensor) + norms + _attention_vectors(config, cut.tensor))
     biased = config.add_bias_linear
     if index not in moe_layer_indices(config):
         matrices = _gated_mlp(config.hidden_size, config.ffn_hidden_size) // cut.tensor
@@ -116,13 +120,22 @@ def _layer(config: TransformerConfig, index: int, cut: _Cut, routers_frozen: boo
 
 
 def _attention(config: TransformerConfig, tensor: int) -> int:
-    """Query, key, value and output matrices, the norms of query and key, and the layer's two norms."""
+    """Query, key, value and output matrices, and the layer's two norms; of latent attention, those of latents too."""
     if config.multi_latent_attention:
         return _latent_attention(config, tensor)
     queries = config.num_attention_heads * config.kv_channels
     keys = config.num_query_groups * config.kv_channels
     matrices = config.hidden_size * (2 * queries + 2 * keys)
-    return int(matrices // tensor + 2 * config.hidden_size + (2 * config.kv_channels if config.qk_layernorm else 0))
+    return int(matrices // tensor + 2 * config.hidden_size)
+
+
+def _query_and_key_norms(config: TransformerConfig, hf_config: Any) -> int:
+    """Weights of the norms of queries and keys, whole on every rank: of one head, or in some families of all heads."""
+    if not config.qk_layernorm or config.multi_latent_attention:
+        return 0
+    of_all_heads = family_of(hf_config).normalizes_all_heads
+    heads = config.num_attention_heads + config.num_query_groups if of_all_heads else 2
+    return int(heads * config.kv_channels)
 
 
 def _attention_vectors(config: TransformerConfig, tensor: int) -> int:

@@ -139,6 +139,7 @@ WHOLE = {"distributed_data_parallel_config__use_distributed_optimizer": False}
 DENSE, TIED = {"dense": True}, {"tie_word_embeddings": True}
 LATENT, LATENT_KEYS = {"family": "deepseek_v3"}, {"family": "deepseek_v2"}
 BIASES_AND_SINKS = {"family": "gpt_oss"}
+NORMS_OF_ALL_HEADS = {"family": "olmoe"}
 CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "one rank": (1, {}, {}, WHOLE),
     "two copies, bfloat16, sharded": (2, {}, {}, BF16 | SHARDED),
@@ -162,6 +163,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "latents, tensor parallel": (2, {"tp": 2}, LATENT, BF16 | SHARDED),
     "latents of keys alone, pipeline": (2, {"pp": 2}, LATENT_KEYS, WHOLE),
     "biases and sinks": (2, {"tp": 2, "ep": 2}, BIASES_AND_SINKS, WHOLE),
+    "norms of all heads, tensor parallel": (2, {"tp": 2}, NORMS_OF_ALL_HEADS, BF16 | SHARDED),
     "dense": (2, {}, DENSE, BF16 | SHARDED),
     "dense, tied": (1, {}, DENSE | TIED, BF16 | WHOLE),
     "dense, tied, pipeline": (2, {"pp": 2}, DENSE | TIED, WHOLE),
@@ -224,10 +226,9 @@ def test_whole_model_by_hand() -> None:
         {"mlp_only_layers": [3], "vocab_size": 61},
         DENSE,
         DENSE | TIED,
-        LATENT,
-        LATENT_KEYS,
-        BIASES_AND_SINKS,
+        *({"family": name} for name in FAMILY_MODELS),
     ],
+    ids=str,
 )
 def test_whole_model_is_that_of_transformers(model: dict[str, Any]) -> None:
     from transformers import AutoModelForCausalLM
