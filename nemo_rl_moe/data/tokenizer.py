@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,13 +27,18 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
     """
     from transformers import AutoTokenizer
 
+    is_folder = Path(name).is_dir()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            name, local_files_only=is_folder or from_cache_alone()
+        )
     except Exception as error:  # the hub, the file formats and the classes of models raise dozens of types
         cause = next(iter(str(error).splitlines()), "")
         problem = f"cannot be loaded: {type(error).__name__}: {cause}"
-        if Path(name).is_dir() and not any(found for pattern in _FILES for found in Path(name).glob(pattern)):
+        if is_folder and not any(found for pattern in _FILES for found in Path(name).glob(pattern)):
             problem = f"holds no tokenizer; expected a file such as {_FILES[0]}"
+        elif not is_folder and (silence := hub_silence()) is not None:
+            problem = f"cannot be had from the hub ({silence}), nor from its cache on this machine"
         raise ConfigurationError(f"policy.tokenizer.name: {name}: {problem}") from error
     if chat_template is not None:
         try:

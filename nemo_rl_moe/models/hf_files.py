@@ -13,6 +13,7 @@ from typing import Any
 from nemo_rl_moe.checksums import ACCEPTING, INVENTORY_FILE_NAME, InventoryError, check_sizes
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
 from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
 from nemo_rl_moe.models.safetensors_folder import (
     INDEX_FILE,
@@ -106,13 +107,20 @@ def _fetch(name: str, file: str, commit: str | None) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, file, revision=commit))
+        return Path(hf_hub_download(name, file, revision=commit, local_files_only=from_cache_alone()))
     except Exception as error:  # of the network, the hub, the disk: dozens of types
-        raise ConfigurationError(
-            f"policy.model_name: got {name!r}, which is no folder here, and {file} of it cannot be had from the hub "
-            f"(no network, no such model or file, or no access): {one_line(error)}; a folder with the model's files "
-            "will do"
-        ) from error
+        raise _not_had(name, file, one_line(error)) from error
+
+
+def _not_had(name: str, file: str, reason: str) -> ConfigurationError:
+    silence = hub_silence()
+    why = f"(no such model or file, no access, or no network): {reason}"
+    if silence is not None:
+        why = f"({silence}), nor from its cache on this machine"
+    return ConfigurationError(
+        f"policy.model_name: got {name!r}, which is no folder here, and {file} of it cannot be had from the hub {why};"
+        " a folder with the model's files will do"
+    )
 
 
 MEGATRON_WEIGHTS_FOLDER = "policy"
@@ -174,7 +182,10 @@ def load_hf_config(model_name: str) -> Any:
     config_json = load_config_json(model_name)
     family = family_of_type(config_json.get("model_type"))
     try:
-        hf_config = AutoConfig.from_pretrained(model_name, trust_remote_code=False)
+        is_folder = Path(model_name).is_dir()
+        hf_config = AutoConfig.from_pretrained(
+            model_name, trust_remote_code=False, local_files_only=is_folder or from_cache_alone()
+        )
     except Exception as error:  # transformers checks fields with types of its own
         raise _unreadable(model_name, error) from error
     if problems := family.config_fields.problems(config_json, hf_config, family.name):
@@ -212,13 +223,10 @@ def load_config_json(model_name: str) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
     try:
-        found, _ = PreTrainedConfig.get_config_dict(model_name)
+        found, _ = PreTrainedConfig.get_config_dict(model_name, local_files_only=from_cache_alone())
         return {name: value for name, value in found.items() if name != "_commit_hash"}
     except OSError as error:
-        raise ConfigurationError(
-            f"policy.model_name: got {model_name!r}, which is no folder here and cannot be had from the hub "
-            "(no network, no such model, or no access); a folder with the model's config.json will do"
-        ) from error
+        raise _not_had(model_name, CONFIG_FILE, one_line(error)) from error
     except Exception as error:  # transformers expects a well-formed file
         raise _unreadable(model_name, error) from error
 

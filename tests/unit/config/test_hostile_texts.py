@@ -142,6 +142,14 @@ def test_a_long_unknown_key_of_a_file_is_cut(tmp_path: Path) -> None:
     assert problem.startswith(f"{'k' * 60}... (100,000 characters): unknown key; allowed here: ")
 
 
+def test_a_file_of_unknown_keys_is_told_soon(tmp_path: Path) -> None:
+    text = "\n".join(f"unknown_key_{number}: 1" for number in range(3000))
+    problems = in_file(tmp_path, f"defaults: sft_tiny_moe.yaml\n{text}\n")
+    assert len(problems) == 51
+    assert all("unknown key; allowed here: " in problem for problem in problems[:50])
+    assert problems[50] == "and 2,950 further unknown keys: unknown_key_50, ..."
+
+
 def test_a_configuration_whose_name_no_file_can_have() -> None:
     for name, why in (("a\0b", "holds a NUL character"), ("x" * 5000, "is longer than a file's name can be")):
         with pytest.raises(ConfigurationError, match=why):

@@ -5,8 +5,10 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,8 @@ class FakeHub:
         self.fetched: list[tuple[str, str | None]] = []
         self.error: Exception | None = None
 
-    def download(self, name: str, file: str, revision: str | None = None) -> str:
-        assert name == NAME
+    def download(self, name: str, file: str, revision: str | None = None, local_files_only: bool = False) -> str:
+        assert name == NAME and not local_files_only
         self.fetched.append((file, revision))
         if self.error is not None:
             raise self.error
@@ -162,7 +164,7 @@ def test_the_cache_of_a_machine_without_network(hub: FakeHub, tmp_path: Path, re
     assert f"and {SHARDS[2]} of it cannot be had from the hub" in in_other_process(tmp_path / "home", repository_root)
 
 
-def in_other_process(home: Path, repository_root: Path) -> str:
+def in_other_process(home: Path, repository_root: Path, **settings: str) -> str:
     code = (
         "import json; from tests.unit.models.test_hub_files import *\n"
         "try:\n"
@@ -170,12 +172,71 @@ def in_other_process(home: Path, repository_root: Path) -> str:
         "    print(json.dumps([str(source.folder()), source.hub.files]))\n"
         "except ConfigurationError as error: print(error)\n"
     )
-    environment: dict[str, Any] = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment: dict[str, Any] = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **settings}
     environment.pop("HF_HUB_CACHE", None)
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=repository_root, env=environment, capture_output=True, text=True, check=True
     )
+    assert "Retrying" not in done.stderr, done.stderr
     return done.stdout.strip()
+
+
+@pytest.fixture
+def away() -> Iterator[dict[str, str]]:
+    """Settings of a network in which nobody answers at the hub's address."""
+    with socket.socket() as taken:  # bound and not listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        yield {"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_ENDPOINT": endpoint}
+
+
+def test_a_hub_that_is_away_is_not_asked_again_and_again(
+    hub: FakeHub, away: dict[str, str], tmp_path: Path, repository_root: Path
+) -> None:
+    """Its library would try each file six times, for half a minute; what the cache holds is taken at once."""
+    repository = tmp_path / "home" / "hub" / "models--someone--tiny"
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    told = in_other_process(tmp_path / "home", repository_root, **away)
+    expected = (
+        f"policy.model_name: got '{NAME}', which is no folder here, and config.json of it cannot be had from the hub"
+        f" ({away['HF_ENDPOINT']}: ConnectError: "
+    )
+    assert told.startswith(expected), told
+    assert told.endswith("), nor from its cache on this machine; a folder with the model's files will do")
+    for file in ("config.json", INDEX, *SHARDS):
+        shutil.copy(hub.repository / file, repository / "snapshots" / COMMIT)
+    found = json.loads(in_other_process(tmp_path / "home", repository_root, **away))
+    assert found[1] == ["config.json", INDEX, *SHARDS]
+
+
+def test_a_tokenizer_of_a_hub_that_is_away(away: dict[str, str], tmp_path: Path, repository_root: Path) -> None:
+    code = (
+        "from nemo_rl_moe.data.tokenizer import load_tokenizer\nfrom nemo_rl_moe.errors import ConfigurationError\n"
+        f"try: load_tokenizer('{NAME}')\nexcept ConfigurationError as error: print(error)\n"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), **away}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=repository_root, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    assert line.startswith(f"policy.tokenizer.name: {NAME}: cannot be had from the hub ({away['HF_ENDPOINT']}: Connect")
+
+
+def test_plan_without_a_network_is_one_line(away: dict[str, str], tmp_path: Path, repository_root: Path) -> None:
+    command = [sys.executable, "-m", "nemo_rl_moe.cli", "plan", "--config", "sft_tiny_moe.yaml"]
+    environment = {**os.environ, "HF_HOME": str(tmp_path), **away}
+    environment.pop("HF_HUB_CACHE", None)
+    done = subprocess.run(
+        [*command, f"policy.model_name={NAME}"], cwd=repository_root, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: policy.model_name: got '{NAME}', which is no folder here, and config.json of it")
 
 
 @pytest.mark.parametrize("content", ["3", "null", '["a"]', '"text"', "", "{", "[" * 100_000])
