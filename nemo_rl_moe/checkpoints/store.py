@@ -4,10 +4,12 @@
 
 import contextlib
 import fcntl
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from nemo_rl_moe.atomic_writes import delete, put_in_place, sync
 from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
@@ -19,6 +21,7 @@ POLICY_FOLDER_NAME = MEGATRON_WEIGHTS_FOLDER
 FINAL_WEIGHTS_FOLDER = "final"
 """Beside the checkpoints of a complete run."""
 LOCK_FILE_NAME = ".lock"
+_LOCK_ATTEMPTS = 10
 CHECKPOINT_NAME = r"step_(0|[1-9][0-9]{0,17})"
 """Pattern of the name of a checkpoint's folder."""
 _WHOLE = re.compile(CHECKPOINT_NAME)
@@ -73,29 +76,51 @@ class CheckpointStore:
     def locked(self) -> Iterator[None]:
         """Makes the folder, and keeps other runs out of it: two runs would remove each other's checkpoints.
 
+        Folders that were made for the lock go with it where nothing else has come into them.
+
         Raises:
             CheckpointError: Another run uses the folder, or it cannot be written to.
         """
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            file = (self.folder / LOCK_FILE_NAME).open("w")
-        except OSError as error:
-            raise CheckpointError(
-                f"{_KEY}: {str(self.folder)!r} cannot hold checkpoints: {error.strerror}; it needs to be a folder that"
-                " you may write to"
-            ) from None
-        with file:
+        made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        with self._lock_file():
             try:
-                # The operating system takes the lock back when the process ends, however it ends.
+                yield  # the operating system takes the lock back when the process ends, however it ends
+            finally:
+                with contextlib.suppress(OSError):
+                    if made and [entry.name for entry in self.folder.iterdir()] == [LOCK_FILE_NAME]:
+                        (self.folder / LOCK_FILE_NAME).unlink()
+                        for folder in made:
+                            folder.rmdir()
+
+    def _lock_file(self) -> TextIO:
+        """The file of the lock, which this process has; made with its folder where they are not there."""
+        path = self.folder / LOCK_FILE_NAME
+        for attempt in range(_LOCK_ATTEMPTS):
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                file = path.open("w")
+            except OSError as error:
+                if isinstance(error, FileNotFoundError) and attempt + 1 < _LOCK_ATTEMPTS:
+                    continue  # a run that leaves may just have taken it away
+                raise CheckpointError(
+                    f"{_KEY}: {str(self.folder)!r} cannot hold checkpoints: {error.strerror}; it needs to be a folder"
+                    " that you may write to"
+                ) from None
+            try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise CheckpointError(
-                    f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or take another"
-                    " folder (where it is null: checkpointing.resume=never starts a new one)"
-                ) from None
+                file.close()
+                break
             except OSError:
                 pass  # a file system without locks
-            yield
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return file
+            file.close()  # a run that has left took it away before this one had the lock
+        raise CheckpointError(
+            f"{_KEY}: another run is writing to {str(self.folder)!r}; wait for it to end, or take another folder (where"
+            " it is null: checkpointing.resume=never starts a new one)"
+        )
 
     def path_of(self, step: int) -> Path:
         """Folder of the checkpoint of a step."""

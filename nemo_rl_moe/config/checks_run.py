@@ -164,13 +164,22 @@ def validation_data_exists(config: SFTMasterConfig | DPOMasterConfig | GRPOMaste
 
 def checkpoint_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
     """Checkpoint folder, or the nearest existing one above it, that may be written to."""
-    name = config.checkpointing.checkpoint_dir
-    if name is None or not config.checkpointing.enabled:
-        return
-    there = next(folder for folder in (Path(name).absolute(), *Path(name).absolute().parents) if folder.exists())
+    if config.checkpointing.enabled and config.checkpointing.checkpoint_dir is not None:
+        yield from _making_problem("checkpointing.checkpoint_dir", config.checkpointing.checkpoint_dir)
+
+
+def log_dir_can_be_made(config: MasterConfig) -> Iterator[str]:
+    """Log folder, or the nearest existing one above it, that may be written to."""
+    yield from _making_problem("logger.log_dir", config.logger.log_dir)
+
+
+def _making_problem(key: str, name: str) -> Iterator[str]:
+    folder = Path(name).absolute()
+    # os.path's answer to a folder that may not be looked into is no, pathlib's an error.
+    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))  # noqa: PTH110
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         why = "may not be written to" if there.is_dir() else "is no folder"
-        yield f"checkpointing.checkpoint_dir: got {name}, and {there} {why}; expected a folder that you may write to"
+        yield f"{key}: got {name}, and {there} {why}; expected a folder that you may write to"
 
 
 def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[str]:
@@ -206,4 +215,5 @@ PATH_RULES = (
     training_data_exists,
     validation_data_exists,
     checkpoint_dir_can_be_made,
+    log_dir_can_be_made,
 )

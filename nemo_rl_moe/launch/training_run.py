@@ -88,6 +88,9 @@ class TrainingRun:
     the recorder that `open` gives; `end` with the loop's summary. What these and `use` open is closed in reverse order
     when the run, a context manager, is left.
 
+    Entering it finds the checkpoint to resume from, before a model or data are read: no other run writes to this run's
+    checkpoints from then on, and a checkpoint that the run cannot go on from is a CheckpointError.
+
     Args:
         config: A checked configuration.
         launch: Identity of the run, and which of its restarts this is.
@@ -98,7 +101,7 @@ class TrainingRun:
         algorithm: Record of the algorithm.
         console: Messages to the user.
         num_steps: Steps of the whole run; known from `begin` on.
-        resume: The checkpoint that the run resumes from; None: it starts at the beginning, or has not begun.
+        resume: The checkpoint that the run resumes from; None: it starts at the beginning.
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals):
@@ -117,6 +120,11 @@ class TrainingRun:
         self._ending: str | None = None
 
     def __enter__(self) -> "TrainingRun":
+        try:
+            self._claim_checkpoints()
+        except BaseException:
+            self._opened.close()
+            raise
         return self
 
     def __exit__(
@@ -171,24 +179,14 @@ class TrainingRun:
         return self.use(running_role(role, self.config, self.cluster, self.console, model))
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
-        """Finds the checkpoint to resume from, and tells it. No other run writes to this run's checkpoints from now on.
-
-        Writes nothing of the run's own.
+        """Tells where the run begins, and what its settings come to. Writes nothing of the run's own.
 
         Args:
             num_steps: Steps of the whole run.
             fingerprints: Texts that change when an input does which a resumed run relies on, by the input's name.
-
-        Raises:
-            CheckpointError: The run cannot go on from the checkpoints that are there.
         """
         self.num_steps, self._fingerprints = num_steps, fingerprints
-        warn = self.console.warn
-        self.resume = resume = find_resume_point(self.config, self._launch.run_id, self._launch.restart_number, warn)
-        self._store = _existing_store(self.config, resume, self.console)
-        if self._store is not None:
-            self.use(self._store.locked())
-            self._store.sweep()
+        warn, resume = self.console.warn, self.resume
         if resume is not None:
             for line in changed_inputs(resume.state.fingerprints, fingerprints):
                 warn(line)
@@ -201,6 +199,15 @@ class TrainingRun:
             for line in notices(loop_config, num_steps):
                 warn(line)
         self.console.begin(num_steps)
+
+    def _claim_checkpoints(self) -> None:
+        """Finds the checkpoint to resume from, and locks the folder of checkpoints where it is known."""
+        run_id, restart_number = self._launch.run_id, self._launch.restart_number
+        self.resume = find_resume_point(self.config, run_id, restart_number, self.console.warn)
+        self._store = _known_store(self.config, self.resume, self.console)
+        if self._store is not None:
+            self.use(self._store.locked())
+            self._store.sweep()
 
     @property
     def is_complete(self) -> bool:
@@ -430,12 +437,12 @@ class TrainingRun:
         return f"{stopped}; saved to {checkpoint_dir / f'step_{summary.num_steps}'}. To go on, {again}."
 
 
-def _existing_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
-    """The folder of checkpoints where it is known and there; one in a run's folder is made with that."""
+def _known_store(config: MasterConfig, resume: ResumePoint | None, console: ConsoleLogger) -> CheckpointStore | None:
+    """The folder of checkpoints; None where there are none, or where the run's own folder, not made yet, has it."""
     if not config.checkpointing.enabled:
         return None
     known = resume.folder.parent if resume is not None else config.checkpointing.checkpoint_dir
-    return CheckpointStore(Path(known), console.warn) if known is not None and Path(known).is_dir() else None
+    return CheckpointStore(Path(known), console.warn) if known is not None else None
 
 
 def _all_samples(error: TrainingDivergedError, run_folder: Path) -> str:

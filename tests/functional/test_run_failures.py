@@ -16,10 +16,12 @@ import psutil
 import pytest
 import ray
 
+from nemo_rl_moe.checkpoints.store import CheckpointStore
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.node_tools import ray_folder
 from nemo_rl_moe.run_folder.metrics import read_metrics
 from tests.functional import run_kills, sft_runs
+from tests.support.saving_run import Run as SavedRun
 
 START_LIMIT_S = 200.0
 END_LIMIT_S = 30.0
@@ -223,6 +225,65 @@ def test_a_bad_line(refused: Refused, data: Path, tmp_path: Path) -> None:
     assert f"{tmp_path / 'train.jsonl'}:42: " in errors
     assert "completion" in errors
     assert errors.startswith("error: ")
+
+
+@pytest.fixture
+def bad_data(data: Path, tmp_path: Path) -> Path:
+    """Data that would end the run if they were read."""
+    path = tmp_path / "train.jsonl"
+    path.write_text("{}\n" + (data / "train.jsonl").read_text())
+    return path
+
+
+def test_a_folder_of_checkpoints_in_use_is_told_before_data_are_read(
+    refused: Refused, bad_data: Path, tmp_path: Path
+) -> None:
+    """The other run has only just started; where this one would write its log is not made either."""
+    folder = tmp_path / "checkpoints"
+    with CheckpointStore(folder).locked():
+        errors = refused(data__train__path=bad_data, checkpointing__checkpoint_dir=folder)
+    assert errors == (
+        f"error: checkpointing.checkpoint_dir: another run is writing to '{folder}'; wait for it to end, or take"
+        " another folder (where it is null: checkpointing.resume=never starts a new one)\n"
+    )
+
+
+def test_damaged_and_foreign_checkpoints_are_told_before_data_are_read(
+    refused: Refused, bad_data: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoints"
+    saved = SavedRun(tmp_path / "other", f"checkpointing.checkpoint_dir={folder}", algorithm="dpo")
+    saved.save(10)
+    (folder / ".lock").touch()
+    changes = {"data__train__path": bad_data, "checkpointing__checkpoint_dir": folder}
+    assert refused(**changes).startswith(f"error: {folder}/step_10: a checkpoint of dpo, and this run is sft; set ")
+    (folder / "step_10" / "state.json").write_text("{}")
+    assert refused(**changes).startswith(f"error: {folder}: none of the checkpoints there can be used; set ")
+
+
+def test_a_log_folder_that_cannot_be_made(refused: Refused, bad_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert refused(data__train__path=bad_data, logger__log_dir=tmp_path / "file" / "logs") == (
+        f"error: logger.log_dir: got {tmp_path}/file/logs, and {tmp_path}/file is no folder; expected a folder that you"
+        " may write to\n"
+    )
+
+
+def test_of_two_starts_of_one_command_one_runs(data: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        **sft_runs.only_jsonl(),
+        "checkpointing__checkpoint_dir": tmp_path / "checkpoints",
+        "sft__max_num_steps": 1,
+        "sft__val_at_start": False,
+    }
+    command = sft_runs.sft_command(sft_runs.settings(tmp_path, data, **changes))
+    with run_kills.running(command, tmp_path / "a") as one, run_kills.running(command, tmp_path / "b") as other:
+        codes = {run.wait_for_end(START_LIMIT_S): run for run in (one, other)}
+    assert sorted(codes) == [0, 2], one.errors + other.errors
+    assert "another run is writing to" in codes[2].errors
+    assert len(codes[2].errors.splitlines()) == 1
+    assert "reading" not in codes[2].printed
+    assert sft_runs.only_run_folder(tmp_path).name == "exp_001"
 
 
 def test_too_few_samples(refused: Refused, data: Path, tmp_path: Path) -> None:

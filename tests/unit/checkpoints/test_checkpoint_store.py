@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,6 +170,52 @@ def test_two_runs_do_not_write_to_one_folder(run: Run) -> None:
         other.wait()
     with run.store.locked():  # a killed run holds nothing
         pass
+
+
+def test_a_folder_made_for_the_lock_goes_with_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "results" / "sft")
+    with store.locked(), pytest.raises(CheckpointError, match="another run"), CheckpointStore(store.folder).locked():
+        pass
+    assert not (tmp_path / "results").exists()
+    with store.locked():
+        store.stage(5)
+    assert (store.folder / ".step_5.incomplete").is_dir()
+    with store.locked():
+        pass
+    assert store.folder.is_dir(), "it was there before"
+
+
+def test_runs_that_come_and_go_at_the_same_time_never_share_the_lock(tmp_path: Path) -> None:
+    """Each takes the folder away with the lock, under the others' hands."""
+    code = (
+        "import os, sys; from pathlib import Path; from nemo_rl_moe.checkpoints.store import CheckpointStore\n"
+        "from nemo_rl_moe.errors import CheckpointError\n"
+        "folder, inside, entered = Path(sys.argv[1], 'results', 'sft'), Path(sys.argv[1], 'inside'), 0\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "for attempt in range(400):\n"
+        "    try:\n"
+        "        with CheckpointStore(folder).locked():\n"
+        "            os.close(os.open(inside, os.O_CREAT | os.O_EXCL))\n"
+        "            entered += 1; inside.unlink()\n"
+        "    except CheckpointError as error: assert 'another run' in str(error), error\n"
+        "print(entered)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    others = [subprocess.Popen(command, text=True, **pipes) for _ in range(3)]
+    for other in others:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+    said = []
+    for other in others:
+        assert other.stdin is not None
+        other.stdin.write("\n")
+        other.stdin.flush()
+    for other in others:
+        output, errors = other.communicate(timeout=60)
+        assert other.returncode == 0, errors
+        said.append(int(output))
+    assert min(said) > 0, "each of them came in at times"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

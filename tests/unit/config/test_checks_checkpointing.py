@@ -129,10 +129,9 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(
     (tmp_path / "file").write_text("")
     name = tmp_path / "file" / "runs"
     with pytest.raises(ConfigurationError) as error:
-        load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={name}"])
-    assert (
-        f"{C}.checkpoint_dir: got {name}, and {tmp_path / 'file'} is no folder; expected a folder that you may write to"
-    ) in error.value.problems
+        load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={name}", f"logger.log_dir={name}"])
+    why = f"got {name}, and {tmp_path / 'file'} is no folder; expected a folder that you may write to"
+    assert {f"{C}.checkpoint_dir: {why}", f"logger.log_dir: {why}"} <= set(error.value.problems)
     with pytest.raises(ConfigurationError) as error:  # of the data, which is not there
         load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={tmp_path}/a/b"])
     assert not [line for line in error.value.problems if line.startswith(C)]

@@ -90,6 +90,28 @@ def test_no_second_run_on_the_same_checkpoints(saved: SavedRun) -> None:
         assert run.resume is not None
 
 
+def test_a_second_run_is_refused_when_it_is_entered(saved: SavedRun) -> None:
+    """Before a model or data are read, where nothing has been saved yet too; a run that saves nothing leaves nothing."""
+    folder = saved.store.folder.with_name("of_nobody")
+    checkpointing = saved.config.checkpointing.model_copy(update={"checkpoint_dir": str(folder)})
+    config = saved.config.model_copy(update={"checkpointing": checkpointing})
+    first, second = (TrainingRun(config, RunLaunch(name), StopSignals()) for name in ("first", "second"))
+    with first, pytest.raises(CheckpointError, match="another run is writing to"), second:
+        pass
+    assert not folder.exists()
+    with second:
+        assert second.resume is None
+
+
+def test_a_damaged_checkpoint_is_told_when_the_run_is_entered(saved: SavedRun) -> None:
+    (saved.store.path_of(10) / "state.json").write_text("{}")
+    run = TrainingRun(saved.config, RunLaunch("second"), StopSignals())
+    with pytest.raises(CheckpointError, match="none of the checkpoints there can be used"), run:
+        pass
+    with saved.store.locked():  # nothing of the refused run holds it
+        pass
+
+
 def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
     saved: SavedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
