@@ -41,7 +41,7 @@ class Score:
     """Score of a response.
 
     Attributes:
-        reward: Finite; 0 where the environment failed.
+        reward: At most `LARGEST_REWARD` in size; 0 where the environment failed.
         is_correct: Whether it counts as right in `accuracy`.
         fault: Why there is no score; None for a score.
         message: What went wrong, in one line; empty for a score.
@@ -51,6 +51,22 @@ class Score:
     is_correct: bool
     fault: Fault | None = None
     message: str = ""
+
+
+LARGEST_REWARD = 1e6
+"""Largest size of a reward: the float32 of advantages and losses has few digits left for differences beyond."""
+
+
+def checked_score(score: Score) -> Score:
+    """A score, or reward 0 with the fault where its reward is NaN, infinite or too large.
+
+    For the driver: in the environment's own process a reward function may have changed what would check it.
+    """
+    if -LARGEST_REWARD <= score.reward <= LARGEST_REWARD:
+        return score
+    expected = f"a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+    message = f"ValueError: the reward is {score.reward}, expected {expected}"
+    return Score(0.0, is_correct=False, fault=Fault.ERROR, message=message)
 
 
 class Scorer(Protocol):

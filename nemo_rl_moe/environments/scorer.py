@@ -19,8 +19,8 @@ from ray.exceptions import RayActorError, RayError
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.environments.worker import LONGEST_HOLD_S, EnvironmentWorker
+from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem, checked_score
+from nemo_rl_moe.environments.worker import INTERRUPTION_S, EnvironmentWorker
 from nemo_rl_moe.errors import WorkerDiedError
 
 START_TIMEOUT_S = 300.0
@@ -151,7 +151,7 @@ class EnvironmentScorer:
                 result = outcome(call)
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
-                    scores.update(zip(doing.share.indices, result, strict=True))
+                    scores.update(zip(doing.share.indices, map(checked_score, result), strict=True))
                 else:
                     self._start(doing.worker)
                     self._retry_or_fail(doing, result, waiting, scores)
@@ -170,7 +170,7 @@ class EnvironmentScorer:
 
     def _send(self, items: Sequence[ScoringItem], share: _Share) -> None:
         worker = self._idle.pop()
-        allowed_s = len(share.indices) * (self._config.timeout_s + LONGEST_HOLD_S) + CALL_SLACK_S
+        allowed_s = len(share.indices) * (self._config.timeout_s + INTERRUPTION_S) + CALL_SLACK_S
         actor = self._actors[worker]
         ping = actor.place.remote() if share.is_retry else None
         call = actor.call.remote("score", [items[index] for index in share.indices])

@@ -2,25 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment worker: a process that scores its share of a batch, each response within its time limit."""
 
-import faulthandler
-import math
-import time
 from collections.abc import Sequence
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.registry import make_scorer
+from nemo_rl_moe.environments.stopwatch import Stopwatch
 from nemo_rl_moe.errors import one_line
 
 INTERRUPTION_S = 1.0
 """Seconds after the alarm at which the process of an environment that has not stopped is ended."""
-REARMING_S = 1.0
-"""Most seconds by which that end is late: it is armed anew at most once in this time, as arming it takes longer than
-many environments take for a response."""
-LONGEST_HOLD_S = INTERRUPTION_S + REARMING_S
-"""Most seconds by which a response exceeds its time."""
-STDERR = 2
 
 
 class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
@@ -35,24 +27,21 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
         self._environment = make_scorer(config)
         self._timeout_s = config.timeout_s
+        self._stopwatch = Stopwatch(config.timeout_s + INTERRUPTION_S)
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """One score for each response, in their order.
 
-        Survives code that never returns to the interpreter, such as a loop in C or a regular expression, which no alarm
-        interrupts: a thread of faulthandler's, which needs no interpreter lock, writes the stack to stderr and ends the
-        process, which the driver sees.
+        Code that no alarm interrupts, such as a loop in C, a regular expression, or a library that uses the alarm for
+        itself, costs this process its life, which the driver sees.
         """
-        armed_at = -math.inf
         scores = []
         try:
             for item in items:
-                if (now := time.monotonic()) - armed_at > REARMING_S:
-                    faulthandler.dump_traceback_later(self._timeout_s + LONGEST_HOLD_S, exit=True, file=STDERR)
-                    armed_at = now
+                self._stopwatch.start_piece()
                 scores.append(score_within(self._timeout_s, self._environment, item))
         finally:
-            faulthandler.cancel_dump_traceback_later()
+            self._stopwatch.rest()
         return scores
 
 
@@ -65,7 +54,7 @@ def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
         item: The response.
 
     Returns:
-        The environment's score, or reward 0 with the fault: it raised, took too long, or returned no finite reward.
+        The environment's score, or reward 0 with the fault: it raised or took too long.
     """
     try:
         with interrupted_after(limit_s):
@@ -77,10 +66,7 @@ def score_within(limit_s: float, scorer: Scorer, item: ScoringItem) -> Score:
 
 def _score_or_error(scorer: Scorer, item: ScoringItem) -> Score:
     try:
-        score = scorer.score(item)
-        if not math.isfinite(score.reward):
-            raise ValueError(f"the reward is {score.reward}, expected a finite number")
-        return score
+        return scorer.score(item)
     except TimeIsUp:
         raise
     except BaseException as error:  # SystemExit too: it would end the worker

@@ -13,7 +13,7 @@ from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
+from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
@@ -144,6 +144,7 @@ class Session:
             score: What it is worth.
             metrics: Further numbers, logged as means over trajectories.
         """
+        score = checked_score(score)  # a function of the user's own may have made it
         # An engine numbers what it has seen; tokens behind its last request have no routes.
         routed = self._routed_experts
         if routed is not None and len(routed) < self.num_tokens:

@@ -18,7 +18,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
-from nemo_rl_moe.environments.worker import LONGEST_HOLD_S
+from nemo_rl_moe.environments.worker import INTERRUPTION_S
 from nemo_rl_moe.errors import WorkerDiedError
 from tests.support.clusters import cluster_config
 
@@ -72,8 +72,10 @@ def test_only_the_guilty_fail_and_soon(scorer):
         "raise unprintable": (Fault.ERROR, "UnprintableError"),
         "sys.exit": (Fault.ERROR, "SystemExit: enough"),
         "recurse": (Fault.ERROR, "RecursionError: maximum recursion depth exceeded"),
-        "nan": (Fault.ERROR, "ValueError: the reward is nan, expected a finite number"),
-        "inf": (Fault.ERROR, "ValueError: the reward is -inf, expected a finite number"),
+        "nan": (Fault.ERROR, "ValueError: the reward is nan, expected a number from -1,000,000 to 1,000,000"),
+        "inf": (Fault.ERROR, "ValueError: the reward is -inf, expected a number from -1,000,000 to 1,000,000"),
+        "huge": (Fault.ERROR, "ValueError: the reward is 1e+308, expected a number from -1,000,000 to 1,000,000"),
+        "patched nan": (Fault.ERROR, "ValueError: the reward is nan, expected a number from -1,000,000 to 1,000,000"),
         "word": (Fault.ERROR, "TypeError: env.callable.function returned '1.0' (str), expected a number, or a pair"),
         "none": (Fault.ERROR, "TypeError: env.callable.function returned None"),
         "wrong pair": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, 1) (tuple)"),
@@ -97,15 +99,16 @@ def test_responses_that_take_their_worker_with_them(scorer):
     told = {
         "hang in c": took_too_long,
         "ignore": took_too_long,
+        "cancel": took_too_long,
         "os._exit": (Fault.DIED, "its worker died: Worker exit type: SYSTEM_ERROR"),
         "segfault": (Fault.DIED, "its worker died: Worker exit type: SYSTEM_ERROR"),
     }
-    responses = ["1.0", "hang in c", "raise", "ignore", "os._exit", "0.5", "half right", "segfault", *["1"] * 20]
+    responses = ["1.0", "hang in c", "raise", "ignore", "cancel", "os._exit", "0.5", "half right", "segfault", *["1"] * 20]
     start = time.monotonic()
     scores = scorer.score(items_of(responses))
-    assert seconds_since(start) < 4 * (TIMEOUT_S + LONGEST_HOLD_S) + 8 * RESTART_S
+    assert seconds_since(start) < 6 * (TIMEOUT_S + INTERRUPTION_S) + 10 * RESTART_S
     check(scores, responses, {**told, "raise": (Fault.ERROR, "ValueError: no such tile")})
-    assert scores[6] == Score(0.5, is_correct=True)
+    assert scores[7] == Score(0.5, is_correct=True)
 
     again = ["0.5", "1.0", "0.25"]
     start = time.monotonic()
@@ -155,7 +158,7 @@ def test_a_worker_that_is_stopped_is_given_up_in_time(monkeypatch):
         os.kill(victim, signal.SIGSTOP)
         start = time.monotonic()
         check(scorer.score(items_of(["1.0", "0.5"])), ["1.0", "0.5"], {})
-        assert seconds_since(start) < 2 * (TIMEOUT_S + LONGEST_HOLD_S) + 1.0 + 2 * RESTART_S
+        assert seconds_since(start) < 2 * (TIMEOUT_S + INTERRUPTION_S) + 1.0 + 2 * RESTART_S
         assert victim not in processes(scorer)
         os.kill(victim, signal.SIGKILL)
 

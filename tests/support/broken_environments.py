@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """An environment that fails in every way an environment can; the response says in which."""
 
+import faulthandler
 import itertools
+import math
 import os
 import re
 import signal
@@ -70,7 +72,23 @@ def _ignore_the_alarm() -> object:
         time.sleep(0.1)
 
 
+def _cancel_every_timer() -> object:
+    """As libraries with time limits of their own do."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    faulthandler.cancel_dump_traceback_later()
+    while True:
+        time.sleep(0.1)
+
+
+def _patched_nan() -> object:
+    math.isfinite = lambda value: True
+    return math.nan
+
+
 FAILURES = {
+    "cancel": _cancel_every_timer,
+    "huge": lambda: 1e308,
+    "patched nan": _patched_nan,
     "raise": _raise,
     "raise unprintable": _raise_unprintable,
     "sys.exit": lambda: sys.exit("enough"),
