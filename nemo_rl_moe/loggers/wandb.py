@@ -8,6 +8,9 @@ W&B makes a chart of each key, in a section named after the part of the key befo
 
 import netrc
 import os
+import shutil
+import sys
+import tempfile
 import threading
 import uuid
 from collections import deque
@@ -139,6 +142,7 @@ class WandbLogger:
             # W&B's error reports and usage statistics go over the network in offline mode too, unless told not to;
             # it looks at this variable while it is imported.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+        _import_beside(run_folder / "wandb")
         import wandb
 
         self._run: Any = wandb.init(
@@ -218,6 +222,26 @@ class WandbLogger:
         finally:
             # The service may still write the last records after a run has finished.
             wandb.teardown()
+
+
+_TEMPORARY = ("tmp*wandb-artifacts", "tmp*wandb-media")
+
+
+def _import_beside(folder: Path) -> None:
+    """Imports W&B, whose temporary folders, made while it is imported, come to lie in a folder of the run.
+
+    A process that is killed leaves them: there the run that goes on takes them away, and nothing is left elsewhere.
+    """
+    if "wandb" in sys.modules:
+        return
+    folder.mkdir(exist_ok=True)
+    for left in (path for pattern in _TEMPORARY for path in folder.glob(pattern)):
+        shutil.rmtree(left, ignore_errors=True)
+    former, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        import wandb  # noqa: F401
+    finally:
+        tempfile.tempdir = former
 
 
 def abandon_service() -> None:

@@ -35,10 +35,17 @@ from tests.unit.loggers.resumed_run import metrics_of
 
 def run_attempt(run_folder: Path, attempt: int, first: int, last: int, end: str) -> int:
     arguments = [str(run_folder), *map(str, (attempt, first, last)), end]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    temporary = temporary_of(run_folder)
+    temporary.mkdir(exist_ok=True)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(temporary)}
     command = [sys.executable, "-m", "tests.unit.loggers.resumed_run", *arguments]
     # No pipes: W&B's service lives on for a moment after a kill and would keep them open.
     return subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def temporary_of(run_folder: Path) -> Path:
+    """The folder for temporary files of a run's attempts."""
+    return run_folder.parent / "temporary"
 
 
 def history_of(attempts: dict[int, int]) -> MetricHistory:
@@ -82,6 +89,20 @@ def test_every_backend_holds_each_step_once_after_two_kills(tmp_path: Path, empt
         assert [step for step, _ in attempts] == list(range(1, 11))
         assert [attempt for step, attempt in attempts if step < 5 or step > 7] == [1, 1, 1, 1, 3, 3, 3]
         assert history == {key: points for key, points in wanted.items() if key != "train/attempt"}
+
+
+def test_temporary_folders_of_wandb_lie_in_the_run_and_go_with_the_next_attempt(
+    tmp_path: Path, empty_mlflow_store: Path
+) -> None:
+    run_folder = tmp_path / "sft" / "exp_001"
+    run_folder.mkdir(parents=True)
+    shutil.copy(empty_mlflow_store, tmp_path)
+    assert run_attempt(run_folder, 1, 1, 3, "kill") == -9
+    left = {path.name for path in run_folder.glob("wandb/tmp*")}
+    assert len(left) == 2, "W&B makes them as before"
+    assert run_attempt(run_folder, 2, 2, 4, "close") == 0
+    assert not list(run_folder.glob("wandb/tmp*"))
+    assert not list(temporary_of(run_folder).glob("*wandb*")), "nothing outside"
 
 
 def test_an_attempt_without_a_checkpoint_goes_on_in_the_runs_of_the_one_before(
