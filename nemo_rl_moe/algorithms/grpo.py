@@ -2,8 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
 from nemo_rl_moe.algorithms.advantages import compute_advantages, shape_rewards
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
+from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
@@ -14,7 +19,7 @@ from nemo_rl_moe.algorithms.step_recorder import (
     validation_is_due,
 )
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence, per_token
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
@@ -60,6 +65,7 @@ def train_grpo(
                 last_step = step
             batch = make_batch(config, groups, pad_token_id)
             batch = add_logprobs(config, policy, batch, clock)
+            batch, divergence = take_divergence_from_rewards(config, groups, batch)
             with clock.phase("train"):
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
@@ -68,7 +74,7 @@ def train_grpo(
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
             result=result,
-            training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch)),
+            training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch) | divergence),
             validation={} if due is None else due(),
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | ({} if due is None else {"val": due.trajectories}),
@@ -93,22 +99,55 @@ def update_engine(engine: GenerationEngine, policy: PolicyInterface, clock: Phas
             engine.update_weights(transport, policy.weight_version)
 
 
-def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
-    """The trained groups with their advantages."""
+def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
+    """Rewards of the trained groups after the punishment of long responses."""
     num_generations = config.grpo.num_generations_per_prompt
-    rewards = shape_rewards(
+    return shape_rewards(
         group_rewards(groups.trained, num_generations),
         group_sampled_tokens(groups.trained, num_generations),
         config.policy.generation.max_new_tokens,
         config.grpo.reward_shaping,
     )
-    advantages = compute_advantages(rewards, config.grpo.adv_estimator)
+
+
+def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
+    """The trained groups with their advantages."""
+    advantages = compute_advantages(shaped_rewards(config, groups), config.grpo.adv_estimator)
     return training_batch(groups.trained, advantages, pad_token_id, leave_out_truncated=config.grpo.overlong_filtering)
 
 
+def take_divergence_from_rewards(
+    config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
+) -> tuple[TokenBatch, dict[str, float]]:
+    """Advantages from rewards less the weighted divergence of the responses, where `use_kl_in_reward` asks for it.
+
+    Args:
+        config: The whole configuration.
+        groups: The trained groups.
+        batch: Made of them, with the log-probabilities of the policy and of the reference model.
+
+    Returns:
+        The batch with these advantages, and the metric `kl_penalty`: the mean of the estimate over sampled tokens.
+    """
+    loss = config.loss_fn
+    if not loss.use_kl_in_reward:
+        return batch, {}
+    logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
+    # Of all responses, those too that overlong filtering leaves out of the loss: others are compared with them.
+    sampled = torch.zeros(logprobs.shape, dtype=torch.bool)
+    for row, trajectory in enumerate(groups.trained):
+        sampled[row, : len(trajectory.loss_mask)] = torch.as_tensor(trajectory.loss_mask)
+    divergence = divergence_of_responses(logprobs, reference, sampled, loss)
+    rewards = shaped_rewards(config, groups)
+    rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
+    advantages = compute_advantages(rewards, config.grpo.adv_estimator)
+    metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
+    return batch.with_columns(advantages=per_sequence(advantages.reshape(-1).float())), metrics
+
+
 def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
-    """The batch with the log-probabilities that the loss needs: before the first update, and of the reference model."""
-    if not ratio_is_one(config):
+    """The batch with the log-probabilities that loss or rewards need: before the first update, of the reference."""
+    if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
         with clock.phase("logprobs"):
             batch = batch.with_columns(prev_logprobs=per_token(policy.logprobs(batch)))
     if config.loss_fn.reference_policy_kl_penalty > 0:

@@ -62,6 +62,25 @@ def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
         yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective cispo"
 
 
+def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
+    """Divergence in the reward: with a weight, by k1, and without a gradient of its own."""
+    loss = config.loss_fn
+    if not loss.use_kl_in_reward:
+        return
+    if loss.reference_policy_kl_penalty == 0:
+        yield "loss_fn.use_kl_in_reward: got true, expected false with loss_fn.reference_policy_kl_penalty 0"
+    if loss.reference_policy_kl_type != "k1":
+        yield (
+            f"loss_fn.reference_policy_kl_type: got {loss.reference_policy_kl_type}, expected k1 with"
+            " loss_fn.use_kl_in_reward true: in a reward the others do not lead to a smaller divergence"
+        )
+    if loss.reference_policy_kl_gradient != "estimate":
+        yield (
+            f"loss_fn.reference_policy_kl_gradient: got {loss.reference_policy_kl_gradient}, expected estimate with"
+            " loss_fn.use_kl_in_reward true, which adds nothing to the loss"
+        )
+
+
 def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
     """GSPO's ratios of sequences, beside a loss or an objective that is one of tokens."""
     loss = config.loss_fn
@@ -199,6 +218,7 @@ GRPO_RULES = (
     overlong_buffer_fits_the_response,
     importance_bounds_are_in_order,
     dual_clip_has_a_surrogate,
+    divergence_in_the_reward_has_a_meaning,
     sequence_ratios_have_a_sequence_loss,
     responses_have_others_to_be_compared_with,
     environment_has_its_section,

@@ -111,6 +111,11 @@ class PolicyGradientLossConfig(StrictModel):
     """Weight of the divergence from the model at the start of the run; 0: no reference model."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     """Estimator of the divergence."""
+    reference_policy_kl_gradient: Literal["estimate", "divergence"]
+    """Gradient of the penalty in the loss: of the estimate as it is, as GRPO has it; or the divergence's own, with the
+    part that the choice of tokens has."""
+    use_kl_in_reward: bool
+    """Take the divergence, by k1, from the reward of each response instead of adding it to the loss."""
     kl_output_clamp_value: PositiveFloat | None
     """Largest size of the estimate at one token, in nats, beyond which it has no gradient; null: no limit."""
     importance_sampling_correction: Literal["none", "truncated", "icepop"]

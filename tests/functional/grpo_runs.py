@@ -62,6 +62,11 @@ def reward_that_fails_at_times(item: ScoringItem) -> float:
     """An environment of a user's own: how many of the characters are digits. It cannot stand the digit 9."""
     if "9" in item.response:
         raise ValueError("a nine")
+    return share_of_digits(item)
+
+
+def share_of_digits(item: ScoringItem) -> float:
+    """An environment of a user's own: how many of the characters are digits."""
     return sum(character.isdigit() for character in item.response) / 12
 
 

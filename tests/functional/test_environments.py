@@ -103,7 +103,18 @@ def test_responses_that_take_their_worker_with_them(scorer):
         "os._exit": (Fault.DIED, "its worker died: Worker exit type: SYSTEM_ERROR"),
         "segfault": (Fault.DIED, "its worker died: Worker exit type: SYSTEM_ERROR"),
     }
-    responses = ["1.0", "hang in c", "raise", "ignore", "cancel", "os._exit", "0.5", "half right", "segfault", *["1"] * 20]
+    responses = [
+        "1.0",
+        "hang in c",
+        "raise",
+        "ignore",
+        "cancel",
+        "os._exit",
+        "0.5",
+        "half right",
+        "segfault",
+        *["1"] * 20,
+    ]
     start = time.monotonic()
     scores = scorer.score(items_of(responses))
     assert seconds_since(start) < 6 * (TIMEOUT_S + INTERRUPTION_S) + 10 * RESTART_S

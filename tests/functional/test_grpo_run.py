@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.functional import grpo_runs, sft_runs
@@ -182,6 +183,7 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
         policy__generation__top_p=0.95,
         policy__generation__temperature=0.8,
         loss_fn__reference_policy_kl_penalty=0.01,
+        loss_fn__reference_policy_kl_gradient="divergence",
         loss_fn__importance_sampling_correction="truncated",
         loss_fn__ratio_clip_max=0.28,
         grpo__use_dynamic_sampling=True,
@@ -205,3 +207,30 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     ended = [sample for sample in run.samples() if "7" in sample["response"]]
     assert ended
     assert all(sample["response"].endswith("7") and not sample["is_truncated"] for sample in ended)
+
+
+def test_the_divergence_in_the_reward(tmp_path: Path, data: Path) -> None:
+    """The first step is the reference model's own; from the second on rewards pay for what has moved."""
+    run = finished_run(
+        tmp_path,
+        data,
+        **sft_runs.only_jsonl(),
+        grpo__adv_estimator={"name": "grpo", "use_leave_one_out_baseline": False, "normalize_rewards": False},
+        loss_fn__reference_policy_kl_penalty=100.0,
+        loss_fn__reference_policy_kl_type="k1",
+        loss_fn__use_kl_in_reward=True,
+        policy__megatron_cfg__optimizer__lr=1e-2,
+        env__name="callable",
+        env__callable={"function": "tests.functional.grpo_runs:share_of_digits"},
+        env__score_truncated=True,
+        env__answer_after=None,
+    )
+    phases = {key.split("/")[1] for key in run.history() if key.startswith("timing/")}
+    assert {"logprobs", "reference_logprobs"} <= phases
+    first, second, _ = run.values("train/kl_penalty")
+    assert first == 0.0
+    assert second > 0.001
+    rewards = [sample["reward"] for sample in run.samples() if sample["step"] == 1 and sample["split"] == "train"]
+    groups = np.array(rewards).reshape(4, 4)
+    assert run.values("train/advantages/max")[0] == pytest.approx((groups - groups.mean(1, keepdims=True)).max())
+    assert run.values("train/advantages/max")[1] > 1.0, "more than rewards from 0 to 1 could give"

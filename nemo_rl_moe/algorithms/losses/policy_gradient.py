@@ -3,27 +3,15 @@
 """Policy-gradient losses: GRPO, DAPO, GSPO and CISPO, with their ratios, corrections, KL penalty and metrics."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, kl_estimate, reference_divergence
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
-
-LARGEST_LOG_RATIO = 20.0
-"""Largest exponent of `bounded_exp`: e^20 is half a billion, and float32 ends at e^88."""
-
-
-def bounded_exp(log_ratio: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """`exp`, but no larger than `exp(LARGEST_LOG_RATIO)`, beyond which its gradient is 0.
-
-    One token that a policy has all but ruled out would make a float32 mean infinite, or its gradient `inf * 0`. No
-    training goes on through a ratio of half a billion; clips and truncations act far below.
-    """
-    return log_ratio.clamp(max=LARGEST_LOG_RATIO).exp()
 
 
 def sequence_mean(
@@ -129,42 +117,6 @@ def out_of_bounds(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConf
     return too_large | (ratio < config.importance_sampling_ratio_min)
 
 
-def kl_estimate(
-    logprobs: Float[Tensor, "*shape"],
-    reference_logprobs: Float[Tensor, "*shape"],
-    kind: Literal["k1", "k2", "k3"],
-) -> Float[Tensor, "*shape"]:
-    """Token by token estimate of `KL(policy || reference)`, in nats, from tokens that the policy drew.
-
-    With `d = log reference - log policy` (J. Schulman, "Approximating KL Divergence", 2020):
-
-    - `k1 = -d`: unbiased, of either sign. As a loss it teaches nothing: its expected gradient is 0.
-    - `k2 = d^2 / 2`: biased, never negative. Its expected gradient is that of `KL(policy || reference)`.
-    - `k3 = exp(d) - 1 - d`: unbiased, never negative. Its expected gradient is that of `KL(reference || policy)`.
-
-    On the gradients: Tang and Munos, arXiv:2506.09477. In `k3`, `d` ends at `LARGEST_LOG_RATIO`, in both of its terms:
-    beyond, its gradient is 0, never infinite and never of the wrong sign.
-    """
-    log_ratio = reference_logprobs - logprobs
-    if kind == "k1":
-        return -log_ratio
-    if kind == "k2":
-        return log_ratio.square() / 2
-    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
-    # Where the two are close, exp(d) - 1 would lose most of the digits that are left after - d.
-    return torch.expm1(log_ratio) - log_ratio
-
-
-def clamped_estimate(estimate: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
-    """An estimate of the divergence, no larger in size than `kl_output_clamp_value`, beyond which its gradient is 0.
-
-    `k3` grows as `exp(d)`: one token that the reference gives e^10 times the policy's probability counts 22,015 nats,
-    and would be the whole of the update.
-    """
-    largest = config.kl_output_clamp_value
-    return estimate if largest is None else estimate.clamp(-largest, largest)
-
-
 Metrics = dict[str, tuple[Tensor, Reduction]]
 
 
@@ -268,10 +220,10 @@ class PolicyGradientLoss:
     - `advantages`, of each sequence or of each token; the others have rows and columns as `logprobs`
     - `generation_logprobs`: of the policy as the engine that drew the tokens computed them
     - `prev_logprobs`: of the policy before the step as training computes them; not read with `on_policy`
-    - `reference_logprobs`: of the reference model; only with a penalty above 0
+    - `reference_logprobs`: of the reference model; only with a penalty above 0 that is not in the reward
 
     Metrics: those of `policy_loss_metrics`; `kl_penalty`, the mean that the loss adds, before
-    `reference_policy_kl_penalty`, when that is above 0; and `num_valid_tokens`.
+    `reference_policy_kl_penalty`, where it adds one; and `num_valid_tokens`.
 
     Attributes:
         config: The section `loss_fn`.
@@ -301,9 +253,8 @@ class PolicyGradientLoss:
 
         loss = _global_mean(weights * policy_surrogate(logprobs, ratio, bounds, advantages, config), inputs, config)
         metrics: dict[str, tuple[Tensor, Reduction]] = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
-        if config.reference_policy_kl_penalty > 0:
-            reference = _column(inputs, "reference_logprobs")
-            divergence = clamped_estimate(kl_estimate(logprobs, reference, config.reference_policy_kl_type), config)
+        if config.reference_policy_kl_penalty > 0 and not config.use_kl_in_reward:
+            divergence = reference_divergence(logprobs, prev, _column(inputs, "reference_logprobs"), config)
             penalty = _global_mean(weights * divergence, inputs, config)
             loss = loss + config.reference_policy_kl_penalty * penalty
             metrics["kl_penalty"] = (penalty.detach(), Reduction.SHARE)

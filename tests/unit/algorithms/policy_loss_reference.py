@@ -23,6 +23,8 @@ PLAIN = {
     "force_on_policy_ratio": "auto",
     "reference_policy_kl_penalty": 0.0,
     "reference_policy_kl_type": "k3",
+    "reference_policy_kl_gradient": "estimate",
+    "use_kl_in_reward": False,
     "kl_output_clamp_value": 10.0,
     "importance_sampling_correction": "none",
     "importance_sampling_ratio_min": 0.5,
@@ -108,6 +110,9 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
             if config.reference_policy_kl_penalty > 0:
                 d = inputs.columns["reference_logprobs"].values[row, t] - new[t]
                 kl = {"k1": -d, "k2": 0.5 * d**2, "k3": torch.exp(d) - 1 - d}[config.reference_policy_kl_type]
+                if config.reference_policy_kl_gradient == "divergence":
+                    of_token = torch.exp(new[t] - old[t])
+                    kl = kl * (of_token.detach() if config.reference_policy_kl_type == "k2" else of_token)
                 loss = loss + config.reference_policy_kl_penalty * kl
             weight = math.exp(float(old[t]) - float(inputs.columns["generation_logprobs"].values[row, t]))
             minimum, maximum = config.importance_sampling_ratio_min, config.importance_sampling_ratio_max

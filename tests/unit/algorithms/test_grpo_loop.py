@@ -243,6 +243,35 @@ def test_a_penalty_asks_for_the_reference() -> None:
     assert "timing/reference_logprobs/seconds" in loop.logger.records[-1][1]
 
 
+def test_a_penalty_in_the_reward() -> None:
+    """Every token costs a nat: the policy gives each e^-1, the reference e^-2."""
+    in_reward = ("loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1")
+    estimator = ("grpo.adv_estimator.normalize_rewards=false",)
+    loop = Loop(small_config("grpo.max_num_steps=1", *KL, *in_reward, *estimator))
+    assert loop.diary.index("logprobs") < loop.diary.index("reference_logprobs") < loop.diary.index("train")
+    trained = loop.samples[0][2]
+    lengths = torch.tensor([float(found.num_sampled_tokens) for found in trained])
+    assert lengths.view(2, 3).std(1).min() > 0
+    rewards = (torch.tensor([found.reward for found in trained]) - 0.1 * lengths).view(2, 3)
+    (batch,) = loop.policy.batches
+    expected = rewards - rewards.mean(1, keepdim=True)
+    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected)
+    metrics = loop.logger.records[-1][1]
+    assert metrics["train/kl_penalty"] == 1.0
+    assert metrics["train/reward"] == pytest.approx(sum(found.reward for found in trained) / 6), "the environment's"
+
+
+def test_responses_left_out_of_the_loss_pay_for_their_divergence_too() -> None:
+    settings = ("loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1", "grpo.overlong_filtering=true")
+    loop = Loop(small_config("grpo.max_num_steps=1", *KL, *settings), truncates=True)
+    assert any(found.is_truncated for found in loop.samples[0][2])
+    assert loop.logger.records[-1][1]["train/kl_penalty"] == 1.0
+    (batch,) = loop.policy.batches
+    rewards = torch.tensor([found.reward - 0.1 * found.num_sampled_tokens for found in loop.samples[0][2]]).view(2, 3)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(batch.columns["advantages"].values.view(2, 3), expected, rtol=1e-4, atol=1e-5)
+
+
 def test_what_a_step_logs() -> None:
     loop = Loop(small_config("grpo.max_num_steps=1", "grpo.val_at_end=true"), tracks_experts=True)
     ((step, metrics),) = loop.logger.records

@@ -29,7 +29,7 @@ SWITCHES = {
     "token_level_loss": [False, True],
     "ratio_clip_c": [None, 1.5],
     "importance_sampling_correction": ["none", "truncated", "icepop"],
-    "reference": [(0.0, "k3"), (0.25, "k1"), (0.25, "k2"), (0.25, "k3")],
+    "reference": [(0.0, "k3", "estimate"), *product([0.25], ["k1", "k2", "k3"], ["estimate", "divergence"])],
     "on_policy": [False, True],
 }
 
@@ -38,8 +38,9 @@ def all_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
     cases = []
     for values in product(*SWITCHES.values()):
         case = dict(zip(SWITCHES, values, strict=True))
-        on_policy, (weight, kind) = case.pop("on_policy"), case.pop("reference")
+        on_policy, (weight, kind, gradient) = case.pop("on_policy"), case.pop("reference")
         case |= {"reference_policy_kl_penalty": weight, "reference_policy_kl_type": kind}
+        case["reference_policy_kl_gradient"] = gradient
         cases.append((config_of(**case), on_policy))
     return cases
 
@@ -47,7 +48,13 @@ def all_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
 CASES = all_cases()
 FEW_CASES = CASES[::17]
 # The others hold something constant that follows the log-probabilities.
-WITH_FINITE_DIFFERENCES = [config for config, on_policy in CASES if config.objective == "clipped" and not on_policy]
+WITH_FINITE_DIFFERENCES = [
+    config
+    for config, on_policy in CASES
+    if config.objective == "clipped"
+    and not on_policy
+    and (config.reference_policy_kl_type, config.reference_policy_kl_gradient) != ("k2", "divergence")
+]
 
 
 def gradient_of(loss: Tensor, inputs: LossInputs) -> Tensor:

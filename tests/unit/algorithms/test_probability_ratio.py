@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
+from nemo_rl_moe.algorithms.losses.divergence import LARGEST_LOG_RATIO, bounded_exp
 from nemo_rl_moe.algorithms.losses.policy_gradient import (
-    LARGEST_LOG_RATIO,
     both_bounds,
-    bounded_exp,
     probability_ratio,
     sequence_mean,
     surrogate_bounds,

@@ -55,6 +55,28 @@ BROKEN = [
         " loss_fn.importance_sampling_ratio_max = 2.0",
     ),
     (
+        ("loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_type=k1"),
+        "divergence_in_the_reward_has_a_meaning",
+        "loss_fn.use_kl_in_reward: got true, expected false with loss_fn.reference_policy_kl_penalty 0",
+    ),
+    (
+        ("loss_fn.use_kl_in_reward=true", "loss_fn.reference_policy_kl_penalty=0.1"),
+        "divergence_in_the_reward_has_a_meaning",
+        "loss_fn.reference_policy_kl_type: got k3, expected k1 with loss_fn.use_kl_in_reward true: in a reward the"
+        " others do not lead to a smaller divergence",
+    ),
+    (
+        (
+            "loss_fn.use_kl_in_reward=true",
+            "loss_fn.reference_policy_kl_penalty=0.1",
+            "loss_fn.reference_policy_kl_type=k1",
+            "loss_fn.reference_policy_kl_gradient=divergence",
+        ),
+        "divergence_in_the_reward_has_a_meaning",
+        "loss_fn.reference_policy_kl_gradient: got divergence, expected estimate with loss_fn.use_kl_in_reward true,"
+        " which adds nothing to the loss",
+    ),
+    (
         ("loss_fn.objective=cispo", "loss_fn.ratio_clip_c=3.0"),
         "dual_clip_has_a_surrogate",
         "loss_fn.ratio_clip_c: got 3.0, expected null with loss_fn.objective cispo",

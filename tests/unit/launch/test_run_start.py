@@ -91,7 +91,7 @@ def test_no_second_run_on_the_same_checkpoints(saved: SavedRun) -> None:
 
 
 def test_a_second_run_is_refused_when_it_is_entered(saved: SavedRun) -> None:
-    """Before a model or data are read, where nothing has been saved yet too; a run that saves nothing leaves nothing."""
+    """Before a model or data are read, also where nothing has been saved yet; one that saves nothing leaves nothing."""
     folder = saved.store.folder.with_name("of_nobody")
     checkpointing = saved.config.checkpointing.model_copy(update={"checkpoint_dir": str(folder)})
     config = saved.config.model_copy(update={"checkpointing": checkpointing})
