@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks of one program as Ray actors: calls to all of them, of which the first failure ends all."""
 
+import os
 import sys
 import time
 from collections import Counter, defaultdict
@@ -12,10 +13,11 @@ from typing import Any, NoReturn
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.memory_shortage import memory_shortage
 from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
     end_families,
@@ -272,11 +274,14 @@ class WorkerGroup:
 
     def _fail(self, doing: str, failures: Mapping[int, WorkerFailure | RayError]) -> NoReturn:
         """Stops all workers and raises the error that most likely started it all."""
-        died = [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
+        died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
+        died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))
         failure = failures[rank]
         if isinstance(failure, WorkerFailure):
             what, details = failure.summary, failure.details
+        elif isinstance(failure, OutOfMemoryError):
+            what, details = "was ended by Ray's memory monitor", memory_shortage(str(failure), self._names())
         elif isinstance(failure, RayActorError):
             what, details = "died", f"{exit_reason(failure)}\n{self._tail(rank)}".rstrip()
         else:
@@ -306,6 +311,11 @@ class WorkerGroup:
             return f"rank {rank}"
         node = "" if self._cluster.is_local else f", node {place.node_ip}"
         return f"rank {rank} (pid {place.process.pid}{node})"
+
+    def _names(self) -> dict[tuple[str, int], str]:
+        """Names of this run's processes by address of the machine and process id."""
+        names = {(place.node_ip, place.process.pid): f"rank {rank}" for rank, place in self._places.items()}
+        return {(ray.util.get_node_ip_address(), os.getpid()): "main process"} | names
 
     def _tail(self, rank: int) -> str:
         """The end of what a worker has written to stderr."""

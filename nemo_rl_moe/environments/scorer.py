@@ -14,9 +14,10 @@ from typing import Any
 
 import ray
 from ray import cloudpickle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.distributed.memory_shortage import memory_shortage
 from nemo_rl_moe.distributed.worker_group import exit_reason, outcome
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerProcess
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem, checked_score
@@ -235,4 +236,6 @@ def _kill(actor: Any) -> None:
 def _reason(result: Any) -> str:
     if isinstance(result, WorkerFailure):
         return result.details
+    if isinstance(result, OutOfMemoryError):
+        return memory_shortage(str(result), {})
     return exit_reason(result) if isinstance(result, RayActorError) else " ".join(str(result).split())
