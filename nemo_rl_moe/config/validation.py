@@ -18,8 +18,8 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, s
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts", dict: "sections"}
 _LONGEST_VALUE = 60
-MOST_UNKNOWN_KEYS = 50
-"""Unknown keys that get a line each: looking for the nearest of the known ones takes a hundredth of a second a key."""
+MOST_UNKNOWN_KEYS = 20
+"""Unknown keys that get a line each: looking for the nearest of the known ones takes hundredths of a second."""
 
 
 def section_model(annotation: Any) -> type[BaseModel] | None:
