@@ -6,7 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
@@ -17,6 +17,7 @@ from nemo_rl_moe.data.messages import RecordError
 from nemo_rl_moe.data.records import BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, tell
+from nemo_rl_moe.models.hub import hub_or_cache_alone, hub_silence
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -154,11 +155,14 @@ def _load(path: str, split: str) -> Any:
                 raise DataError(f"{path}: a file that ends in {local.suffix or 'no suffix'}, expected one of {allowed}")
             loaded = load_dataset(builder, data_files=path)
         else:
-            loaded = load_dataset(path)
+            with nullcontext() if local.is_dir() else hub_or_cache_alone():
+                loaded = load_dataset(path)
     except DataError:
         raise
     except Exception as error:  # the library raises dozens of types, of its own, the hub's and the file formats'
         cause = next(iter(str(error).splitlines()), "")
+        if not local.exists() and (silence := hub_silence()) is not None:
+            raise DataError(f"{path}: cannot be had from the hub ({silence}), nor from its cache: {cause}") from error
         raise DataError(f"{path}: datasets cannot load it: {type(error).__name__}: {cause}") from error
     if not isinstance(loaded, DatasetDict):
         return loaded

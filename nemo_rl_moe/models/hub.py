@@ -3,6 +3,9 @@
 """The hub's presence: asked once, since its library tries half a minute to reach one that is away, for every file."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
 
 from nemo_rl_moe.errors import one_line
 
@@ -31,3 +34,12 @@ def hub_silence() -> str | None:
 def from_cache_alone() -> bool:
     """True where the hub cannot be reached; for the `local_files_only` of what reads from it."""
     return hub_silence() is not None
+
+
+@contextmanager
+def hub_or_cache_alone() -> Iterator[None]:
+    """Context in which the hub is not asked where it cannot be reached; for what takes no `local_files_only`."""
+    from huggingface_hub import constants
+
+    with patch.object(constants, "HF_HUB_OFFLINE", constants.HF_HUB_OFFLINE or from_cache_alone()):
+        yield

@@ -210,6 +210,8 @@ def test_an_environment_that_cannot_be_made():
 def test_nothing_stays_behind():
     with EnvironmentScorer(environment(num_workers=2)) as scorer:
         pids = processes(scorer)
+        pids += [clock.pid for pid in pids for clock in psutil.Process(pid).children()]
+        assert len(pids) == 4, "each has a clock"
         assert all(psutil.pid_exists(pid) for pid in pids)
     start = time.monotonic()
     while any(psutil.pid_exists(pid) for pid in pids) and seconds_since(start) < 10.0:

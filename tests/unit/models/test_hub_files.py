@@ -212,10 +212,19 @@ def test_a_hub_that_is_away_is_not_asked_again_and_again(
     assert found[1] == ["config.json", INDEX, *SHARDS]
 
 
-def test_a_tokenizer_of_a_hub_that_is_away(away: dict[str, str], tmp_path: Path, repository_root: Path) -> None:
+@pytest.mark.parametrize(
+    ("load", "arguments", "line"),
+    [
+        ("tokenizer import load_tokenizer as load", f"'{NAME}'", f"policy.tokenizer.name: {NAME}: "),
+        ("sources import open_source as load", f"'{NAME}', 'train'", f"{NAME}: "),
+    ],
+)
+def test_tokenizers_and_data_sets_of_a_hub_that_is_away(
+    load: str, arguments: str, line: str, away: dict[str, str], tmp_path: Path, repository_root: Path
+) -> None:
     code = (
-        "from nemo_rl_moe.data.tokenizer import load_tokenizer\nfrom nemo_rl_moe.errors import ConfigurationError\n"
-        f"try: load_tokenizer('{NAME}')\nexcept ConfigurationError as error: print(error)\n"
+        f"from nemo_rl_moe.data.{load}\nfrom nemo_rl_moe.errors import UserError\n"
+        f"try: load({arguments})\nexcept UserError as error: print(error)\n"
     )
     environment = {**os.environ, "HF_HOME": str(tmp_path), **away}
     environment.pop("HF_HUB_CACHE", None)
@@ -223,8 +232,8 @@ def test_a_tokenizer_of_a_hub_that_is_away(away: dict[str, str], tmp_path: Path,
         [sys.executable, "-c", code], cwd=repository_root, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stderr == ""
-    (line,) = done.stdout.splitlines()
-    assert line.startswith(f"policy.tokenizer.name: {NAME}: cannot be had from the hub ({away['HF_ENDPOINT']}: Connect")
+    (told,) = done.stdout.splitlines()
+    assert told.startswith(f"{line}cannot be had from the hub ({away['HF_ENDPOINT']}: ConnectError: "), told
 
 
 def test_plan_without_a_network_is_one_line(away: dict[str, str], tmp_path: Path, repository_root: Path) -> None:
