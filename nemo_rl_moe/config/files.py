@@ -18,6 +18,8 @@ from nemo_rl_moe.config.yaml_text import traps
 from nemo_rl_moe.errors import ConfigurationError
 
 DEFAULTS_KEY = "defaults"
+LONGEST_CHAIN = 20
+"""Files of which each inherits from the next."""
 BASE_NAME = "base.yaml"
 """The shipped file of the keys that all algorithms share; no run starts from it, as it has no algorithm's section."""
 _NO_SECTIONS = "expected sections such as `policy:`, got something else"
@@ -54,23 +56,34 @@ def find_config(path: str | Path) -> Path:
     )
 
 
-def read_with_defaults(path: Path, including: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_with_defaults(path: Path) -> dict[str, Any]:
     """Reads a YAML file over the files that its `defaults:` names; nothing is interpolated yet.
 
     `defaults` is one file or a list, in which later ones win; the file itself wins over all of them. A name is looked
     for beside the including file first, then among the shipped configurations.
 
+    Raises:
+        ConfigurationError: A file is missing, is no YAML mapping, includes itself, or is inherited from too far away.
+    """
+    return _read_with_defaults(path, (), {})
+
+
+def _read_with_defaults(path: Path, including: tuple[Path, ...], known: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+    """See `read_with_defaults`.
+
     Args:
         path: The file.
         including: The files that led here, the first one outermost.
-
-    Raises:
-        ConfigurationError: A file is missing, is no YAML mapping, or includes itself.
+        known: What has been read, with what it inherits; gets this one. A file that many name is read once.
     """
     here = path.resolve()
+    if here in known:
+        return known[here]
     if here in including:
         circle = " -> ".join(step.name for step in (*including[including.index(here) :], here))
         raise ConfigurationError(f"{path}: {DEFAULTS_KEY} go in a circle: {circle}")
+    if len(including) == LONGEST_CHAIN:
+        raise ConfigurationError(f"{including[0]}: {DEFAULTS_KEY} go through more than {LONGEST_CHAIN} files, to {path}")
     content = _read_yaml(path)
     parents = content.pop(DEFAULTS_KEY, [])
     parents = [parents] if isinstance(parents, str) else parents
@@ -78,8 +91,9 @@ def read_with_defaults(path: Path, including: tuple[Path, ...] = ()) -> dict[str
         raise ConfigurationError(f"{path}: {DEFAULTS_KEY}: expected the name of a YAML file or a list of names")
     merged: dict[str, Any] = {}
     for parent in parents:
-        merged = merge(merged, read_with_defaults(_find_parent(parent, path), (*including, here)))
-    return merge(merged, content)
+        merged = merge(merged, _read_with_defaults(_find_parent(parent, path), (*including, here), known))
+    known[here] = merge(merged, content)
+    return known[here]
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

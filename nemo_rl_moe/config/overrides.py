@@ -15,7 +15,7 @@ from yaml import YAMLError
 
 from nemo_rl_moe.config.files import parse_value, yaml_problem
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
-from nemo_rl_moe.config.yaml_text import traps
+from nemo_rl_moe.config.yaml_text import DEEPEST_NESTING, traps
 
 _FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
 _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
@@ -52,6 +52,8 @@ def parse_override(text: str) -> Override:
             f"override {shortened(text)!r}: expected section.key=value, +section.key=value or ~section.key"
         )
     key, written = shortened(form["key"]), form["value"]
+    if form["key"].count(".") >= DEEPEST_NESTING:
+        raise ValueError(f"{key}: nested more than {DEEPEST_NESTING} levels deep")
     for _, problem in traps(written):
         raise ValueError(f"{key}: {problem}")
     try:

@@ -3,12 +3,13 @@
 """Messages of a conversation: roles, content as a text or in parts, tool calls and their results."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MOST_NAMES = 20
 TEXT_PART = "text"
 _CONTENT_FORM = "expected a string, or a list of parts of type text"
 
@@ -181,6 +182,13 @@ def require_encodable(text: str, name: str) -> None:
 def is_list(value: object) -> TypeGuard[Sequence[Any]]:
     """True for lists and tuples, false for texts."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def names_in(names: Iterable[str]) -> str:
+    """The first 20 names of a record's keys or a table's columns, for a message."""
+    found = [shortened(str(name)) for name in names]
+    more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+    return f"{', '.join(found[:MOST_NAMES])}{more}" if found else "none"
 
 
 def kind_of(value: object) -> str:

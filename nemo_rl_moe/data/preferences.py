@@ -13,7 +13,7 @@ from jaxtyping import Float
 from nemo_rl_moe.data.chat import BatchTokenizer, TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, ReportWords, read_items
 from nemo_rl_moe.data.loader import TokenStore, collate
-from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_turns
+from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_turns
 from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.sources import open_lines
 from nemo_rl_moe.data.template_inputs import (
@@ -62,8 +62,7 @@ def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
         raise RecordError(f"the line is {kind_of(record)}, expected an object with prompt, chosen and rejected")
     missing = [name for name in RESPONSES if record.get(name) is None]
     if missing:
-        keys = ", ".join(str(key) for key in record) or "none"
-        raise RecordError(f"the line has no {' and no '.join(missing)}; its keys: {keys}")
+        raise RecordError(f"the line has no {' and no '.join(missing)}; its keys: {names_in(record)}")
     chosen = parse_turns(record["chosen"], "chosen", "assistant")
     rejected = parse_turns(record["rejected"], "rejected", "assistant")
     prompt = _prompt_of(record, chosen, rejected)
@@ -95,7 +94,7 @@ def preference_columns(path: str, names: Sequence[str]) -> list[str]:
         DataError: It has no pairs.
     """
     if any(name not in names for name in RESPONSES):
-        raise DataError(f"{path}: has no chosen and rejected; its columns: {', '.join(names) or 'none'}")
+        raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}")
     return [name for name in (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS) if name in names]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_turns, require_encodable, text_of
+from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_turns, require_encodable, text_of
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.errors import DataError
 
@@ -101,9 +101,10 @@ def prompt_columns(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[
         for setting, key in keys.items():
             column = key if key in names else key.partition(".")[0]
             if column not in names:
-                found = ", ".join(names) or "none"
                 hint = did_you_mean(nearest(column, names))
-                raise DataError(f"{path}: has no column {column!r} ({setting}={key}); its columns: {found}{hint}")
+                raise DataError(
+                    f"{path}: has no column {column!r} ({setting}={key}); its columns: {names_in(names)}{hint}"
+                )
         return names
 
     return choose
@@ -130,7 +131,7 @@ def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
         if part not in found:
             keys = [str(name) for name in found]
             hint = did_you_mean(nearest(part, keys))
-            raise RecordError(f"{place} has no {part} ({setting}={key}); its keys: {', '.join(keys) or 'none'}{hint}")
+            raise RecordError(f"{place} has no {part} ({setting}={key}); its keys: {names_in(keys)}{hint}")
         found = found[part]
     return found
 

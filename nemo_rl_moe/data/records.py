@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_moe.data.messages import Message, RecordError, kind_of, parse_messages, parse_turns
+from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_messages, parse_turns
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
 _LONGEST_REASON = 1000
@@ -69,8 +69,7 @@ def parse_record(record: object, sample_id: str) -> Example:
 def _prompt_and_completion(record: Mapping[str, Any], sample_id: str) -> Example:
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None and completion is None:
-        keys = ", ".join(str(key) for key in record) or "none"
-        raise RecordError(f"the line has neither messages nor prompt and completion; its keys: {keys}")
+        raise RecordError(f"the line has neither messages nor prompt and completion; its keys: {names_in(record)}")
     for name, value, other in (("prompt", prompt, "completion"), ("completion", completion, "prompt")):
         if value is None:
             raise RecordError(f"the line has {other} but no {name}")

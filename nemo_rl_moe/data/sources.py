@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.messages import RecordError
+from nemo_rl_moe.data.messages import RecordError, names_in
 from nemo_rl_moe.data.records import BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
-from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, tell
+from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, tell
 from nemo_rl_moe.models.hub import hub_or_cache_alone, hub_silence
 
 if TYPE_CHECKING:
@@ -142,6 +142,7 @@ def read_table(
 
 def _load(path: str, split: str) -> Any:
     from datasets import DatasetDict, load_dataset, load_from_disk
+    from datasets.exceptions import DatasetGenerationError
 
     local = Path(path)
     saved = (local / "dataset_dict.json").is_file() or (local / "state.json").is_file()
@@ -160,10 +161,13 @@ def _load(path: str, split: str) -> Any:
     except DataError:
         raise
     except Exception as error:  # the library raises dozens of types, of its own, the hub's and the file formats'
-        cause = next(iter(str(error).splitlines()), "")
         if not local.exists() and (silence := hub_silence()) is not None:
-            raise DataError(f"{path}: cannot be had from the hub ({silence}), nor from its cache: {cause}") from error
-        raise DataError(f"{path}: datasets cannot load it: {type(error).__name__}: {cause}") from error
+            raise DataError(
+                f"{path}: cannot be had from the hub ({silence}), nor from its cache: {one_line(error)}"
+            ) from error
+        # This one says nothing but that there was another.
+        cause = error.__cause__ if isinstance(error, DatasetGenerationError) and error.__cause__ else error
+        raise DataError(f"{path}: datasets cannot load it: {one_line(cause)}") from error
     if not isinstance(loaded, DatasetDict):
         return loaded
     if split not in loaded:
@@ -229,8 +233,7 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
 def _example_columns(path: str, names: Sequence[str]) -> list[str]:
     columns = [name for name in EXAMPLE_COLUMNS if name in names]
     if not columns:
-        found = ", ".join(names) or "none"
-        raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {found}")
+        raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {names_in(names)}")
     return [*columns, *(name for name in TEMPLATE_COLUMNS if name in names)]
 
 

@@ -41,6 +41,7 @@ LR = "policy.megatron_cfg.optimizer.lr"
         ),
         (f"{SAVE}=" + "[" * 300 + "]" * 300, f"{SAVE}: nested more than 50 levels deep"),
         (f"{SAVE}=" + "{a: " * 300 + "}" * 300, f"{SAVE}: nested more than 50 levels deep"),
+        ("+" + "policy." * 400 + "x=1", f"{'policy.' * 8}poli... (2,801 characters): nested more than 50 levels deep"),
         (
             f"{SAVE}=" + "9" * 5000,
             f"{SAVE}: {'9' * 60}... (5,000 characters) is a number of more than 400 digits",
@@ -111,6 +112,22 @@ def test_numbers_and_texts_that_mean_what_they_say_are_let_through() -> None:
 def test_a_file_gives_one_line_soon(tmp_path: Path, text: str, line: str) -> None:
     (problem,) = in_file(tmp_path, text)
     assert problem.startswith(line)
+
+
+def test_files_that_many_inherit_from_are_read_once(tmp_path: Path) -> None:
+    for level in range(16):  # 2^16 ways lead to the last one
+        parent = f"{level + 1}.yaml" if level < 15 else "sft_tiny_moe.yaml"
+        (tmp_path / f"{level}.yaml").write_text(f"defaults: [{parent}, {parent}]\n")
+    start = time.monotonic()
+    assert load_config(tmp_path / "0.yaml", check_paths=False) == load_config("sft_tiny_moe.yaml", check_paths=False)
+    assert time.monotonic() - start < SOON_S
+
+
+def test_a_long_chain_of_files_is_told(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number}.yaml").write_text(f"defaults: {number + 1}.yaml\n")
+    (problem,) = in_file(tmp_path, "defaults: 0.yaml\n")
+    assert problem == f": defaults go through more than 20 files, to {tmp_path / '19.yaml'}"
 
 
 def test_an_interpolation_that_braces_tear_apart_gets_a_hint(tmp_path: Path) -> None:

@@ -3,18 +3,15 @@
 """Tokenizers small enough to check masks by hand."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_moe.data.template_process import template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
+from tests.support.byte_tokenizer import make_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -41,24 +38,8 @@ def demo_tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="session")
 def byte_tokenizer() -> Callable[..., PreTrainedTokenizerBase]:
-    """Makes a byte-level tokenizer: one token a byte, then the merges, then `<|start|>`, `<|end|>` and `<s>`."""
-
-    def make(
-        template: str | None = None, merges: Sequence[tuple[str, str]] = (), trim_offsets: bool = False, **special: str
-    ) -> PreTrainedTokenizerBase:
-        from tokenizers.processors import ByteLevel as ByteLevelProcessor
-
-        pieces = [*sorted(ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
-        tokenizer = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, list(merges)))
-        tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = ByteLevelDecoder()
-        tokenizer.post_processor = ByteLevelProcessor(trim_offsets=trim_offsets)
-        tokenizer.add_special_tokens(["<|start|>", "<|end|>", "<s>"])
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, chat_template=template, **{"eos_token": "<|end|>", **special}
-        )
-
-    return make
+    """`tests.support.byte_tokenizer.make_byte_tokenizer`."""
+    return make_byte_tokenizer
 
 
 @pytest.fixture

@@ -88,3 +88,23 @@ def test_what_datasets_cannot_load_is_one_line(tmp_path):
     (problem,) = error.value.problems
     assert problem.startswith(f"{tmp_path}/a.parquet: datasets cannot load it: ")
     assert "\n" not in problem
+
+
+def test_a_table_that_cannot_be_read_to_its_end_says_why(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,completion\n1,2\n1,2,3,4\n")
+    with pytest.raises(DataError) as error:
+        open_source(str(path), "train")
+    (problem,) = error.value.problems
+    assert problem.startswith(f"{path}: datasets cannot load it: ParserError: Error tokenizing data")
+
+
+def test_many_long_names_of_columns_are_cut(tmp_path):
+    path = tmp_path / "a.parquet"
+    Dataset.from_dict({f"{number}{'x' * 10_000}": [1] for number in range(30)}).to_parquet(path)
+    with pytest.raises(DataError) as error:
+        open_source(str(path), "train")
+    (problem,) = error.value.problems
+    assert f"its columns: 0{'x' * 59}... (10,001 characters), 1x" in problem
+    assert problem.endswith(" and 10 more")
+    assert len(problem) < 3000
