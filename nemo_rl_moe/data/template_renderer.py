@@ -179,6 +179,7 @@ class TemplateRenderer:
         self._before_rendering(len(self._setup.template))
         try:
             tree = _parsed(self._setup.template)
+            names = sorted(meta.find_undeclared_variables(tree))
         except TemplateSyntaxError as error:
             raise TemplateProblem(f"is not valid Jinja: line {error.lineno}: {error.message}") from None
         except RecursionError:
@@ -187,11 +188,13 @@ class TemplateRenderer:
             raise TemplateProblem("refers to another template, and there is none beside it")
         try:
             self._call(list(_PROBE_TURNS[:1]), None, {}, False, False)
-        except (ArithmeticError, RecursionError) as error:
-            raise TemplateProblem(f"cannot render even one message: {one_line(error)}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError):
             pass  # it wants something that this conversation lacks; the real ones may have it
-        return sorted(meta.find_undeclared_variables(tree))
+        except MemoryError:
+            raise
+        except Exception as error:  # such as of arithmetic, of recursion, of `break` outside of a loop
+            raise TemplateProblem(f"cannot render even one message: {one_line(error)}") from None
+        return names
 
     def _shown(self, message: Message) -> Message:
         """The message with its tool calls in the form that the template shows."""

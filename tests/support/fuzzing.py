@@ -36,6 +36,7 @@ MOST_BYTES = 1 << 30
 """Resident memory of a case, beyond what its process has before it."""
 LONGEST_LINE, LONGEST_TEXT = 3_000, 60_000
 """Characters of one line of an error, and of all of them: twenty bad lines may be shown."""
+_CRASHES = ("Traceback (most recent call last)", "ends the process that renders it (exit code")
 _MOST_SHOWN = 20
 _LOOK_EVERY_S = 0.02
 _PRELOADED = ["tests.support.rank_imports"]  # as ranks have it: a process of tests has one server
@@ -267,7 +268,7 @@ def _problem_with(output: Output) -> str | None:
             return f"control characters in the {name}: {odd}"
     if output.code not in (0, EXIT_BAD_INPUT):
         return f"exit code {output.code}: {output.errors}"
-    if "Traceback (most recent call last)" in output.errors:
+    if any(words in output.errors for words in _CRASHES):
         return output.errors
     if output.code == 0:
         return None

@@ -45,6 +45,11 @@ def problem(tokenizer):
             "{{ 1 // 0 }}",
             f"{CANNOT_RENDER}ZeroDivisionError: integer division or modulo by zero",
         ),
+        (
+            "{% block a %}{% endblock %}{% block a %}{% endblock %}",
+            "the chat template is not valid Jinja: line 1: block 'a' defined twice",
+        ),
+        ("{% break %}", f"{CANNOT_RENDER}SyntaxError: 'break' outside loop"),
         ("{{ 10.0 ** 400 }}", f"{CANNOT_RENDER}OverflowError: "),
         (
             "{{ range(10 ** 9) | list }}",
