@@ -23,6 +23,7 @@ from nemo_rl_moe.errors import (
     UserError,
     WeightSyncError,
     WorkerDiedError,
+    escape_log_messages,
     tell,
 )
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
@@ -121,6 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 also where the run was asked to stop and has saved; 1 for a run that failed; 2 for wrong input;
         3 for a run whose numbers are no longer numbers; 130 or 143 when SIGINT or SIGTERM ended it at once.
     """
+    escape_log_messages()
     parser = _build_parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == _CONVERT:

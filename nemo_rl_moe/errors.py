@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The errors that a user can cause, the exit code each one ends the program with, and how an error is told."""
 
+import logging
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 1
@@ -97,13 +100,40 @@ def printable(text: str, kept: str = "\n\t") -> str:
     return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+LONGEST_TOLD = 3_000
+"""Characters of a line of an error that are shown: keys, names and values may be as long as a file."""
+
+
 def tell(problem: object) -> None:
     """Writes an error to standard error as `error: ...`; every error that ends the program is told here.
 
     Args:
         problem: Its text or an exception. May hold text from data, templates or other programs.
     """
-    print(f"error: {printable(str(problem))}", file=sys.stderr, flush=True)
+    lines = [_cut(line) for line in printable(str(problem)).split("\n")]
+    print("error: " + "\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _cut(line: str) -> str:
+    if len(line) <= LONGEST_TOLD:
+        return line
+    return f"{line[: LONGEST_TOLD // 2]} [... {len(line):,} characters ...] {line[-LONGEST_TOLD // 4 :]}"
+
+
+def escape_log_messages() -> None:
+    """Has what libraries log through `logging` pass `printable` too: they quote files that come from elsewhere."""
+    make = logging.getLogRecordFactory()
+    if getattr(make, "escapes", False):
+        return
+
+    def make_printable(*arguments: Any, **more: Any) -> logging.LogRecord:
+        record = make(*arguments, **more)
+        with suppress(Exception):  # the library's own mistake; `logging` tells of it
+            record.msg, record.args = _cut(printable(record.getMessage())), ()
+        return record
+
+    make_printable.escapes = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make_printable)
 
 
 LONGEST_LINE = 300

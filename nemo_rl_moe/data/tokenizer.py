@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loads the tokenizer that a configuration names."""
 
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.errors import ConfigurationError, DataError, one_line
 from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
 
 if TYPE_CHECKING:
@@ -29,12 +33,12 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
 
     is_folder = Path(name).is_dir()
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            name, local_files_only=is_folder or from_cache_alone()
-        )
+        with _nothing_printed():
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                name, local_files_only=is_folder or from_cache_alone()
+            )
     except Exception as error:  # the hub, the file formats and the classes of models raise dozens of types
-        cause = next(iter(str(error).splitlines()), "")
-        problem = f"cannot be loaded: {type(error).__name__}: {cause}"
+        problem = f"cannot be loaded: {one_line(error)}"
         if is_folder and not any(found for pattern in _FILES for found in Path(name).glob(pattern)):
             problem = f"holds no tokenizer; expected a file such as {_FILES[0]}"
         elif not is_folder and (silence := hub_silence()) is not None:
@@ -46,6 +50,20 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"policy.tokenizer.chat_template: {chat_template}: {error}") from None
     return tokenizer
+
+
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Context in which standard output goes nowhere: the tokenizers library prints odd keys of a file as they are."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123
+            os.dup2(nowhere.fileno(), 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:

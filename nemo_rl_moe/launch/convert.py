@@ -45,6 +45,9 @@ _BASE_CONFIG = "sft_tiny_moe.yaml"
 _FORMAT_OF_TYPE = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 """By the type's name in safetensors files."""
 
+MOST_TIMES = 4
+"""Sizes in `config.json` may say so many times the stored numbers; which tensors are missing is told by name then."""
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -136,6 +139,7 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         held = SafetensorsFolder(source) if conversion.source_format == "hf" else None
     policy = _policy(source, conversion.dtype or _dtype_of(config_json, held, console))
     with console.phase("importing Megatron-Core"):
+        from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config, setting_sources
         from nemo_rl_moe.models.megatron.model.transformer_config import (
             build_transformer_config,
@@ -143,6 +147,8 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         )
         from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
     config = build_transformer_config(policy, hf_config)
+    if held is not None:
+        _check_size(held, whole_model_parameters(config, hf_config))
     # All weights are read: drawing random ones first would take longer than that.
     config.perform_initialization = False
     _announce(console, effective_moe_configuration(config), setting_sources(policy, hf_config, config_json, config))
@@ -175,6 +181,16 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
     num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
     console.message(_next_step(conversion.target_format, target))
+
+
+def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
+    """Refuses a model many times as large as its files, before memory is taken for it."""
+    num_stored = sum(math.prod(tensor.shape) for tensor in held.tensors.values())
+    if num_parameters > MOST_TIMES * num_stored:
+        raise ConfigurationError(
+            f"--input: config.json describes a model of {num_parameters:,} parameters, and the files hold "
+            f"{num_stored:,} numbers"
+        )
 
 
 def _is_free(target: Path) -> bool:

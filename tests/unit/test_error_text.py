@@ -3,6 +3,7 @@
 """Errors with text from data, configurations and templates, as they reach the terminal of the real command."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_rl_moe.errors import printable
+from nemo_rl_moe.errors import escape_log_messages, printable, tell
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
@@ -62,3 +63,27 @@ def test_what_a_chat_template_raises(tmp_path: Path) -> None:
 def test_what_is_printable_stays(kept: str) -> None:
     assert printable("caf\u00e9 \U0001f600 [bold]", kept) == "caf\u00e9 \U0001f600 [bold]"
     assert printable("a\nb", kept) == ("a\nb" if kept else r"a\nb")
+
+
+def test_a_line_of_an_error_that_is_far_too_long_is_cut_in_its_middle(capsys: pytest.CaptureFixture[str]) -> None:
+    tell("first\nkey " + "x" * 50_000 + ": expected a number")
+    text = capsys.readouterr().err
+    assert text.startswith("error: first\nkey xxx")
+    assert " [... 50,023 characters ...] " in text
+    assert text.endswith("x: expected a number\n")
+    assert len(text) < 3_000
+
+
+def test_what_libraries_log_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    before = logging.getLogRecordFactory()
+    logger = logging.getLogger("nemo_rl_moe.test_of_log_messages")
+    handler = logging.StreamHandler(sys.stderr)
+    logger.addHandler(handler)
+    try:
+        escape_log_messages()
+        escape_log_messages()
+        logger.error("unknown key %s, %d", HOSTILE, 3)
+    finally:
+        logging.setLogRecordFactory(before)
+        logger.removeHandler(handler)
+    assert capsys.readouterr().err == "unknown key \\x1b]0;PWNED\\x07\\x1b[2J\\r\\u202e, 3\n"

@@ -5,6 +5,7 @@
 A field that no table names is an error, for it could change what the model computes.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from nemo_rl_moe.config.suggestions import shortened
 
 
 def field_names(text: str) -> frozenset[str]:
@@ -30,6 +33,11 @@ _WITHOUT_EFFECT = field_names(
 )
 # What every family reads.
 _ALWAYS_READ = field_names("vocab_size tie_word_embeddings")
+_COUNTS = re.compile(r"(num_|n_)\w+|\w+_(size|dim|rank)")
+_NEVER_ZERO = field_names("vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim")
+LARGEST_SIZE, MOST_PARTS = 10**7, 10**4
+"""Largest size, and largest number of layers or experts, that a `config.json` may ask for: today's models have up to
+3 * 10^5 entries of the vocabulary, 130 layers, 512 experts a layer."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +65,14 @@ class ConfigFields:
             family: The family's name.
         """
         lines = [
-            f"{name}: got {getattr(hf_config, name)!r}, {self._what_to_do(name, values, family)}"
+            f"{name}: got {shortened(repr(getattr(hf_config, name)))}, {self._what_to_do(name, values, family)}"
             for name, values in self.fixed.items()
             if getattr(hf_config, name, values[0]) not in values
         ]
+        lines += [f"{name}: {problem}" for name, value in config_json.items() if (problem := _problem_with(name, value))]
         known = self.read | self.fixed.keys() | self.without_effect | _WITHOUT_EFFECT | _ALWAYS_READ
         lines += [
-            f"{name}: got {value!r}, a field that is not known for {family} and could change what the model computes; "
+            f"{shortened(name)}: got {shortened(repr(value))}, a field that is not known for {family} and could change what the model computes; "
             "take it out if it does not"
             for name, value in config_json.items()
             if name not in known
@@ -72,6 +81,17 @@ class ConfigFields:
 
     def _what_to_do(self, name: str, values: Sequence[Any], family: str) -> str:
         return self.advice.get(name) or f"supported for {family}: {_listed(values)}"
+
+
+def _problem_with(name: str, value: Any) -> str | None:
+    """What is wrong with a number of a `config.json`, whatever the family."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"got {value}, expected a finite number"
+    least = 1 if name in _NEVER_ZERO else 0
+    most = MOST_PARTS if name.endswith(("layers", "experts")) else LARGEST_SIZE
+    if type(value) is int and _COUNTS.fullmatch(name) and not least <= value <= most:
+        return f"got {shortened(str(value))}, expected a whole number from {least} to {most:,}"
+    return None
 
 
 def _listed(values: Sequence[Any]) -> str:

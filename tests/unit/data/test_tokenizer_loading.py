@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokenizers from folders."""
 
+import json
+
 import pytest
 
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
@@ -35,3 +37,21 @@ def test_pad_token(demo_tokenizer, byte_tokenizer):
     assert pad_token_id(without) == without.convert_tokens_to_ids("<|end|>")
     with pytest.raises(DataError, match="neither a padding token nor an end token"):
         pad_token_id(byte_tokenizer(eos_token=None))
+
+
+def test_odd_keys_of_a_tokenizer_are_not_printed(repository, tmp_path, capfd):
+    """The library prints them as they are, past Python's standard output."""
+    whole = json.loads((repository / "examples/assets/tiny_qwen3_moe/tokenizer.json").read_text())
+    whole["added_tokens"][0]["\x1b[31m"] = 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    load_tokenizer(str(tmp_path))
+    print("still printed")
+    assert capfd.readouterr().out == "still printed\n"
+
+
+def test_a_number_without_an_end_is_not_shown_whole(repository, tmp_path):
+    text = (repository / "examples/assets/tiny_qwen3_moe/tokenizer.json").read_text()
+    (tmp_path / "tokenizer.json").write_text(text.replace("1", "1" * 5000, 1))
+    with pytest.raises(ConfigurationError) as error:
+        load_tokenizer(str(tmp_path))
+    assert len(str(error.value)) < 600

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
-from nemo_rl_moe.launch.convert import Conversion, _dtype_of, _policy, _staged, _told_of, convert
+from nemo_rl_moe.launch.convert import Conversion, _check_size, _dtype_of, _policy, _staged, _told_of, convert
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.safetensors_folder import SafetensorsFolder
 
@@ -61,6 +61,14 @@ def test_number_format_that_is_not_written_is_refused(tmp_path: Path) -> None:
         _dtype_of({"dtype": "float8"}, None, CONSOLE)
     assert _dtype_of({"torch_dtype": "bfloat16"}, None, CONSOLE) == "bfloat16"
     assert _dtype_of({}, None, CONSOLE) == "float32"
+
+
+def test_a_model_many_times_as_large_as_its_files_is_refused(tmp_path: Path) -> None:
+    save_file({"a": HALF}, tmp_path / "model.safetensors")
+    held = SafetensorsFolder(tmp_path)
+    _check_size(held, 16)
+    with pytest.raises(ConfigurationError, match="a model of 17 parameters, and the files hold 4 numbers"):
+        _check_size(held, 17)
 
 
 def test_output_gets_its_name_when_it_is_whole(tmp_path: Path) -> None:

@@ -229,3 +229,26 @@ def test_a_plain_configuration_says_the_same_without_transformers(name: str) -> 
     assert own is None or torch.equal(own, frequencies)
     for field, other in hf_config.attribute_map.items():
         assert getattr(plain, field) == getattr(plain, other) == getattr(hf_config, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("moe_intermediate_size", -(2**63) - 1, "got -9223372036854775809, expected a whole number from 0 to 10,000,000"),
+        ("num_attention_heads", 10**30, f"got 1{'0' * 30}, expected a whole number from 1 to 10,000,000"),
+        ("num_hidden_layers", 10**6, "got 1000000, expected a whole number from 1 to 10,000"),
+        ("hidden_size", 0, "got 0, expected a whole number from 1 to 10,000,000"),
+        ("initializer_range", math.inf, "got inf, expected a finite number"),
+    ],
+)
+def test_numbers_that_no_model_has(name: str, value: float, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, **{"model_type": "qwen3_moe", name: value})
+    assert caught.value.problems == [f"policy.model_name: config.json: {name}: {line}"]
+
+
+def test_an_unknown_field_is_not_shown_whole(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        read_config(tmp_path, model_type="qwen3_moe", **{"x" * 5000: "y" * 5000})
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).endswith("take it out if it does not")
