@@ -83,7 +83,9 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], known: dict[Pat
         circle = " -> ".join(step.name for step in (*including[including.index(here) :], here))
         raise ConfigurationError(f"{path}: {DEFAULTS_KEY} go in a circle: {circle}")
     if len(including) == LONGEST_CHAIN:
-        raise ConfigurationError(f"{including[0]}: {DEFAULTS_KEY} go through more than {LONGEST_CHAIN} files, to {path}")
+        raise ConfigurationError(
+            f"{including[0]}: {DEFAULTS_KEY} go through more than {LONGEST_CHAIN} files, to {path}"
+        )
     content = _read_yaml(path)
     parents = content.pop(DEFAULTS_KEY, [])
     parents = [parents] if isinstance(parents, str) else parents

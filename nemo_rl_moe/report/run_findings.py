@@ -9,7 +9,7 @@ from typing import Any
 from nemo_rl_moe.config.files import find_config, read_with_defaults
 from nemo_rl_moe.moe import learning_signal
 from nemo_rl_moe.moe.findings import Finding, FindingTracker, Thresholds
-from nemo_rl_moe.run_folder.run_data import RunData
+from nemo_rl_moe.run_folder.run_data import RunData, number_at
 
 _BASE_CONFIGURATION = "sft.yaml"
 _METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates", *learning_signal.METRICS)
@@ -81,5 +81,8 @@ def _forced_routing(run: RunData) -> list[Finding]:
 
 
 def _alerts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    alerts: Mapping[str, Any] = config.get("logger", {}).get("alerts", {})
-    return alerts
+    """Limits of a file that may have been edited: null or a number each."""
+    logger = config.get("logger")
+    alerts = logger.get("alerts") if isinstance(logger, Mapping) else None
+    found = alerts if isinstance(alerts, Mapping) else {}
+    return {name: value for name, value in found.items() if value is None or number_at(alerts, name) is not None}

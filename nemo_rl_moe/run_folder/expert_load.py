@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int
 
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, one_line
 
 if TYPE_CHECKING:
     # The report and the terminal view read these files without torch.
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 FOLDER_NAME = "expert_load.parquet"
 STEPS_OF_A_FILE = 100
 _MOST_STEPS_KEPT = 1000
+_MOST_ROWS = 20_000_000  # a file of 100 steps of a model of 200 layers with 1,000 experts each
+_UNREADABLE = (OSError, ValueError, pa.ArrowException)
 
 _SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.int32()), ("expert", pa.int32()), ("count", pa.int64())])
 _FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
@@ -53,6 +55,11 @@ class ExpertLoadHistory:
     def num_experts(self) -> int:
         """Routed experts of a layer."""
         return int(self.counts.shape[2])
+
+    def since(self, step: int) -> "ExpertLoadHistory":
+        """The same from a step on."""
+        later = self.steps >= step
+        return self if later.all() else ExpertLoadHistory(self.steps[later], self.layers, self.counts[later])
 
 
 class ExpertLoadWriter:
@@ -150,11 +157,14 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
             continue
         path = _path(folder, first, last)
         try:
-            parts.append(_as_history(pq.read_table(path, schema=_SCHEMA, filters=[("step", ">=", first_step)])))
+            part = _as_history(_table(path), last)
+            if parts and (part.counts.shape[1:], *part.layers) != (parts[0].counts.shape[1:], *parts[0].layers):
+                raise ValueError("it has other layers or experts than the first one")
         except FileNotFoundError:  # joined with others since it was listed: the joined file is there by now
             return read_expert_load(run_folder, first_step)
-        except (OSError, ValueError, pa.ArrowException) as error:
-            raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+        except _UNREADABLE as error:
+            raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
+        parts.append(part.since(first_step))
     if not parts:
         raise FileNotFoundError(f"{folder} holds no step")
     steps, counts = (np.concatenate([getattr(part, name) for part in parts]) for name in ("steps", "counts"))
@@ -218,12 +228,13 @@ def rewind_expert_load(run_folder: Path, step: int) -> None:
         path = _path(folder, first, last)
         if first <= step < last:
             try:
-                table = pq.read_table(path, schema=_SCHEMA)
-            except (OSError, pa.ArrowException):
+                table = _table(path)
+                steps = _as_history(table, last).steps
+            except _UNREADABLE:
                 path.replace(path.with_name(f".{path.name}.damaged"))
                 continue
             kept = table.filter(pc.field("step") <= step)
-            _write_whole(kept, _path(folder, first, max(kept["step"].to_pylist())))
+            _write_whole(kept, _path(folder, first, int(steps[steps <= step][-1])))
         if last > step:
             path.unlink()
     for first, last in set(_spans(folder)) - set(_files_in_force(folder)):
@@ -237,7 +248,8 @@ def _path(folder: Path, first: int, last: int) -> Path:
 def _spans(folder: Path) -> list[tuple[int, int]]:
     """First and last step of every file, ascending."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name)))
+    spans = [(int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name))]
+    return sorted((first, last) for first, last in spans if first <= last)
 
 
 def _files_in_force(folder: Path) -> list[tuple[int, int]]:
@@ -268,7 +280,38 @@ def _write_whole(table: pa.Table, path: Path) -> None:
     staging.replace(path)
 
 
-def _as_history(table: pa.Table) -> ExpertLoadHistory:
-    step, layer, count = (table[name].to_numpy() for name in ("step", "layer", "count"))
-    steps, layers = np.unique(step), np.unique(layer).astype(np.int64)
-    return ExpertLoadHistory(steps, layers, count.reshape(len(steps), len(layers), -1))
+def _table(path: Path) -> pa.Table:
+    """Rows of one file.
+
+    Raises:
+        ValueError: They are more than its steps can have: some kilobytes may say that there are billions.
+    """
+    num_rows = pq.read_metadata(path).num_rows
+    if num_rows > _MOST_ROWS:
+        raise ValueError(f"{num_rows:,} rows, expected at most {_MOST_ROWS:,}")
+    return pq.read_table(path, schema=_SCHEMA)
+
+
+def _as_history(table: pa.Table, last: int) -> ExpertLoadHistory:
+    """The counts of one file.
+
+    Args:
+        table: Its rows.
+        last: The last step, by its name.
+
+    Raises:
+        ValueError: They are no load matrix for each step.
+    """
+    if any(table[name].null_count for name in _SCHEMA.names):
+        raise ValueError("it has rows without a number")
+    step, layer, expert, count = (table[name].to_numpy() for name in _SCHEMA.names)
+    steps, layers, experts = (np.unique(column).astype(np.int64) for column in (step, layer, expert))
+    if not (len(steps) and steps[-1] == last and len(table) == len(steps) * len(layers) * len(experts)):
+        raise ValueError("it does not hold as many rows for each of its steps")
+    shape = (len(steps), len(layers), len(experts))
+    rows = zip((step, layer, expert), np.ix_(steps, layers, experts), strict=True)
+    if (count < 0).any() or not all(
+        np.array_equal(found.reshape(shape), np.broadcast_to(a, shape)) for found, a in rows
+    ):
+        raise ValueError("its rows are not in the order of steps, layers and experts, or count less than nothing")
+    return ExpertLoadHistory(steps, layers, count.reshape(shape))

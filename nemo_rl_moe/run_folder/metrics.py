@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.run_folder.lines import LineFile
 
 RunOutcome = Literal["finished", "failed", "killed"]
 MetricHistory = dict[str, list[tuple[int, float]]]
 """Metrics of a run: complete key to `(step, value)` pairs, steps ascending."""
 METRICS_FILE_NAME = "metrics.jsonl"
+LAST_STEP = 10**8 - 1
+"""Names of files have eight digits for a step."""
+_LAST_SECOND = 253_402_300_799  # of the year 9999
 _MOST_REMEMBERED_BYTES = 1 << 16
 
 
@@ -174,9 +177,12 @@ def parse_record(line: bytes, place: str) -> StepRecord:
     try:
         record = json.loads(line)
         metrics = {str(key): float(value) for key, value in record["metrics"].items()}
-        return StepRecord(int(record["step"]), float(record["time"]), metrics)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {error!r}') from error
+        step, seconds = int(record["step"]), float(record["time"])
+        if not (0 <= step <= LAST_STEP and 0 <= seconds <= _LAST_SECOND):
+            raise ValueError("a step or a time that cannot be")
+        return StepRecord(step, seconds, metrics)
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+        raise DataError(f'{place}: not a step record {{"step", "time", "metrics"}}: {one_line(error)}') from error
 
 
 def json_number(value: float) -> float | str:

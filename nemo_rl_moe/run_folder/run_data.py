@@ -11,13 +11,14 @@ import numpy as np
 import yaml
 from jaxtyping import Float, Int
 
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, read_expert_load
 from nemo_rl_moe.run_folder.folder import newest_run_folders
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
 
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
+_MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
 
 
 @dataclass(frozen=True)
@@ -75,19 +76,19 @@ class RunData:
     @property
     def planned_steps(self) -> int | None:
         """Steps that the configuration asks for; None where it does not say."""
-        sections = [section for section in self.config.values() if isinstance(section, dict)]
-        return next((section["max_num_steps"] for section in sections if "max_num_steps" in section), None)
+        numbers = (number_at(self.config, name, "max_num_steps") for name in self.config)
+        return next((int(number) for number in numbers if number is not None), None)
 
     @property
     def expert_parallel_size(self) -> int:
         """Expert-parallel ranks among which a layer's experts are distributed."""
-        size: int = self.config.get("policy", {}).get("megatron_cfg", {}).get("expert_model_parallel_size", 1)
-        return size
+        return max(1, int(number_at(self.config, "policy", "megatron_cfg", "expert_model_parallel_size") or 1))
 
     @property
     def topk(self) -> int | None:
         """Experts that each token is routed to; None where that is not known."""
-        return self.moe_configuration.get("moe_router_topk")
+        found = number_at(self.moe_configuration, "moe_router_topk")
+        return None if found is None or found < 1 else int(found)
 
 
 def read_run(folder: Path) -> RunData:
@@ -122,6 +123,14 @@ def describe_run(folder: Path) -> RunData:
     return RunData(folder, {}, None, config, moe, notes)
 
 
+def number_at(settings: Any, *keys: str) -> float | None:
+    """A finite number in a nested mapping of a file that may have been edited; None where there is none."""
+    for key in keys:
+        settings = settings.get(key) if isinstance(settings, dict) else None
+    is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
+    return settings if is_number and abs(settings) < _LARGEST_NUMBER else None
+
+
 def _series(points: list[tuple[int, float]]) -> Series:
     """Points in the order of their steps; of a step that occurs twice, the value that was written last."""
     steps, values = zip(*reversed(points), strict=True)
@@ -136,7 +145,21 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        notes.append(f"{path}: cannot be read: {' '.join(str(error).split())}")
+        if not _has_at_most(found, _MOST_VALUES):  # aliases of aliases
+            raise ValueError(f"more than {_MOST_VALUES:,} values")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        notes.append(f"{path}: cannot be read: {one_line(error)}")
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _has_at_most(value: Any, number: int) -> bool:
+    """Whether a nested value, written out, has so many values at most."""
+    left = [value]
+    while left and number >= 0:
+        found = left.pop()
+        number -= 1
+        if isinstance(found, dict | list):
+            number -= len(found)
+            left += (found.values() if isinstance(found, dict) else found) if number >= 0 else ()
+    return number >= 0

@@ -187,7 +187,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
             "verdict": _verdict(record),
         }
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
 
 

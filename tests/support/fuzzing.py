@@ -31,7 +31,7 @@ LIMIT_S = 10.0
 """Seconds of computing of a case."""
 _FIRST_LIMIT_S = 60.0  # the first case of a process imports what the command needs
 _BUSY = 12
-"""Factor of the clock's seconds to those of computing, where others take the cores; a case that only waits gets these."""
+"""Seconds of the clock for one of computing, where others take the cores; a case that only waits gets these."""
 MOST_BYTES = 1 << 30
 """Resident memory of a case, beyond what its process has before it."""
 LONGEST_LINE, LONGEST_TEXT = 3_000, 60_000

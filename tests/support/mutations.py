@@ -51,7 +51,9 @@ Place = tuple[Any, ...]
 
 
 def places(tree: Any, at: Place = ()) -> list[Place]:
-    """Keys and indices that lead to every value in a nested one, itself first."""
+    """Keys and indices that lead to every value in a nested one, itself first; not to what is nested very deeply."""
+    if len(at) > 50:
+        return [at]
     entries = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return [at, *(place for key, value in entries for place in places(value, (*at, key)))]
 

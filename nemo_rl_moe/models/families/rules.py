@@ -69,11 +69,13 @@ class ConfigFields:
             for name, values in self.fixed.items()
             if getattr(hf_config, name, values[0]) not in values
         ]
-        lines += [f"{name}: {problem}" for name, value in config_json.items() if (problem := _problem_with(name, value))]
+        lines += [
+            f"{name}: {problem}" for name, value in config_json.items() if (problem := _problem_with(name, value))
+        ]
         known = self.read | self.fixed.keys() | self.without_effect | _WITHOUT_EFFECT | _ALWAYS_READ
         lines += [
-            f"{shortened(name)}: got {shortened(repr(value))}, a field that is not known for {family} and could change what the model computes; "
-            "take it out if it does not"
+            f"{shortened(name)}: got {shortened(repr(value))}, a field that is not known for {family} and could change "
+            "what the model computes; take it out if it does not"
             for name, value in config_json.items()
             if name not in known
         ]

@@ -35,7 +35,8 @@ VALUES = (
     *("null", "~", "''", "auto", "never", "bfloat16", "1:30", "017", "0x1F", "0b11", "2001-01-01", "1e400", "9" * 500),
     *("[]", "{}", "[1, 2]", "{a: 1}", "[[[[1]]]]", "{a: {b: {c: 1}}}", "!!python/object/apply:os.system [ls]", "*a"),
     *("&a [1]", "!!binary aGk=", "!!set {a}", "${policy}", "${sft.max_num_steps}", "${oc.env:HOME}", "${", "a: b"),
-    *("[" * 300, "[" * 300 + "]" * 300, "- " * 60 + "1", "? a", "|\n  text", "'", '"\\0"', "%", "@", "`", "#", "x" * 5_000),
+    *("[" * 300, "[" * 300 + "]" * 300, "- " * 60 + "1", "? a", "|\n  text", "'", '"\\0"', "%", "@", "`", "#"),
+    "x" * 5_000,
 )  # fmt: skip
 
 
@@ -63,7 +64,9 @@ def overrides_of_exemplars(generator: random.Random, folder: Path) -> Case:
     words = [word for word in words if not word.startswith("-")]
     name = generator.choice(["config", "config", "plan"])
     run = command(name, "--config", exemplar, MODEL, *words)
-    return Case(f"{name} {exemplar} {words}", run, _config_difference(folder, {}) if name == "config" else _plan_is_whole)
+    return Case(
+        f"{name} {exemplar} {words}", run, _config_difference(folder, {}) if name == "config" else _plan_is_whole
+    )
 
 
 def changed_exemplars(generator: random.Random, folder: Path) -> Case:
@@ -72,7 +75,9 @@ def changed_exemplars(generator: random.Random, folder: Path) -> Case:
     tree = yaml.safe_load(find_config(exemplar).read_text()) if inherits else read_with_defaults(find_config(exemplar))
     tree, what = mutated_tree(generator, tree, generator.choice([1, 1, 1, 3]))
     path = folder / "mine.yaml"
-    text = json.dumps(tree) if generator.random() < 0.3 else yaml.safe_dump(tree, allow_unicode=generator.random() < 0.5)
+    text = (
+        json.dumps(tree) if generator.random() < 0.3 else yaml.safe_dump(tree, allow_unicode=generator.random() < 0.5)
+    )
     path.write_text(text, errors="surrogatepass")
     name = generator.choice(["config", "config", "plan"])
     model = [MODEL] if name == "plan" else []
@@ -89,7 +94,9 @@ def _chain(generator: random.Random, folder: Path) -> str:
     """Files that inherit from each other, now and then in a circle."""
     length = generator.choice([2, 10, 300])
     for number in range(length):
-        parent = f"part_{number + 1}.yaml" if number + 1 < length else generator.choice(["sft_tiny_moe.yaml", "part_0.yaml"])
+        parent = (
+            f"part_{number + 1}.yaml" if number + 1 < length else generator.choice(["sft_tiny_moe.yaml", "part_0.yaml"])
+        )
         (folder / f"part_{number}.yaml").write_text(f"defaults: {parent}\nsft: {{seed: {number}}}\n")
     return "defaults: part_0.yaml\n"
 
@@ -103,7 +110,19 @@ def _wide(generator: random.Random, folder: Path) -> str:
 
 
 def _interpolations(generator: random.Random, folder: Path) -> str:
-    names = ["policy", "sft.seed", "z0", "z1", "z2", ".z0", "..z1", "data.train", "zz", "z0.0", "policy.megatron_cfg.optimizer"]
+    names = [
+        "policy",
+        "sft.seed",
+        "z0",
+        "z1",
+        "z2",
+        ".z0",
+        "..z1",
+        "data.train",
+        "zz",
+        "z0.0",
+        "policy.megatron_cfg.optimizer",
+    ]
     lines = [
         f"z{number}: {generator.choice(['', 'a', '['])}"
         + "".join(f"${{{generator.choice(names)}}}" for _ in range(generator.choice([1, 1, 2, 3])))
@@ -112,21 +131,22 @@ def _interpolations(generator: random.Random, folder: Path) -> str:
     return "defaults: sft_tiny_moe.yaml\n" + "\n".join(lines) + "\n"
 
 
+TINY_SFT = "defaults: sft_tiny_moe.yaml\n"
 _TEXTS: tuple[Callable[[random.Random, Path], str], ...] = (
-    lambda generator, folder: f"defaults: sft_tiny_moe.yaml\n{_bomb(generator.choice([3, 12, 30, 200]))}\n",
-    lambda generator, folder: "defaults: sft_tiny_moe.yaml\nsft: &s {seed: 3, <<: *s}\n",
-    lambda generator, folder: "defaults: sft_tiny_moe.yaml\na: &a [*a]\n",
-    lambda generator, folder: "x: &x {<<: {<<: {a: 1}}}\ndefaults: sft_tiny_moe.yaml\nsft: {<<: *x}\n",
+    lambda generator, folder: f"{TINY_SFT}{_bomb(generator.choice([3, 12, 30, 200]))}\n",
+    lambda generator, folder: f"{TINY_SFT}sft: &s {{seed: 3, <<: *s}}\n",
+    lambda generator, folder: f"{TINY_SFT}a: &a [*a]\n",
+    lambda generator, folder: "x: &x {<<: {<<: {a: 1}}}\n" + TINY_SFT + "sft: {<<: *x}\n",
     lambda generator, folder: "defaults: " + generator.choice([*VALUES, *map(json.dumps, ODD_TEXTS)]),
-    lambda generator, folder: f"defaults: sft_tiny_moe.yaml\n? {generator.choice(VALUES)}\n: {generator.choice(VALUES)}\n",
-    lambda generator, folder: "defaults: sft_tiny_moe.yaml\n" + "\n".join("  " * n + "a:" for n in range(generator.choice([40, 60, 900]))),
-    lambda generator, folder: "---\ndefaults: sft_tiny_moe.yaml\n---\na: 1\n",
-    lambda generator, folder: "%YAML 1.2\n%TAG ! tag:x,2000:\n---\ndefaults: sft_tiny_moe.yaml\n",
-    lambda generator, folder: f"defaults: sft_tiny_moe.yaml\nsft:\n  seed: {generator.choice(VALUES)}\n",
+    lambda generator, folder: f"{TINY_SFT}? {generator.choice(VALUES)}\n: {generator.choice(VALUES)}\n",
+    lambda generator, folder: TINY_SFT + "\n".join("  " * n + "a:" for n in range(generator.choice([40, 60, 900]))),
+    lambda generator, folder: f"---\n{TINY_SFT}---\na: 1\n",
+    lambda generator, folder: f"%YAML 1.2\n%TAG ! tag:x,2000:\n---\n{TINY_SFT}",
+    lambda generator, folder: f"{TINY_SFT}sft:\n  seed: {generator.choice(VALUES)}\n",
     _chain,
     _wide,
     _interpolations,
-)  # fmt: skip
+)
 
 
 def texts_of_configurations(generator: random.Random, folder: Path) -> Case:

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -51,7 +50,9 @@ def _copied(folder: Path) -> Path:
 
 
 def _convert(model: Path) -> Callable[[], int]:
-    return command("convert", "--from", "hf", "--to", "hf", "--input", str(model), "--output", str(model.parent / "out"))
+    return command(
+        "convert", "--from", "hf", "--to", "hf", "--input", str(model), "--output", str(model.parent / "out")
+    )
 
 
 def _plan(model: Path) -> Callable[[], int]:
@@ -120,7 +121,18 @@ def _tampered_header(generator: random.Random, path: Path) -> str:
     elif how == 2:
         shape = entry["shape"]
         entry["shape"] = generator.choice(
-            [shape[::-1], [*shape, 1], [1, *shape], [], [0], [-1, -1], [2**32, 2**32], [shape[0] * 2], [2**62] * 4, None]
+            [
+                shape[::-1],
+                [*shape, 1],
+                [1, *shape],
+                [],
+                [0],
+                [-1, -1],
+                [2**32, 2**32],
+                [shape[0] * 2],
+                [2**62] * 4,
+                None,
+            ]
         )
         what += f"shape = {entry['shape']}"
     elif how == 3:
@@ -181,7 +193,9 @@ def tokenizers(generator: random.Random, folder: Path) -> Case:
     name = generator.choice(["tokenizer.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"])
     path = model / name
     whole = json.loads(path.read_text())
-    content, what = mutated_bytes(generator, path.read_bytes()) if generator.random() < 0.3 else mutated_json(generator, whole)
+    content, what = (
+        mutated_bytes(generator, path.read_bytes()) if generator.random() < 0.3 else mutated_json(generator, whole)
+    )
     path.write_bytes(content)
     if name == "generation_config.json" or generator.random() < 0.1:
 

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pandas as pd
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder import expert_load
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
@@ -213,3 +215,37 @@ def test_files_that_cannot_be_joined_stay_as_they_are(
     assert file_names(tmp_path)[-2:] == ["steps-00000004-00000006.parquet", "steps-00000007-00000009.parquet"]
     first.unlink(missing_ok=True)
     assert rows_read(tmp_path) == rows_of_steps(range(3 if damage == "gone" else 2, 10))
+
+
+def table_of(rows: list[dict[str, int]]) -> pa.Table:
+    return pa.Table.from_pylist(rows, schema=pa.schema(COLUMNS))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda table: table.drop_columns(["count"]), "rows without a number"),
+        (lambda table: table.slice(1), "as many rows for each of its steps"),
+        (lambda table: table.slice(0, 0), "as many rows for each of its steps"),
+        (lambda table: table.take(list(range(len(table)))[::-1]), "not in the order of steps, layers and experts"),
+        (lambda table: table.set_column(0, "step", pa.array([7] * len(table))), "as many rows for each of its steps"),
+        (lambda table: table.set_column(3, "count", pa.array([-1] * len(table))), "count less than nothing"),
+        (lambda table: table.filter(pa.compute.field("layer") == LAYERS[0]), "other layers or experts"),
+    ],
+)
+def test_a_file_that_is_no_load_matrix_is_damaged(tmp_path, writer, change, reason):  # type: ignore[no-untyped-def]
+    for step in (1, 2, 3):
+        writer.write(step, load_of_step(step))
+    path = tmp_path / FOLDER_NAME / "steps-00000002-00000002.parquet"
+    pq.write_table(change(table_of(rows_of_steps([2]))), path)
+    with pytest.raises(DataError, match=f"{path.name}: cannot be read: ") as caught:
+        read_expert_load(tmp_path)
+    assert reason in str(caught.value)
+
+
+def test_a_small_file_of_very_many_rows_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_load, "_MOST_ROWS", 11)
+    (tmp_path / FOLDER_NAME).mkdir()
+    pq.write_table(table_of(rows_of_steps([1])), tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet")
+    with pytest.raises(DataError, match="12 rows, expected at most 11"):
+        read_expert_load(tmp_path)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +27,7 @@ from tests.support.mutations import mutated_bytes, mutated_json
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 NUM_STEPS = 12
+SCHEMA = pa.schema([("step", pa.int64()), ("layer", pa.int32()), ("expert", pa.int32()), ("count", pa.int64())])
 CONFIG = {
     "grpo": {"max_num_steps": 20},
     "policy": {"megatron_cfg": {"expert_model_parallel_size": 2}},
@@ -45,9 +45,7 @@ def whole_run() -> Path:
         step: {"train/loss": 1.0 / step, "train/reward": step / 10, "train/moe/cv_mean": 0.3, "train/grad_norm": 1.0}
         for step in range(1, NUM_STEPS + 1)
     }
-    samples = [
-        {**SAMPLE, "step": step, "sample_id": f"d:{number}"} for step in (0, 4, 8, 12) for number in range(2)
-    ]
+    samples = [{**SAMPLE, "step": step, "sample_id": f"d:{number}"} for step in (0, 4, 8, 12) for number in range(2)]
     make_run(folder, metrics, random_counts(NUM_STEPS, 2, 4, 50), config=CONFIG, samples=samples)
     (folder / "run.json").write_text(json.dumps({"run_id": "abc", "algorithm": "grpo", "created": "2026-01-01"}))
     (folder / "logger_run_ids.json").write_text(json.dumps({"wandb": "abc"}))
@@ -84,6 +82,18 @@ def _yaml_bomb(generator: random.Random, path: Path) -> str:
     return path.read_text()[:50]
 
 
+@cache
+def _long_table() -> Path:
+    path = Path(mkdtemp(prefix="fuzz_run_")) / "long.parquet"
+    table = pa.table(
+        {name: pa.repeat(pa.scalar(1, kind), 10**6) for name, kind in zip(SCHEMA.names, SCHEMA.types, strict=True)}
+    )
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd") as file:
+        for _ in range(100):
+            file.write_table(table)
+    return path
+
+
 def _odd_table(generator: random.Random, path: Path) -> str:
     """Writes a Parquet file of another form, or with other numbers, in place of a step's."""
     table = pq.read_table(path)
@@ -113,9 +123,7 @@ def _odd_table(generator: random.Random, path: Path) -> str:
     elif how == 6:
         table = pa.concat_tables([table] * generator.choice([2, 3]))
     else:  # some kilobytes that say that there are a hundred million rows
-        long = pa.repeat(pa.scalar(1, pa.int64()), 10**8)
-        table = pa.table({"step": long, "layer": long.cast(pa.int32()), "expert": long.cast(pa.int32()), "count": long})
-        pq.write_table(table, path, compression="zstd", use_dictionary=True)
+        shutil.copy(_long_table(), path)
         return "a hundred million rows"
     pq.write_table(table, path, compression=generator.choice(["none", "snappy", "zstd"]))
     return f"{name} of type {column.type}, way {how}"

@@ -55,7 +55,21 @@ def test_every_cut_of_the_last_line_leaves_the_lines_before_it(tmp_path: Path) -
         assert [record.step for record in read_metrics(path)] == [1]
 
 
-@pytest.mark.parametrize("bad", ["{", "[]", '{"step": 1}', '{"step": 1, "time": 2, "metrics": {"a": "x"}}'])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"step": 1}',
+        '{"step": 1, "time": 2, "metrics": {"a": "x"}}',
+        '{"step": 1e400, "time": 2, "metrics": {}}',
+        '{"step": -1, "time": 2, "metrics": {}}',
+        '{"step": 9223372036854775808, "time": 2, "metrics": {}}',
+        '{"step": 1, "time": NaN, "metrics": {}}',
+        '{"step": 1, "time": 2, "metrics": {"a": 1' + "0" * 400 + "}}",
+    ],
+)
 def test_a_broken_line_that_is_not_the_last_names_file_and_line(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "metrics.jsonl"
     good = '{"step": 1, "time": 2.0, "metrics": {}}'

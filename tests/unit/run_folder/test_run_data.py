@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.report.run_findings import thresholds_of
 from nemo_rl_moe.run_folder.run_data import read_run
 from tests.support.made_runs import make_run, random_counts
 
@@ -75,3 +76,24 @@ def test_a_folder_above_the_runs_names_the_last_one(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(DataError, match="expected a run's folder, such as logs/sft/exp_001"):
         read_run(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["policy: x", "policy: {megatron_cfg: [1]}", "grpo: {max_num_steps: x}\nlogger: {alerts: 3}", "logger: 1", "1: 2"],
+)
+def test_settings_of_another_type_are_as_if_they_were_not_there(tmp_path: Path, config: str) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, in_force={"moe_router_topk": "x"})
+    (folder / "config.yaml").write_text(config)
+    run = read_run(folder)
+    assert (run.planned_steps, run.expert_parallel_size, run.topk) == (None, 1, None)
+    assert thresholds_of(run.config) == thresholds_of({})
+
+
+@pytest.mark.parametrize("text", ["[" * 3000, "\n".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(40))])
+def test_a_configuration_that_grows_when_it_is_written_out_is_noted(tmp_path: Path, text: str) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}})
+    (folder / "config.yaml").write_text(text.replace("[*a-1, *a-1]", "[x, x]"))
+    run = read_run(folder)
+    assert run.config == {}
+    assert "config.yaml: cannot be read: " in run.notes[0]

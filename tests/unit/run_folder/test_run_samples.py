@@ -78,3 +78,12 @@ def test_texts_that_are_cut_twice_say_so_once(tmp_path: Path) -> None:
 
 def test_a_run_without_samples(tmp_path: Path) -> None:
     assert read_samples(make_run(tmp_path / "run", {}), []) == []
+
+
+def test_numbers_and_nesting_that_no_sample_has_are_damaged_lines(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, samples=[sample(1, "val", 0)])
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write('{"step": 1e400, "split": "val"}\n' + "[" * 100_000 + "\n")
+    notes: list[str] = []
+    assert len(read_samples(folder, notes)) == 1
+    assert notes == [f"{folder / 'samples.jsonl'}: lines that are no samples: 2"]

@@ -234,7 +234,11 @@ def test_a_plain_configuration_says_the_same_without_transformers(name: str) -> 
 @pytest.mark.parametrize(
     ("name", "value", "line"),
     [
-        ("moe_intermediate_size", -(2**63) - 1, "got -9223372036854775809, expected a whole number from 0 to 10,000,000"),
+        (
+            "moe_intermediate_size",
+            -(2**63) - 1,
+            "got -9223372036854775809, expected a whole number from 0 to 10,000,000",
+        ),
         ("num_attention_heads", 10**30, f"got 1{'0' * 30}, expected a whole number from 1 to 10,000,000"),
         ("num_hidden_layers", 10**6, "got 1000000, expected a whole number from 1 to 10,000"),
         ("hidden_size", 0, "got 0, expected a whole number from 1 to 10,000,000"),
