@@ -150,7 +150,7 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
         DataError: A file is damaged, for example by a copy that was interrupted.
     """
     folder = run_folder / FOLDER_NAME
-    parts = []
+    parts: list[ExpertLoadHistory] = []
     # File by file: the rows of all steps together would take several times the memory of the counts.
     for first, last in _files_in_force(folder):
         if last < first_step:

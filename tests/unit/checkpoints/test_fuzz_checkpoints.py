@@ -66,4 +66,4 @@ def small_files(generator: random.Random, folder: Path) -> Case:
 
 
 def test_small_files(tmp_path: Path) -> None:
-    fuzz(small_files, 100, tmp_path)
+    fuzz(small_files, 40, tmp_path)

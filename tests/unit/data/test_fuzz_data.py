@@ -257,12 +257,12 @@ def tables(generator: random.Random, folder: Path) -> Case:
 
 
 def test_lines(tmp_path: Path) -> None:
-    fuzz(lines_of_json, 250, tmp_path)
+    fuzz(lines_of_json, 200, tmp_path)
 
 
 def test_bytes(tmp_path: Path) -> None:
-    fuzz(bytes_of_json, 100, tmp_path)
+    fuzz(bytes_of_json, 80, tmp_path)
 
 
 def test_tables(tmp_path: Path) -> None:
-    fuzz(tables, 150, tmp_path)
+    fuzz(tables, 80, tmp_path)

@@ -194,4 +194,4 @@ def chat_templates(generator: random.Random, folder: Path) -> Case:
 
 
 def test_templates(tmp_path: Path) -> None:
-    fuzz(chat_templates, 150, tmp_path)
+    fuzz(chat_templates, 80, tmp_path)

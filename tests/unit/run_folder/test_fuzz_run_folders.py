@@ -216,4 +216,4 @@ def run_folders(generator: random.Random, folder: Path) -> Case:
 
 
 def test_run_folders(tmp_path: Path) -> None:
-    fuzz(run_folders, 350, tmp_path)
+    fuzz(run_folders, 250, tmp_path)
