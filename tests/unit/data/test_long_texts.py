@@ -78,7 +78,7 @@ def test_a_line_of_a_megabyte_takes_no_time(demo_tokenizer, write_jsonl):
 def test_a_long_key_is_not_told_whole(demo_tokenizer, write_jsonl):
     with pytest.raises(DataError) as error:
         load_sft_dataset(write_jsonl({"k" * MEGABYTE: 1}), "train", demo_tokenizer, 64)
-    assert error.value.problems[0].endswith("kkk...")
+    assert error.value.problems[0].endswith("kkk... (1,000,000 characters)")
     assert len(error.value.problems[0]) < 1500
 
 
