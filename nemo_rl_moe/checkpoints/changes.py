@@ -20,6 +20,7 @@ from nemo_rl_moe.errors import ConfigurationError
 _NOT_TOLD = (
     "logger.",
     "checkpointing.",
+    "cluster.worker_call_timeout_s",
     "cluster.worker_start_timeout_s",
     "cluster.max_restarts",
     "data.load_timeout_s",

@@ -170,6 +170,9 @@ class ClusterConfig(StrictModel):
     """Worker processes on each machine when `gpus_per_node` is 0."""
     worker_start_timeout_s: Seconds
     """Seconds that the workers may take to start before the run gives up."""
+    worker_call_timeout_s: Seconds
+    """Seconds that a worker may take to answer, for a whole step or round of generation, before the run ends with a
+    message that names it: one that is frozen or waits for a dead device never would."""
     max_restarts: NonNegativeInt
     """Number of times that a run which fails restarts itself from its last checkpoint."""
     network_interface: Text | None

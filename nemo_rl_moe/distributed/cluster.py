@@ -137,6 +137,11 @@ class RayCluster:
         except RayError as error:
             raise WorkerDiedError(f"`{function.__name__}` on the machines of the run: {error}") from error
 
+    def let_die(self) -> None:
+        """Says that nothing more is wanted of Ray: that it has died is no failure of the run any more."""
+        if self._local_ray:
+            self._local_ray.let_die()
+
     def shutdown(self) -> None:
         """Gives back what was reserved, and stops Ray if this object started it. Does nothing the second time."""
         if self.failure is not None:

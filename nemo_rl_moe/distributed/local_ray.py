@@ -110,6 +110,7 @@ class LocalRay:
         self._servers: dict[str, psutil.Process] = {}
         self._processes: list[psutil.Process] | None = None
         self._failure: str | None = None
+        self._exit_code = EXIT_FAILURE_TOLD
         self._stopped = threading.Event()
         # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
         # and wait for the servers or crash.
@@ -133,6 +134,10 @@ class LocalRay:
     def failure(self) -> str | None:
         """Death of a server, in words; None: all live. After it, calls to Ray may never return."""
         return self._failure
+
+    def let_die(self) -> None:
+        """Says that nothing more is wanted of the servers: should they be dead, the program has succeeded all the same."""
+        self._exit_code = 0
 
     def shutdown(self) -> None:
         """Ends the servers and all that they have started."""
@@ -193,7 +198,8 @@ class LocalRay:
                 self._failure = problem
                 end_processes(self._family())
                 time.sleep(UNWINDING_S)
-                tell(problem)
+                if self._exit_code != 0:
+                    tell(problem)
                 self._leave_out_ray()
 
     def _leave_out_ray(self) -> None:
@@ -201,4 +207,4 @@ class LocalRay:
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(EXIT_FAILURE_TOLD)
+            os._exit(self._exit_code)

@@ -52,6 +52,15 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
+def process_state(identity: ProcessIdentity) -> str:
+    """State of a process, such as psutil.STATUS_STOPPED; empty for one that has ended."""
+    process = identity.find()
+    try:
+        return str(process.status()) if process is not None else ""
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def ray_folder(pid: int) -> Path:
     """Temporary folder of the Ray that a process has started: sockets and logs, for its owner's eyes alone."""
     # Names of sockets are at most 107 bytes long, and Ray adds 70.

@@ -8,9 +8,11 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray import cloudpickle
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
@@ -22,6 +24,7 @@ from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
     end_families,
     find_families,
+    process_state,
     read_tail,
     threads_per_worker,
 )
@@ -97,6 +100,11 @@ END_GRACE_S = 2.0
 LOG_TAIL_LINES = 30
 MOST_TAILS = 8
 REMOTE_CALL_TIMEOUT_S = 8.0
+HELD_STATES = {
+    psutil.STATUS_STOPPED: "its process has been stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "its process is stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "its process waits for a disk or a device",
+}
 SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
 
@@ -109,6 +117,7 @@ class WorkerGroup:
             environment variables are set.
         worker_kwargs: Further arguments, the same for all ranks.
         start_timeout_s: Seconds that starting all ranks may take.
+        call_timeout_s: Seconds that a call may take on any rank.
 
     Raises:
         WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
@@ -120,8 +129,10 @@ class WorkerGroup:
         worker_class: type,
         worker_kwargs: Mapping[str, Any],
         start_timeout_s: float,
+        call_timeout_s: float,
     ):
         self._cluster = cluster
+        self._call_timeout_s = call_timeout_s
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._actors: list[Any] = []
         self._places: dict[int, WorkerPlace] = {}
@@ -149,7 +160,7 @@ class WorkerGroup:
             The results by rank.
 
         Raises:
-            WorkerDiedError: A worker raised or died; all of them have been stopped.
+            WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
         """
         return self.call_each(method, [args] * self.world_size)
 
@@ -164,17 +175,18 @@ class WorkerGroup:
             The results by rank.
 
         Raises:
-            WorkerDiedError: A worker raised or died; all of them have been stopped.
+            WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
         """
         if self._ended is not None:
             raise WorkerDiedError(f"cannot call `{method}`: {self._ended}")
         if len(args_by_rank) != self.world_size:
             raise ValueError(f"`{method}` got arguments for {len(args_by_rank)} ranks, expected {self.world_size}")
         calls = [
-            actor.call.remote(method, *args)
+            actor.call_within.remote(self._call_timeout_s, method, *args)
             for actor, args in zip(self._actors, _put_shared(args_by_rank), strict=True)
         ]
-        return self._wait(f"in `{method}`", calls)
+        deadline = time.monotonic() + self._call_timeout_s
+        return self._wait(f"in `{method}`", calls, deadline, partial(self._fail_for_silence, method))
 
     def shutdown(self) -> None:
         """Stops every worker and everything that it has started. Does nothing the second time."""
@@ -215,7 +227,7 @@ class WorkerGroup:
             self._actors.append(options.remote())
 
         def wait(calls: list[ray.ObjectRef], on_result: Callable[[int, Any], None] = lambda rank, result: None) -> Any:
-            return self._wait("while starting", calls, deadline, timeout_s, on_result)
+            return self._wait("while starting", calls, deadline, partial(self._fail_for_time, timeout_s), on_result)
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
         (port,) = wait([self._actors[0].find_free_port.remote()])
@@ -240,25 +252,25 @@ class WorkerGroup:
         self,
         doing: str,
         calls: Sequence[Any],
-        deadline: float | None = None,
-        timeout_s: float = 0.0,
+        deadline: float,
+        on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> list[Any]:
-        """Waits for one call on each rank, and no longer than until the first of them fails."""
+        """Waits for one call on each rank, no longer than until the first of them fails or the deadline has come."""
         pending = {call: rank for rank, call in enumerate(calls)}
         results: dict[int, Any] = {}
         failures: dict[int, WorkerFailure | RayError] = {}
         while pending:
-            remaining = LONGEST_WAIT_S if deadline is None else max(0.0, deadline - time.monotonic())
+            remaining = max(0.0, deadline - time.monotonic())
             ready, _ = ray.wait(list(pending), num_returns=1, timeout=min(remaining, LONGEST_WAIT_S))
             if problem := self._cluster.failure:
                 self._stop_and_raise(f"{problem}, {doing}.")
             if not ready:
-                if remaining > LONGEST_WAIT_S or deadline is None:
+                if remaining > LONGEST_WAIT_S:
                     continue
                 if failures:
                     break
-                self._fail_for_time(sorted(pending.values()), timeout_s)
+                on_silence(sorted(pending.values()))
             rank = pending.pop(ready[0])
             result = outcome(ready[0])
             if isinstance(result, WorkerFailure | RayError):
@@ -290,15 +302,42 @@ class WorkerGroup:
         also = f"\nAfter it failed: {', '.join(f'rank {other}' for other in others)}." if others else ""
         self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
 
-    def _fail_for_time(self, ranks: Sequence[int], timeout_s: float) -> NoReturn:
+    def _fail_for_time(self, timeout_s: float, ranks: Sequence[int]) -> NoReturn:
         """Stops all workers and raises an error with the ranks that did not start and their stacks."""
-        names = ", ".join(self._name(rank) for rank in ranks)
-        tails = [tail for rank in ranks[:MOST_TAILS] if (tail := self._tail(rank))]
-        headline = (
+        self._fail_with_stacks(
             f"{len(ranks)} of {self.world_size} workers did not start within {timeout_s:g} s"
-            f" (cluster.worker_start_timeout_s): {names}"
+            f" (cluster.worker_start_timeout_s): {', '.join(map(self._name, ranks))}",
+            ranks,
         )
+
+    def _fail_for_silence(self, method: str, ranks: Sequence[int]) -> NoReturn:
+        """Stops all workers and raises an error with the ranks that did not answer a call.
+
+        Where some of them cannot run, those are named, and the others as waiting for them. Otherwise all are, with the
+        stacks that they have written.
+        """
+        too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
+        states = self._states(ranks)
+        held = [rank for rank in ranks if states[rank] in HELD_STATES]
+        if not held:
+            names = ", ".join(map(self._name, ranks))
+            self._fail_with_stacks(f"{len(ranks)} of {self.world_size} workers {too_late}: {names}", ranks)
+        first, *others = (f"{self._name(rank)}: {HELD_STATES[states[rank]]}" for rank in held)
+        waiting = [self._name(rank) for rank in ranks if rank not in held]
+        also = f"\nStill waiting then: {', '.join(waiting)}." if waiting else ""
+        self._stop_and_raise("\n".join([f"worker {first}; it {too_late}", *others]) + also)
+
+    def _fail_with_stacks(self, headline: str, ranks: Sequence[int]) -> NoReturn:
+        tails = [tail for rank in ranks[:MOST_TAILS] if (tail := self._tail(rank))]
         self._stop_and_raise("\n".join([headline, *tails]))
+
+    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
+        """State of each rank's process, as psutil names it; empty where its machine is dead."""
+        return {
+            rank: self._on_node(place.node_id, process_state, place.process, default="")
+            for rank in ranks
+            if (place := self._places[rank])
+        }
 
     def _stop_and_raise(self, message: str) -> NoReturn:
         self.shutdown()

@@ -109,7 +109,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             world_size: Number of ranks.
             timeout_s: Seconds until the driver gives up.
         """
-        faulthandler.dump_traceback_later(max(1.0, timeout_s - STACK_BEFORE_TIMEOUT_S), file=2)
+        _write_stack_before(timeout_s)
         try:
             os.environ.update(environment)
             sys.path += [folder for folder in search_path if folder not in sys.path]
@@ -121,12 +121,24 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             faulthandler.cancel_dump_traceback_later()
         return None
 
+    def call_within(self, timeout_s: float, method: str, *args: Any) -> Any:
+        """As `call`; one that hangs writes its stack to stderr before the driver gives up, after so many seconds."""
+        _write_stack_before(timeout_s)
+        try:
+            return self.call(method, *args)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
     def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the worker; what it raises comes back as a `WorkerFailure`."""
         try:
             return getattr(self._worker, method)(*args)
         except BaseException as error:
             return describe_failure(error)
+
+
+def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in another process)
+    faulthandler.dump_traceback_later(max(1.0, timeout_s - STACK_BEFORE_TIMEOUT_S), file=2)
 
 
 def _outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)

@@ -134,6 +134,8 @@ class TrainingRun:
         if isinstance(error, TrainingDivergedError) and self._folder is not None:
             raise TrainingDivergedError(f"{error}{_all_samples(error, self._folder)}", error.sample_ids) from None
         if error is None and self._ending is not None:
+            if self.cluster is not None:
+                self.cluster.let_die()
             self.console.message(self._ending)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:

@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -16,8 +17,13 @@ from tests.functional import sft_runs
 
 WORKER_TITLE = "ray::WorkerProcess"
 DRIVER_OPTION = "--run-id"
+TEMPLATE_MODULE = "data.template_process"
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.05
+
+
+class RunHasEndedError(AssertionError):
+    """Something was waited for that a run was to do, and it has ended before."""
 
 
 class Run:
@@ -26,22 +32,31 @@ class Run:
     Args:
         command: The command.
         folder: The working folder; gets the files `printed` and `errors`.
+        environment: Variables in addition to those of every run.
+        nodes: The process that has started the Ray nodes which the run joins; None: it starts a Ray of its own.
     """
 
-    def __init__(self, command: list[str], folder: Path):
+    def __init__(
+        self,
+        command: list[str],
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        nodes: psutil.Process | None = None,
+    ):
         self.printed_path, self.errors_path = folder / "printed", folder / "errors"
         with self.printed_path.open("w") as printed, self.errors_path.open("w") as errors:
             self.process = subprocess.Popen(
                 command,
                 stdout=printed,
                 stderr=errors,
-                env=sft_runs.environment(),
+                env=sft_runs.environment() | dict(environment or {}),
                 cwd=folder,
                 start_new_session=True,
                 # A shell's background job ignores the signal, and all that it starts would inherit that.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self._seen: dict[psutil.Process, None] = {psutil.Process(self.process.pid): None}
+        self._nodes = nodes
 
     @property
     def printed(self) -> str:
@@ -53,17 +68,26 @@ class Run:
         """What it has written to stderr up to now."""
         return self.errors_path.read_text()
 
+    @property
+    def process_ids(self) -> list[int]:
+        """Of all its processes that have been seen, also those that have ended."""
+        return [process.pid for process in self._seen]
+
     def family(self) -> list[psutil.Process]:
         """Every process of the run that runs now: also those seen before whose parents have gone since."""
-        for process in list(self._seen):
-            with suppress(psutil.NoSuchProcess):
-                self._seen |= dict.fromkeys(process.children(recursive=True))
-        return sft_runs.running(list(self._seen))
+        self._seen |= dict.fromkeys(_descendants(list(self._seen)))
+        return sft_runs.running(list(self._seen)) + self._workers_of_nodes()
+
+    def _workers_of_nodes(self) -> list[psutil.Process]:
+        return [process for process in self._below_nodes() if _title(process).startswith(WORKER_TITLE)]
+
+    def _below_nodes(self) -> list[psutil.Process]:
+        return sft_runs.running(self._nodes.children(recursive=True)) if self._nodes is not None else []
 
     def find(self, role: str) -> list[psutil.Process]:
-        """The processes of a role: supervisor, guardian, driver, worker, gcs_server or raylet."""
+        """The processes of a role: supervisor, guardian, driver, template, worker, gcs_server or raylet."""
         found = []
-        for process in self.family():
+        for process in dict.fromkeys([*self.family(), *self._below_nodes()]):
             with suppress(psutil.NoSuchProcess):
                 if self._role(process) == role:
                     found.append(process)
@@ -77,17 +101,20 @@ class Run:
             return process.name()
         if command and command[0].startswith(WORKER_TITLE):
             return "worker"
+        if any(TEMPLATE_MODULE in word for word in command):
+            return "template"
         if DRIVER_OPTION in command and process.name() not in SERVERS:
             return "driver" if process.ppid() != self.process.pid else None
         return "guardian" if process.ppid() == self.process.pid else None
 
-    def wait_for(self, condition: Callable[[], object], limit_s: float) -> None:
+    def wait_for(self, condition: Callable[[], object], limit_s: float, poll_s: float = POLL_S) -> None:
         """Waits until something is true, and fails where the run ends before."""
         deadline = time.monotonic() + limit_s
         while not condition():
-            assert self.process.poll() is None, f"the run has ended:\n{self.printed}\n{self.errors}"
+            if self.process.poll() is not None:
+                raise RunHasEndedError(f"the run has ended:\n{self.printed}\n{self.errors}")
             assert time.monotonic() < deadline, f"still waiting:\n{self.printed}\n{self.errors}"
-            time.sleep(POLL_S)
+            time.sleep(poll_s)
 
     def wait_for_text(self, text: str, limit_s: float = 200.0) -> None:
         """Waits until the run has printed something."""
@@ -117,11 +144,37 @@ class Run:
         self.process.wait()
 
 
+def _descendants(roots: list[psutil.Process]) -> list[psutil.Process]:
+    """Everything below processes, out of one look at all processes: psutil looks once for each root."""
+    children: defaultdict[int, list[psutil.Process]] = defaultdict(list)
+    for process in psutil.process_iter(["ppid"]):
+        children[process.info["ppid"]].append(process)
+    found = []
+    waiting = [root for root in roots if root.is_running()]
+    while waiting:
+        below = children.pop(waiting.pop().pid, [])
+        found += below
+        waiting += below
+    return found
+
+
+def _title(process: psutil.Process) -> str:
+    """The first word of its command line, which Ray's workers set; empty for one that has ended."""
+    with suppress(psutil.NoSuchProcess):
+        return next(iter(process.cmdline()), "")
+    return ""
+
+
 @contextmanager
-def running(command: list[str], folder: Path) -> Iterator[Run]:
-    """Starts a command, and leaves nothing of it, whatever happens."""
+def running(
+    command: list[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    nodes: psutil.Process | None = None,
+) -> Iterator[Run]:
+    """Starts a command, and leaves nothing of it, whatever happens; arguments as of `Run`."""
     folder.mkdir(parents=True, exist_ok=True)
-    run = Run(command, folder)
+    run = Run(command, folder, environment, nodes)
     try:
         yield run
     finally:

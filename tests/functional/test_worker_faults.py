@@ -28,6 +28,8 @@ from tests.support.clusters import cluster_config
 
 NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0
+CALL_TIMEOUT_S = 120.0
+SHORT_CALL_TIMEOUT_S = 6.0
 DETECTION_LIMIT_S = 30.0
 RAY_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
 
@@ -97,6 +99,16 @@ class Ranks:  # pragma: no cover  (runs in other processes)
             os.kill(os.getpid(), signal_number)
         self.all_reduce(1.0)
 
+    def freeze_while_the_peer_waits(self) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        self.all_reduce(1.0)
+
+    def hang_while_the_peer_waits(self) -> None:
+        if self.rank == 1:
+            wait_forever_for_a_lock()
+        self.all_reduce(1.0)
+
     def start_a_child_and_raise(self) -> None:
         if self.rank == 0:
             self.all_reduce(1.0)
@@ -124,7 +136,7 @@ def join_two_nodes_and_fail(notes: str) -> None:
         nodes.add_node(num_cpus=1, include_dashboard=False)
     os.environ["RAY_ADDRESS"] = nodes.address
     cluster = RayCluster(cluster_config(2, 0, 1))
-    group = WorkerGroup(cluster, Ranks, {"notes": notes}, START_TIMEOUT_S)
+    group = WorkerGroup(cluster, Ranks, {"notes": notes}, START_TIMEOUT_S, CALL_TIMEOUT_S)
     where = group.call_all("node")
     try:
         group.call_all("die_while_the_peer_waits", signal.SIGKILL)
@@ -142,7 +154,7 @@ def join_two_nodes_and_fail(notes: str) -> None:
 def drive_until_killed(notes: str) -> None:
     """A driver of its own, which hangs in a step: rank 1 never joins the collective."""
     cluster = RayCluster(cluster_config(1, 0, NUM_WORKERS))
-    group = WorkerGroup(cluster, HangingRanks, {"notes": notes}, START_TIMEOUT_S)
+    group = WorkerGroup(cluster, HangingRanks, {"notes": notes}, START_TIMEOUT_S, CALL_TIMEOUT_S)
     # Ray's two agents are no workers; they end by themselves, but only when they have given up reaching the dead Ray.
     children = psutil.Process().children(recursive=True)
     ray_processes = [process.pid for process in children if not process.name().startswith(RAY_AGENTS)]
@@ -175,7 +187,7 @@ def cluster() -> Iterator[RayCluster]:
 @pytest.fixture
 def group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup]:
     """Two ranks that have joined a process group."""
-    group = WorkerGroup(cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S)
+    group = WorkerGroup(cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S, CALL_TIMEOUT_S)
     yield group
     group.shutdown()
     assert_all_gone(tmp_path)
@@ -229,7 +241,7 @@ def test_calls_environment_and_shared_arguments(group: WorkerGroup):
 def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
     start = time.monotonic()
     with pytest.raises(WorkerDiedError) as error:
-        WorkerGroup(cluster, Ranks, {"notes": str(tmp_path), "start": "raise"}, START_TIMEOUT_S)
+        WorkerGroup(cluster, Ranks, {"notes": str(tmp_path), "start": "raise"}, START_TIMEOUT_S, CALL_TIMEOUT_S)
     assert time.monotonic() - start < DETECTION_LIMIT_S
     assert "worker rank 1 (pid " in str(error.value)
     assert "raised BrokenModelError while starting:" in str(error.value)
@@ -242,7 +254,13 @@ def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
 def test_never_starts(cluster: RayCluster, tmp_path: Path):
     start = time.monotonic()
     with pytest.raises(WorkerDiedError) as error:
-        WorkerGroup(cluster, Ranks, {"notes": str(tmp_path), "start": "hang"}, start_timeout_s=10.0)
+        WorkerGroup(
+            cluster,
+            Ranks,
+            {"notes": str(tmp_path), "start": "hang"},
+            start_timeout_s=10.0,
+            call_timeout_s=CALL_TIMEOUT_S,
+        )
     assert time.monotonic() - start < DETECTION_LIMIT_S
     assert "workers did not start within 10 s (cluster.worker_start_timeout_s): rank 0 (pid " in str(error.value)
     assert "rank 1 (pid " in str(error.value)
@@ -277,6 +295,35 @@ def test_crash_in_a_step(group: WorkerGroup):
     text = fail_in_a_step(group, "die_while_the_peer_waits", signal.SIGSEGV)
     assert "rank 1" in text
     assert "Fatal Python error: Segmentation fault" in text
+
+
+@pytest.fixture
+def impatient_group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup]:
+    """Two ranks whose calls may take a few seconds."""
+    group = WorkerGroup(cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S, SHORT_CALL_TIMEOUT_S)
+    yield group
+    group.shutdown()
+    assert_all_gone(tmp_path)
+
+
+def test_frozen_in_a_step(impatient_group: WorkerGroup):
+    first, second = impatient_group.process_ids
+    text = fail_in_a_step(impatient_group, "freeze_while_the_peer_waits")
+    assert text.startswith(
+        f"worker rank 1 (pid {second}): its process has been stopped (SIGSTOP); it did not answer"
+        " `freeze_while_the_peer_waits` within 6 s (cluster.worker_call_timeout_s)\n"
+        f"Still waiting then: rank 0 (pid {first}).\n"
+    )
+
+
+def test_hanging_in_a_step(impatient_group: WorkerGroup):
+    first, second = impatient_group.process_ids
+    text = fail_in_a_step(impatient_group, "hang_while_the_peer_waits")
+    assert text.startswith(
+        "2 of 2 workers did not answer `hang_while_the_peer_waits` within 6 s (cluster.worker_call_timeout_s):"
+        f" rank 0 (pid {first}), rank 1 (pid {second})\n"
+    )
+    assert "wait_forever_for_a_lock" in text, "the stack of a hanging worker is shown"
 
 
 def test_a_workers_child_is_stopped_too(group: WorkerGroup, tmp_path_factory: pytest.TempPathFactory):

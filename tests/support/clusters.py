@@ -12,6 +12,7 @@ def cluster_config(num_nodes: int, gpus_per_node: int, cpu_workers_per_node: int
         gpus_per_node=gpus_per_node,
         cpu_workers_per_node=cpu_workers_per_node,
         worker_start_timeout_s=120.0,
+        worker_call_timeout_s=120.0,
         max_restarts=0,
         network_interface=None,
         roles={},

@@ -107,6 +107,7 @@ class ModelWorkers:
                 "decodes_text": generates is not None and bool(generates.generation.stop_strings),
             },
             start_timeout_s=cluster.config.worker_start_timeout_s,
+            call_timeout_s=cluster.config.worker_call_timeout_s,
         )
         descriptions: list[WorkerDescription] = self._workers.call_all("describe")
         if problems := _problems_of_ranks(descriptions):

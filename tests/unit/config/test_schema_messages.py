@@ -88,12 +88,13 @@ def test_one_wrong_input_gives_its_line(problems_of: Problems, override: str, li
                 "gpus_per_node",
                 "cpu_workers_per_node",
                 "worker_start_timeout_s",
+                "worker_call_timeout_s",
                 "max_restarts",
                 "network_interface",
                 "roles",
             )
         ]
-        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 6
+        assert [problem.startswith(start) for problem, start in zip(problems, missing, strict=True)] == [True] * 7
     elif line is None:
         assert problems[0].startswith("sft.zzz: unknown key; allowed here: max_num_epochs, max_num_steps,")
     elif line.endswith("did you mean"):

@@ -1,0 +1,271 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The kinds of runs that drills kill: their commands, their phases, and what two runs must have in common."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from tests.functional import dpo_runs, grpo_runs, sft_runs
+
+VAL_PERIOD = 4
+TWO_NODES = "_two_nodes"
+FROZEN_AFTER_S = 40
+STEP_PHASES = ("generation", "scoring", "logprobs", "reference_logprobs", "train")
+"""In the order in which a step has them; the metrics have their times under these names."""
+VALIDATION_TIME = "timing/validation/seconds"
+COMMON: dict[str, Any] = {
+    **sft_runs.only_jsonl(),
+    "policy__init": "random",
+    "policy__megatron_cfg__scheduler__lr_warmup_iters": 0,
+    "checkpointing__save_period": 1,
+    "checkpointing__keep_top_k": 1,
+    "checkpointing__metric_name": None,
+    "cluster__worker_call_timeout_s": FROZEN_AFTER_S,
+}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run.
+
+    Attributes:
+        name: Its name in the table.
+        command: Makes the command out of a folder for `logs`, the folder of `make_inputs` and the number of steps.
+        phases: Where it can be struck.
+        num_nodes: Machines of its Ray.
+        anchors: Of phases that are not within a step: what the run prints at their beginning.
+    """
+
+    name: str
+    command: Callable[[Path, Path, int], list[str]]
+    phases: tuple[str, ...]
+    num_nodes: int = 1
+    anchors: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def reference(self) -> str:
+        """The kind whose unharmed run it must equal: on several machines, that of one."""
+        return self.name.removesuffix(TWO_NODES)
+
+    @property
+    def scores(self) -> bool:
+        """True where an environment has workers of its own."""
+        return "scoring" in self.phases
+
+
+def make_inputs(folder: Path) -> Path:
+    """Data and a model for all kinds, made once."""
+    if not folder.is_dir():
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        sft_runs.make_additions(unfinished, 256, 16)
+        dpo_runs.make_pairs(unfinished, 64, 16)
+        grpo_runs.make_prompts(unfinished, 40)
+        sft_runs.make_model_folder(unfinished / "model", num_hidden_layers=2)
+        unfinished.rename(folder)
+    return folder
+
+
+def _sft(folder: Path, inputs: Path, num_steps: int, **changes: Any) -> list[str]:
+    values = COMMON | {
+        "policy__train_global_batch_size": 64,
+        "policy__train_micro_batch_size": 16,
+        "sft__max_num_steps": num_steps,
+        "sft__max_num_epochs": 100,
+        "sft__val_period": VAL_PERIOD,
+    }
+    return sft_runs.sft_command(sft_runs.settings(folder, inputs, inputs / "model", **values | changes))
+
+
+def _sft_two_nodes(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    return _sft(folder, inputs, num_steps, cluster__num_nodes=2, cluster__cpu_workers_per_node=1)
+
+
+def _dpo(folder: Path, inputs: Path, num_steps: int, how: str, num_workers: int) -> list[str]:
+    values = COMMON | {
+        "policy__model_name": inputs / "model",
+        "policy__train_global_batch_size": 16,
+        "policy__train_micro_batch_size": 4,
+        "dpo__max_num_steps": num_steps,
+        "dpo__max_num_epochs": 100,
+        "dpo__val_period": VAL_PERIOD,
+        "dpo__reference_logprobs": how,
+        "cluster__cpu_workers_per_node": num_workers,
+    }
+    script = sft_runs.REPOSITORY_ROOT / "examples/run_dpo.py"
+    overrides = dpo_runs.settings(folder, inputs, **values)
+    return [sys.executable, str(script), "--config", str(dpo_runs.EXEMPLAR), *overrides]
+
+
+def _dpo_in_step(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    return _dpo(folder, inputs, num_steps, "in_step", 1)
+
+
+def _dpo_precompute(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    return _dpo(folder, inputs, num_steps, "precompute", 2)
+
+
+def _grpo(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    values = COMMON | {
+        "policy__model_name": inputs / "model",
+        "policy__megatron_cfg__optimizer__lr": 1e-3,
+        "grpo__max_num_steps": num_steps,
+        "grpo__max_num_epochs": 100,
+        "grpo__val_period": VAL_PERIOD,
+        "grpo__max_val_samples": 8,
+        # A pass over the log-probabilities and a reference model: every phase that a step can have.
+        "loss_fn__force_on_policy_ratio": "never",
+        "loss_fn__reference_policy_kl_penalty": 0.1,
+        "env__name": "callable",
+        "env__callable": {"function": "tests.support.drill_reward:grade"},
+        "env__answer_after": None,
+        "env__score_truncated": True,
+        "cluster__cpu_workers_per_node": 1,
+    }
+    return grpo_runs.command(grpo_runs.settings(folder, inputs, **values))
+
+
+_ALWAYS = ("start", "train", "validation", "saving", "end")
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("sft", _sft, _ALWAYS),
+        Kind("dpo_in_step", _dpo_in_step, (*_ALWAYS, "reference")),
+        Kind("grpo", _grpo, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
+        Kind("dpo_precompute", _dpo_precompute, (*_ALWAYS, "reference"), anchors={"reference": "measuring "}),
+        Kind(f"sft{TWO_NODES}", _sft_two_nodes, _ALWAYS, num_nodes=2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Logs:
+    """What the attempts of one training leave below a folder: `logs`, with a folder for each run.
+
+    Attributes:
+        folder: Holds `logs`.
+    """
+
+    folder: Path
+
+    @property
+    def run_folder(self) -> Path | None:
+        """The newest: attempts that are killed before the first checkpoint is whole have others before it."""
+        return max((self.folder / "logs").glob("exp_*"), default=None)
+
+    def num_records(self) -> int:
+        """Number of steps recorded up to now."""
+        return len(self._lines("metrics.jsonl"))
+
+    def records(self) -> list[dict[str, Any]]:
+        """What is recorded up to now: step and metrics, all but times."""
+        return [
+            {"step": record["step"], "metrics": str({k: v for k, v in record["metrics"].items() if not _is_time(k)})}
+            for record in map(json.loads, self._lines("metrics.jsonl"))
+        ]
+
+    def samples(self) -> list[dict[str, Any]]:
+        """The responses that are recorded; none but of GRPO."""
+        return [json.loads(line) for line in self._lines("samples.jsonl")]
+
+    def last_step_s(self) -> float:
+        """Seconds of the last step's phases."""
+        return sum(_phase_seconds(json.loads(self._lines("metrics.jsonl")[-1])["metrics"]).values())
+
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self.run_folder is not None and any(self.run_folder.glob("checkpoints/.*.incomplete"))
+
+    def weights(self) -> dict[str, bytes]:
+        """The final weights, tensor by tensor; none where there are none."""
+        if self.run_folder is None:
+            return {}
+        tensors = {}
+        for path in sorted((self.run_folder / "checkpoints" / "final").glob("*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                names = list(file.keys())
+                tensors |= {name: file.get_tensor(name).numpy().tobytes() for name in names}
+        return tensors
+
+    def _lines(self, name: str) -> list[str]:
+        if self.run_folder is None or not (path := self.run_folder / name).is_file():
+            return []
+        return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _is_time(key: str) -> bool:
+    return key.startswith("timing/")
+
+
+def _phase_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
+    return {name: metrics.get(f"timing/{name}/seconds", 0.0) for name in STEP_PHASES}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An unharmed run of a kind, which every killed one must equal.
+
+    Attributes:
+        logs: What it has left.
+    """
+
+    logs: Logs
+
+    @cached_property
+    def _metrics(self) -> list[dict[str, float]]:
+        """Of the steps after the first, which is slower than the others."""
+        assert self.logs.run_folder is not None
+        lines = (self.logs.run_folder / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["metrics"] for line in lines[2:]]
+
+    @cached_property
+    def phase_seconds(self) -> dict[str, float]:
+        """Mean seconds of each phase of a step, in their order, and of a validation, which comes after them."""
+        means = {
+            name: sum(_phase_seconds(metrics)[name] for metrics in self._metrics) / len(self._metrics)
+            for name in STEP_PHASES
+        }
+        times = [metrics[VALIDATION_TIME] for metrics in self._metrics if VALIDATION_TIME in metrics]
+        return means | {"validation": sum(times) / len(times)}
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds of a step's phases."""
+        return sum(self.phase_seconds[name] for name in STEP_PHASES)
+
+    def window(self, phase: str) -> tuple[float, float]:
+        """Where a phase lies, on the average: seconds after the step's start."""
+        start = 0.0
+        for name, seconds in self.phase_seconds.items():
+            if name == phase:
+                return start, start + seconds
+            start += seconds
+        raise AssertionError(phase)
+
+    def differences(self, found: Logs) -> list[str]:
+        """What of another run's end is not the same: metrics of all steps but times, samples, final weights' bytes."""
+        differences = []
+        if (records := found.records()) != (expected := self.logs.records()):
+            steps = [record["step"] for record in records if record not in expected]
+            differences.append(f"metrics: {len(records)} records, expected {len(expected)}; other steps: {steps}")
+        if found.samples() != self.logs.samples():
+            differences.append("samples")
+        if not found.weights() or found.weights() != self.logs.weights():
+            differences.append("final weights")
+        return differences
+
+    def doubts(self) -> list[str]:
+        """What would make the comparison worthless: weights that do not move, rewards that do not vary."""
+        doubts = []
+        idle = [index for index, metrics in enumerate(self._metrics) if not metrics["train/grad_norm"] > 0]
+        if idle:
+            doubts.append(f"no gradient in steps {idle}")
+        if (samples := self.logs.samples()) and len({sample["reward"] for sample in samples}) < 4:
+            doubts.append("the rewards do not vary")
+        return doubts

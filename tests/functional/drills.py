@@ -1,0 +1,267 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A campaign of drills: chains of runs that are struck in every phase, in any number; results in a file, and a table.
+
+    python -m tests.functional.drills --kills 500 --seed 0 --jobs 2
+
+goes on where it was stopped: by Ctrl-C, or by a file `pause` in the output's folder, which holds back the next chain.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tests.functional import run_kills, sft_runs
+from tests.functional.drill_chain import COMPLETION_LIMIT_S, END_LIMIT_S, Chain
+from tests.functional.drill_faults import plan
+from tests.functional.drill_runs import KINDS, Kind, Logs, Reference, make_inputs
+
+STEPS_A_DRILL = 4
+LONGEST_CHAIN = 12
+RESULTS = "drills.jsonl"
+PAUSE = "pause"
+PAUSE_POLL_S = 2.0
+
+
+def reference_of(kind: Kind, folder: Path, num_steps: int) -> Reference:
+    """The unharmed run of a kind, made where it is not there yet."""
+    place = folder / "references" / f"{kind.name}-{num_steps}"
+    reference = Reference(Logs(place))
+    if not (place / "done").exists():
+        shutil.rmtree(place, ignore_errors=True)
+        command = kind.command(place, make_inputs(folder / "inputs"), num_steps)
+        with run_kills.running(command, place / "work") as run:
+            assert run.wait_for_end(COMPLETION_LIMIT_S) == 0, run.printed + run.errors
+            run.wait_until_nothing_runs(END_LIMIT_S)
+        if doubts := reference.doubts():
+            raise AssertionError(f"{kind.name}: {'; '.join(doubts)}")
+        (place / "done").touch()
+    return reference
+
+
+def run_chain(options: argparse.Namespace, index: int) -> bool:
+    """Runs one chain in this process, and writes its results into its folder; False where something is amiss."""
+    kind, turn = kind_of(index)
+    folder = chain_folder(options, index)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with_disk = os.geteuid() == 0
+    size = drills_a_chain(options.kills)
+    num_steps = size * STEPS_A_DRILL
+    reference = reference_of(KINDS[kind.reference], options.output, num_steps)
+    chance = random.Random(f"{options.seed} {index}")
+    chain = Chain(kind, folder, make_inputs(options.output / "inputs"), num_steps, reference, chance)
+    drills = plan(kind, options.seed, turn, size, with_disk=with_disk)
+    with chain.opened(with_disk=with_disk):
+        results = chain.run(drills)
+        differences = reference.differences(chain.logs)
+    for result in results:
+        result.equal = not differences
+    if differences:
+        print(f"not equal to the unharmed run: {'; '.join(differences)}", flush=True)
+    is_well = not differences and all(result.is_well for result in results)
+    lines = [
+        {"seed": options.seed, "chain": index, "number": number, **asdict(result)}
+        for number, result in enumerate(results)
+    ]
+    (folder / RESULTS).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return is_well
+
+
+def kind_of(index: int) -> tuple[Kind, int]:
+    """Kind of a chain, and how many chains of that kind come before it."""
+    turn, place = divmod(index, len(KINDS))
+    return list(KINDS.values())[place], turn
+
+
+def drills_a_chain(num_kills: int) -> int:
+    """Drills of each chain: a dozen, or fewer so that a small campaign has chains of all kinds."""
+    return min(LONGEST_CHAIN, -(-num_kills // len(KINDS)))
+
+
+def chain_folder(options: argparse.Namespace, index: int) -> Path:
+    """Folder of a chain."""
+    folder: Path = options.output / f"seed_{options.seed}" / f"chain_{index}"
+    return folder
+
+
+class Campaign:
+    """Chains, some at a time, each in a process of its own, until there have been enough drills.
+
+    Args:
+        options: Of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace):
+        self._options = options
+        self._file = options.output / RESULTS
+        self._lock = threading.Lock()
+        self._is_stopping = False
+        self._processes: set[subprocess.Popen[bytes]] = set()
+        self._failed: list[int] = []
+        done = [line for line in read_results(self._file) if line["seed"] == options.seed]
+        self._num_done = len(done)
+        self._next = 0
+        self._taken = {line["chain"] for line in done}
+        self._num_running = 0
+
+    def run(self) -> list[int]:
+        """Runs what is missing; returns the chains in which something was amiss."""
+        try:
+            with ThreadPoolExecutor(self._options.jobs) as pool:
+                workers = [pool.submit(self._work) for _ in range(self._options.jobs)]
+                try:
+                    for worker in workers:
+                        worker.result()
+                except KeyboardInterrupt:
+                    self._stop()
+                    raise
+        finally:
+            self._stop()
+        return self._failed
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._is_stopping = True
+            for process in self._processes:
+                process.terminate()
+
+    def _take(self) -> int | None:
+        """The next chain; None where there are enough."""
+        size = drills_a_chain(self._options.kills)
+        with self._lock:
+            if self._is_stopping or self._num_done + self._num_running * size >= self._options.kills:
+                return None
+            while self._next in self._taken:
+                self._next += 1
+            self._taken.add(self._next)
+            self._num_running += 1
+            return self._next
+
+    def _work(self) -> None:
+        while (index := self._take()) is not None:
+            while (self._options.output / PAUSE).exists() and not self._is_stopping:
+                time.sleep(PAUSE_POLL_S)
+            self._run(index)
+
+    def _run(self, index: int) -> None:
+        options, folder = self._options, chain_folder(self._options, index)
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder.with_suffix(".log")
+        command = [
+            *(sys.executable, "-m", __spec__.name, "--only", str(index), "--kills", str(options.kills)),
+            *("--seed", str(options.seed), "--output", str(options.output)),
+        ]
+        with log.open("wb") as output:
+            with self._lock:
+                if self._is_stopping:
+                    return
+                process = subprocess.Popen(
+                    command, env=sft_runs.environment(), stdout=output, stderr=output, start_new_session=True
+                )
+                self._processes.add(process)
+            code = process.wait()
+        with self._lock:
+            self._processes.discard(process)
+            self._num_running -= 1
+            if self._is_stopping:
+                return
+            text = (folder / RESULTS).read_text() if (folder / RESULTS).is_file() else ""
+            with self._file.open("a") as file:
+                file.write(text)
+            self._num_done += text.count("\n")
+            told = f"chain {index} ({kind_of(index)[0].name}): {text.count(chr(10))} drills"
+            print(f"{told}; {self._num_done} of {options.kills}", flush=True)
+            if code == 0:
+                shutil.rmtree(folder, ignore_errors=True)
+                log.unlink()
+            else:
+                self._failed.append(index)
+                print(f"  amiss, see {log} and {folder}; again: {' '.join(command[1:])}", flush=True)
+
+
+def read_results(file: Path) -> list[dict[str, Any]]:
+    """The results of all chains that have come to their end."""
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+COLUMNS = ("phase", "struck", "drills", "ended or went on at once", "went on", "equal", "left something behind")
+
+
+def table(results: Iterable[Mapping[str, Any]]) -> str:
+    """The results as a table in Markdown: a row for each phase, victim and fault, and a sum."""
+    groups: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
+    for result in results:
+        groups[result["phase"], f"{result['victim']}: {result['fault']}"].append(result)
+        groups["all", "all"].append(result)
+    rows = [COLUMNS, tuple("---" for _ in COLUMNS)]
+    for (phase, struck), members in sorted(groups.items(), key=lambda group: (group[0][0] == "all", group[0])):
+        counts = [
+            len(members),
+            sum(member["ended"] is not False for member in members),
+            sum(member["went_on"] for member in members),
+            sum(member["equal"] for member in members),
+            sum(bool(member["left"]) for member in members),
+        ]
+        rows.append((phase, struck, *map(str, counts)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=12, help="drills in all (default: 12)")
+    parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
+    parser.add_argument("--jobs", type=int, default=1, help="chains at a time (default: 1)")
+    parser.add_argument("--output", type=Path, default=Path("build/drills"), help="folder (default: build/drills)")
+    parser.add_argument("--only", type=int, help="one chain, by its number, in this process")
+    parser.add_argument("--table", action="store_true", help="print the table of what has been done, and end")
+    options = parser.parse_args(arguments)
+    options.output = options.output.absolute()
+    return options
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a campaign, or one chain of it, or prints its table.
+
+    Returns:
+        0; 1 where something was amiss; 130 where it was stopped.
+    """
+    options = _parse(arguments)
+    if options.table:
+        print(table(read_results(options.output / RESULTS)))
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        if options.only is not None:
+            return 0 if run_chain(options, options.only) else 1
+        for kind in dict.fromkeys(kind.reference for kind in KINDS.values()):
+            print(f"unharmed run: {kind}", flush=True)
+            reference_of(KINDS[kind], options.output, drills_a_chain(options.kills) * STEPS_A_DRILL)
+        failed = Campaign(options).run()
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", flush=True)
+        return 128 + signal.SIGINT
+    print(table(read_results(options.output / RESULTS)))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
