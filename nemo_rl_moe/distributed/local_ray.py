@@ -136,7 +136,7 @@ class LocalRay:
         return self._failure
 
     def let_die(self) -> None:
-        """Says that nothing more is wanted of the servers: should they be dead, the program has succeeded all the same."""
+        """Says that nothing more is wanted of the servers: their death is no failure any more."""
         self._exit_code = 0
 
     def shutdown(self) -> None:
