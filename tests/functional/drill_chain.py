@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,33 +18,25 @@ from pathlib import Path
 
 import psutil
 
-from tests.functional import run_kills, sft_runs
+from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
-from tests.functional.drill_runs import VAL_PERIOD, Kind, Logs, Reference
+from tests.functional.drill_moments import Moments, last_step, victims_of
+from tests.functional.drill_runs import Kind, Logs, Reference
 from tests.support import drill_reward
+from tests.support.two_nodes import TwoNodes
 
-START_LIMIT_S = 400.0
 END_LIMIT_S = 60.0
 FROZEN_END_LIMIT_S = 150.0
 COMPLETION_LIMIT_S = 600.0
 GOING_ON_LIMIT_S = 90.0
 PAUSE_S = 3.0
-POLL_S = 0.01
-LATEST_START_MOMENT_S = 1.5
 DISK_SIZE = "160m"
 SHARED_MEMORY = Path("/dev/shm")
-ANCHORS = {
-    "worker": ("workers ...",),
-    "raylet": ("starting Ray ...", "workers ..."),
-    "gcs_server": ("starting Ray ...", "workers ..."),
-    "template": ("reading ",),
-}
-STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
 INTERRUPTED = re.compile(r"^error: worker rank \d .*? in `(\w+)`", re.MULTILINE)
 NOT_SAVED = "could not be saved"
 MOST_RETRIES = 3
 CACHE = "torchinductor_"
-ANY_ANCHORS = ("checking the model ...", "reading ", "starting Ray ...", "workers ...")
+NODES_FOLDER = "ray"
 
 
 @dataclass
@@ -101,7 +92,7 @@ class Chain:
     def __init__(
         self, kind: Kind, folder: Path, inputs: Path, num_steps: int, reference: Reference, chance: random.Random
     ):
-        self.kind, self.folder, self.reference, self.chance = kind, folder, reference, chance
+        self.kind, self.folder, self.chance = kind, folder, chance
         self.num_steps = num_steps
         # Ray's sockets lie in the temporary folder, and their names must be short.
         self._temporary = Path(f"/tmp/d{os.getpid()}")
@@ -110,9 +101,9 @@ class Chain:
             path.mkdir(parents=True)
         self._disk = folder / "disk"
         self.logs = Logs(self._disk)
+        self._moments = Moments(kind, self.logs, reference, chance, self._notes)
         self.command = kind.command(self._disk, inputs, num_steps)
-        self._nodes: subprocess.Popen[str] | None = None
-        self._address = ""
+        self._nodes = TwoNodes(self._temporary / NODES_FOLDER)
         self._num_attempts = 0
         self._shared_memory = _names(SHARED_MEMORY)
 
@@ -125,7 +116,7 @@ class Chain:
         try:
             yield self
         finally:
-            self._end_nodes()
+            self._nodes.end()
             if with_disk:
                 kept = self.folder / "kept"
                 shutil.copytree(self._disk, kept, ignore=shutil.ignore_patterns("step_*", ".step_*"))
@@ -154,7 +145,7 @@ class Chain:
         """Strikes until a drill has ended the attempt: then True."""
         while waiting:
             try:
-                moment = self._wait_for_moment(run, waiting[0])
+                moment = self._moments.wait(run, waiting[0])
             except run_kills.RunHasEndedError:
                 return False
             drill = waiting.popleft()
@@ -188,109 +179,19 @@ class Chain:
         """The command, started once more; nothing of it is left."""
         environment = {"TMPDIR": str(self._temporary), drill_reward.NOTES: str(self._notes)}
         if self.kind.num_nodes > 1:
-            environment["RAY_ADDRESS"] = self._running_nodes()
+            environment["RAY_ADDRESS"] = self._nodes.address()
         self._num_attempts += 1
         folder = self.folder / "attempts" / f"{self._num_attempts}"
-        nodes = psutil.Process(self._nodes.pid) if self._nodes is not None else None
-        with run_kills.running(self.command, folder, environment, nodes) as run:
+        with run_kills.running(self.command, folder, environment, self._nodes.process) as run:
             yield run
-
-    def _running_nodes(self) -> str:
-        """Address of the Ray nodes, started anew where one of them has died."""
-        if self._nodes is not None:
-            names = [process.name() for process in sft_runs.running(psutil.Process(self._nodes.pid).children())]
-            if names.count("raylet") == self.kind.num_nodes and "gcs_server" in names:
-                return self._address
-            self._end_nodes()
-        self._nodes = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.two_nodes", str(self._temporary / "ray")],
-            env=sft_runs.environment(),
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert self._nodes.stdout is not None
-        self._address = self._nodes.stdout.readline().strip()
-        return self._address
-
-    def _end_nodes(self) -> None:
-        if self._nodes is None:
-            return
-        family = [psutil.Process(self._nodes.pid), *psutil.Process(self._nodes.pid).children(recursive=True)]
-        for process in family:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        self._nodes.wait()
-        psutil.wait_procs(family, timeout=END_LIMIT_S)
-        shutil.rmtree(self._temporary / "ray", ignore_errors=True)
-        self._nodes = None
-
-    def _wait_for_moment(self, run: run_kills.Run, drill: Drill) -> str:
-        """Waits until the drill's phase, and says what was seen of it."""
-        if drill.phase == "start":
-            return self._wait_in_start(run, drill.victim)
-        if drill.phase == "end":
-            run.wait_for(lambda: "saving the final weights" in run.printed, START_LIMIT_S, POLL_S)
-            time.sleep(self.chance.uniform(0.0, 0.05))
-            return ""
-        if drill.phase == "reference" and "reference" in self.kind.anchors:
-            run.wait_for(lambda: self.kind.anchors["reference"] in run.printed, START_LIMIT_S, POLL_S)
-            time.sleep(self.chance.uniform(0.0, 0.3))
-            return self.kind.anchors["reference"]
-        run.wait_for(lambda: "writing to " in run.printed, START_LIMIT_S, POLL_S)
-        before = self._last_step(run)
-        if drill.phase == "saving":
-            run.wait_for(lambda: self._last_step(run) > before and self.logs.is_saving(), START_LIMIT_S, POLL_S)
-            time.sleep(self.chance.uniform(0.0, 0.1))
-            return f"after step {self._last_step(run)}"
-        return self._wait_in_step(run, drill.phase, before)
-
-    def _wait_in_start(self, run: run_kills.Run, victim: str) -> str:
-        """Some moment after a line of the start; the victim is there."""
-        anchor = self.chance.choice(ANCHORS.get(victim, ANY_ANCHORS))
-        latest = self.chance.uniform(0.0, LATEST_START_MOMENT_S)
-        run.wait_for(lambda: anchor in run.printed, START_LIMIT_S, POLL_S)
-        run.wait_for(lambda: self._victims(run, victim), START_LIMIT_S)
-        if victim != "template":  # it is there for a second
-            time.sleep(latest)
-        return anchor
-
-    def _wait_in_step(self, run: run_kills.Run, phase: str, before: int) -> str:
-        """Some moment in a phase of a step, by the mean times of the reference and the pace of the last step."""
-        phase = {"reference": "reference_logprobs"}.get(phase, phase)
-
-        def is_next() -> bool:
-            done = self._last_step(run)
-            # The first step of an attempt is slower than the others.
-            return done >= before + 2 and (phase != "validation" or (done + 1) % VAL_PERIOD == 0)
-
-        run.wait_for(is_next, START_LIMIT_S, POLL_S)
-        pace = self.logs.last_step_s() / self.reference.step_s
-        share = self.chance.random()
-        start, end = self.reference.window(phase)
-        time.sleep((start + share * (end - start)) * min(max(pace, 0.5), 5.0))
-        return f"after step {self._last_step(run)}"
-
-    def _last_step(self, run: run_kills.Run) -> int:
-        """Last step that the attempt has told of, its own or that of its checkpoint; -1: none."""
-        told = STEP_LINE.findall(run.printed)
-        return int(told[-1]) if told else -1
-
-    def _victims(self, run: run_kills.Run, role: str) -> list[psutil.Process]:
-        scorers = set(_names(self._notes))
-        if role == "all":
-            return run.family()
-        if role == "scorer":
-            return [worker for worker in run.find("worker") if str(worker.pid) in scorers]
-        return [process for process in run.find(role) if role != "worker" or str(process.pid) not in scorers]
 
     def _strike(self, run: run_kills.Run, drill: Drill, result: Result) -> None:
         at = time.monotonic()
-        before = self._last_step(run)
+        before = last_step(run)
         if drill.fault in ("full", "vanish"):
             self._harm_disk(run, drill, result)
         else:
-            victims = self._victims(run, drill.victim)
+            victims = victims_of(run, drill.victim, self._notes)
             if drill.phase == "end" and not victims:
                 pass  # it was quicker
             else:
@@ -322,7 +223,7 @@ class Chain:
     def _see_it_go_on(self, run: run_kills.Run, drill: Drill, result: Result, before: int) -> None:
         """Waits until the attempt has done more than the step in which it was struck, or has come to its end."""
         try:
-            run.wait_for(lambda: self._last_step(run) >= min(before + 2, self.num_steps), GOING_ON_LIMIT_S)
+            run.wait_for(lambda: last_step(run) >= min(before + 2, self.num_steps), GOING_ON_LIMIT_S)
         except run_kills.RunHasEndedError:
             code = run.wait_for_end(END_LIMIT_S)
             if code != 0:
@@ -347,7 +248,7 @@ class Chain:
         left = [f"process {process.pid}" for process in run.family()]
         for name in _names(self._temporary):
             path = self._temporary / name
-            if name == "ray" or name.startswith(CACHE):
+            if name == NODES_FOLDER or name.startswith(CACHE):
                 continue  # of nodes that go on; and torch's, of a fixed name
             left.append(str(path))
             shutil.rmtree(path) if path.is_dir() else path.unlink()

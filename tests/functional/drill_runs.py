@@ -17,7 +17,7 @@ from tests.functional import dpo_runs, grpo_runs, sft_runs
 VAL_PERIOD = 4
 TWO_NODES = "_two_nodes"
 FROZEN_AFTER_S = 40
-STEP_PHASES = ("generation", "scoring", "logprobs", "reference_logprobs", "train")
+STEP_PHASES = ("generation", "rewards", "logprobs", "reference_logprobs", "train")
 """In the order in which a step has them; the metrics have their times under these names."""
 VALIDATION_TIME = "timing/validation/seconds"
 COMMON: dict[str, Any] = {

@@ -52,6 +52,18 @@ def reference_of(kind: Kind, folder: Path, num_steps: int) -> Reference:
     return reference
 
 
+def make_references(options: argparse.Namespace) -> None:
+    """Makes the unharmed runs that are not there yet, as many at a time as chains."""
+    make_inputs(options.output / "inputs")
+    num_steps = drills_a_chain(options.kills) * STEPS_A_DRILL
+    kinds = [KINDS[name] for name in dict.fromkeys(kind.reference for kind in KINDS.values())]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        made = [pool.submit(reference_of, kind, options.output, num_steps) for kind in kinds]
+        for kind, reference in zip(kinds, made, strict=True):
+            reference.result()
+            print(f"unharmed run of {kind.name}: there", flush=True)
+
+
 def run_chain(options: argparse.Namespace, index: int) -> bool:
     """Runs one chain in this process, and writes its results into its folder; False where something is amiss."""
     kind, turn = kind_of(index)
@@ -252,9 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.only is not None:
             return 0 if run_chain(options, options.only) else 1
-        for kind in dict.fromkeys(kind.reference for kind in KINDS.values()):
-            print(f"unharmed run: {kind}", flush=True)
-            reference_of(KINDS[kind], options.output, drills_a_chain(options.kills) * STEPS_A_DRILL)
+        make_references(options)
         failed = Campaign(options).run()
     except KeyboardInterrupt:
         print("stopped; the same command goes on", flush=True)

@@ -25,6 +25,7 @@ from tests.support.saving_run import Run as SavedRun
 
 START_LIMIT_S = 200.0
 END_LIMIT_S = 30.0
+CALL_LIMIT_S = 15.0
 
 Refused = Callable[..., str]
 
@@ -35,9 +36,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def training_run(data: Path, tmp_path: Path) -> Iterator[run_kills.Run]:
-    """A run of two workers that would take hours."""
+def training_run(request: pytest.FixtureRequest, data: Path, tmp_path: Path) -> Iterator[run_kills.Run]:
+    """A run of two workers that would take hours; a parameter is a dictionary of changes."""
     changes: dict[str, Any] = {
+        **getattr(request, "param", {}),
         **sft_runs.only_jsonl(),
         "sft__max_num_epochs": 100_000,
         "sft__max_num_steps": "null",
@@ -75,6 +77,24 @@ def test_a_worker_is_killed_while_it_trains(training_run: run_kills.Run, tmp_pat
     assert len(steps) > 3
     checkpoints = sft_runs.only_run_folder(tmp_path) / "checkpoints"
     assert not list(checkpoints.glob("[!.]*")), "nothing that looks like a model"
+
+
+@pytest.mark.parametrize("training_run", [{"cluster__worker_call_timeout_s": CALL_LIMIT_S}], indirect=True)
+def test_a_worker_is_frozen_while_it_trains(training_run: run_kills.Run) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    victim, _ = training_run.find("worker")
+    victim.suspend()
+    assert training_run.wait_for_end(CALL_LIMIT_S + END_LIMIT_S) == 1
+    training_run.wait_until_nothing_runs(0.0)
+    errors = training_run.errors
+    assert re.match(
+        rf"error: worker rank \d \(pid {victim.pid}\): its process has been stopped \(SIGSTOP\);"
+        rf" it did not answer `train` within {CALL_LIMIT_S:g} s \(cluster\.worker_call_timeout_s\)\n"
+        r"Still waiting then: rank \d ",
+        errors,
+    ), errors
+    assert "All 2 workers have been stopped." in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.slow

@@ -1,0 +1,115 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The moments of drills: waiting until a run is in a phase, by what it prints, writes and takes; and its processes."""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import psutil
+
+from tests.functional import run_kills
+from tests.functional.drill_faults import Drill
+from tests.functional.drill_runs import VAL_PERIOD, Kind, Logs, Reference
+
+START_LIMIT_S = 400.0
+POLL_S = 0.01
+LATEST_START_MOMENT_S = 1.5
+MOST_PACE = 5.0
+LEAST_PACE = 0.5
+ANY_ANCHORS = ("checking the model ...", "reading ", "starting Ray ...", "workers ...")
+ANCHORS = {
+    "worker": ("workers ...",),
+    "raylet": ("starting Ray ...", "workers ..."),
+    "gcs_server": ("starting Ray ...", "workers ..."),
+    "template": ("reading ",),
+}
+TIMED_AS = {"reference": "reference_logprobs", "scoring": "rewards"}
+STEP_LINE = re.compile(r"^step (\d+)/", re.MULTILINE)
+
+
+def last_step(run: run_kills.Run) -> int:
+    """Last step that an attempt has told of; -1: none."""
+    told = STEP_LINE.findall(run.printed)
+    return int(told[-1]) if told else -1
+
+
+def victims_of(run: run_kills.Run, role: str, notes: Path) -> list[psutil.Process]:
+    """The processes of a role, with those that score apart from the ranks.
+
+    Args:
+        run: The attempt.
+        role: As `Run.find` names it, scorer or all.
+        notes: Folder in which each process that scores has left its id.
+    """
+    scorers = {path.name for path in notes.iterdir()}
+    if role == "all":
+        return run.family()
+    if role == "scorer":
+        return [worker for worker in run.find("worker") if str(worker.pid) in scorers]
+    return [process for process in run.find(role) if role != "worker" or str(process.pid) not in scorers]
+
+
+class Moments:
+    """Moments of the attempts of one chain.
+
+    Args:
+        kind: The kind of run.
+        logs: What its attempts leave.
+        reference: Its unharmed run, for the times of a step's phases.
+        chance: Chooses the moment within a phase.
+        notes: As of `victims_of`.
+    """
+
+    def __init__(self, kind: Kind, logs: Logs, reference: Reference, chance: random.Random, notes: Path):
+        self._kind, self._logs, self._reference, self._chance, self._notes = kind, logs, reference, chance, notes
+
+    def wait(self, run: run_kills.Run, drill: Drill) -> str:
+        """Waits until the drill's phase, and says what was seen of it.
+
+        Raises:
+            RunHasEndedError: The attempt was over before.
+        """
+        if drill.phase == "start":
+            return self._wait_in_start(run, drill.victim)
+        if drill.phase == "end":
+            run.wait_for(lambda: "saving the final weights" in run.printed, START_LIMIT_S, POLL_S)
+            time.sleep(self._chance.uniform(0.0, 0.05))
+            return ""
+        if drill.phase == "reference" and "reference" in self._kind.anchors:
+            run.wait_for(lambda: self._kind.anchors["reference"] in run.printed, START_LIMIT_S, POLL_S)
+            time.sleep(self._chance.uniform(0.0, 0.3))
+            return self._kind.anchors["reference"]
+        run.wait_for(lambda: "writing to " in run.printed, START_LIMIT_S, POLL_S)
+        before = last_step(run)
+        if drill.phase == "saving":
+            run.wait_for(lambda: last_step(run) > before and self._logs.is_saving(), START_LIMIT_S, POLL_S)
+            time.sleep(self._chance.uniform(0.0, 0.1))
+            return f"after step {last_step(run)}"
+        return self._wait_in_step(run, drill.phase, before)
+
+    def _wait_in_start(self, run: run_kills.Run, victim: str) -> str:
+        """Some moment after a line of the start; the victim is there."""
+        anchor = self._chance.choice(ANCHORS.get(victim, ANY_ANCHORS))
+        latest = self._chance.uniform(0.0, LATEST_START_MOMENT_S)
+        run.wait_for(lambda: anchor in run.printed, START_LIMIT_S, POLL_S)
+        run.wait_for(lambda: victims_of(run, victim, self._notes), START_LIMIT_S)
+        if victim != "template":  # it is there for a second
+            time.sleep(latest)
+        return anchor
+
+    def _wait_in_step(self, run: run_kills.Run, phase: str, before: int) -> str:
+        """Some moment in a phase of a step, by the mean times of the reference and the pace of the last step."""
+
+        def is_next() -> bool:
+            done = last_step(run)
+            # The first step of an attempt is slower than the others.
+            return done >= before + 2 and (phase != "validation" or (done + 1) % VAL_PERIOD == 0)
+
+        run.wait_for(is_next, START_LIMIT_S, POLL_S)
+        pace = self._logs.last_step_s() / self._reference.step_s
+        share = self._chance.random()
+        start, end = self._reference.window(TIMED_AS.get(phase, phase))
+        time.sleep((start + share * (end - start)) * min(max(pace, LEAST_PACE), MOST_PACE))
+        return f"after step {last_step(run)}"
