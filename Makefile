@@ -34,7 +34,7 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills clean
+.PHONY: help install demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -93,8 +93,15 @@ test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout,
 test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
 	@$(PYTEST) tests/functional -m "slow and not drill" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
-test-drills: $(STAMP) ## dozens of kills of runs that go on to the same end
+test-drills: $(STAMP) ## a dozen drills over all kinds of runs, as continuous integration runs them
 	@$(PYTEST) -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+
+# The tests' environment (tests/conftest.py) is the drills' too. Results in build/drills; stopped, it goes on there.
+N ?= 12
+SEED ?= 0
+JOBS ?= 2
+drills: $(STAMP) ## runs struck N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 # Not --quiet: a strict build counts the warnings that are shown.
 docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked

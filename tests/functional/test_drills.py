@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A dozen drills over the kinds of runs, as `make drills` runs hundreds; and a run that restarts itself."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.functional import drill_runs, drills, run_kills
+from tests.functional.drill_faults import menu, plan
+from tests.functional.drill_moments import last_step
+
+NUM_DRILLS = 12
+START_LIMIT_S = 200.0
+END_LIMIT_S = 30.0
+COMPLETION_LIMIT_S = 400.0
+
+
+def long(test: Any) -> Any:
+    """Marks a test that takes minutes."""
+    for mark in (pytest.mark.slow, pytest.mark.drill, pytest.mark.timeout(1800)):
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drills")
+
+
+@long
+def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
+    options = ["--kills", str(NUM_DRILLS), "--jobs", "2", "--output", str(output)]
+    assert drills.main(options) == 0
+    results = drills.read_results(output / drills.RESULTS)
+    assert len(results) >= NUM_DRILLS
+    assert all(result["equal"] for result in results)
+    assert [result["left"] for result in results if result["left"]] == []
+    assert len({result["kind"] for result in results}) == 4
+    before = (output / drills.RESULTS).read_text()
+    assert drills.main(options) == 0, "nothing is missing"
+    assert (output / drills.RESULTS).read_text() == before
+
+
+@long
+def test_a_run_restarts_itself(output: Path, tmp_path: Path) -> None:
+    num_steps = drills.drills_a_chain(NUM_DRILLS) * drills.STEPS_A_DRILL
+    kind = drill_runs.KINDS["sft"]
+    reference = drills.reference_of(kind, output, num_steps)
+    inputs = drill_runs.make_inputs(output / "inputs")
+    logs = drill_runs.Logs(tmp_path)
+    command = [*kind.command(tmp_path, inputs, num_steps), "cluster.max_restarts=3"]
+    with run_kills.running(command, tmp_path / "run") as run:
+        for number in (1, 2):
+            run.wait_for(lambda least=3 * number: last_step(run) > least, START_LIMIT_S)
+            os.kill(run.find("worker")[0].pid, signal.SIGKILL)
+            run.wait_for(lambda text=f"restart {number} of 3: ": text in run.errors, END_LIMIT_S)
+        assert run.wait_for_end(COMPLETION_LIMIT_S) == 0, run.errors
+        run.wait_until_nothing_runs(END_LIMIT_S)
+        assert run.errors.count("error: worker rank ") == 2
+        assert "restart 3" not in run.errors
+    assert reference.differences(logs) == []
+
+
+def test_chains_have_every_drill_of_their_kind_once_before_one_comes_again() -> None:
+    for kind in drill_runs.KINDS.values():
+        whole = menu(kind, with_disk=True)
+        assert len(set(whole)) == len(whole)
+        size = 12
+        chains = [plan(kind, 3, turn, size, with_disk=True) for turn in range(-(-len(whole) // size))]
+        assert [len(chain) for chain in chains] == [size] * len(chains)
+        drilled = [drill for chain in chains for drill in chain]
+        assert set(drilled[: len(whole)]) | set(drilled) == set(whole)
+        assert plan(kind, 3, 1, size, with_disk=True) == chains[1], "the same from the same seed"
+        assert plan(kind, 4, 1, size, with_disk=True) != chains[1]
+        ends = [drill.phase == "end" for drill in chains[0]]
+        assert ends == sorted(ends), "nothing comes after the end"
+
+
+def test_the_table_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    well: dict[str, Any] = {"phase": "train", "victim": "worker", "fault": "kill", "ended": True, "went_on": True}
+    results = [
+        {**well, "equal": True, "left": []},
+        {**well, "equal": False, "left": ["process 7"]},
+        {**well, "ended": False, "went_on": False, "equal": False, "left": []},
+        {**well, "phase": "saving", "fault": "pause", "ended": None, "equal": True, "left": []},
+    ]
+    rows = [row.strip("| ").split(" | ") for row in drills.table(results).splitlines()[2:]]
+    assert rows == [
+        ["saving", "worker: pause", "1", "1", "1", "1", "0"],
+        ["train", "worker: kill", "3", "2", "2", "1", "1"],
+        ["all", "all", "4", "3", "3", "2", "1"],
+    ]
