@@ -81,7 +81,7 @@ class Moments:
             run.wait_for(lambda: self._kind.anchors["reference"] in run.printed, START_LIMIT_S, POLL_S)
             time.sleep(self._chance.uniform(0.0, 0.3))
             return self._kind.anchors["reference"]
-        run.wait_for(lambda: "writing to " in run.printed, START_LIMIT_S, POLL_S)
+        run.wait_for(lambda: "writing to " in run.printed, START_LIMIT_S)
         before = last_step(run)
         if drill.phase == "saving":
             run.wait_for(lambda: last_step(run) > before and self._logs.is_saving(), START_LIMIT_S, POLL_S)

@@ -17,8 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -210,26 +209,34 @@ def read_results(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-COLUMNS = ("phase", "struck", "drills", "ended or went on at once", "went on", "equal", "left something behind")
+PHASES = ("start", "reference", "generation", "scoring", "logprobs", "train", "validation", "saving", "end")
+TOTALS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "drills": lambda result: True,
+    "as it should": lambda result: result["ended"] is not False and not result["problem"],
+    "went on": lambda result: result["went_on"],
+    "equal": lambda result: result["equal"],
+    "left behind": lambda result: bool(result["left"]),
+}
 
 
-def table(results: Iterable[Mapping[str, Any]]) -> str:
-    """The results as a table in Markdown: a row for each phase, victim and fault, and a sum."""
-    groups: defaultdict[tuple[str, str], list[Mapping[str, Any]]] = defaultdict(list)
-    for result in results:
-        groups[result["phase"], f"{result['victim']}: {result['fault']}"].append(result)
-        groups["all", "all"].append(result)
-    rows = [COLUMNS, tuple("---" for _ in COLUMNS)]
-    for (phase, struck), members in sorted(groups.items(), key=lambda group: (group[0][0] == "all", group[0])):
-        counts = [
-            len(members),
-            sum(member["ended"] is not False for member in members),
-            sum(member["went_on"] for member in members),
-            sum(member["equal"] for member in members),
-            sum(bool(member["left"]) for member in members),
-        ]
-        rows.append((phase, struck, *map(str, counts)))
+def table(results: Sequence[Mapping[str, Any]]) -> str:
+    """The results as a table in Markdown: a row for what was struck and how, a column for each phase, and sums.
+
+    A sum counts the drills that ended the run as they should, or that it survived as it should; after which it went on;
+    after which its end was equal to an unharmed one's; and that left processes or files behind.
+    """
+    struck = sorted({(result["victim"], result["fault"]) for result in results})
+    groups = [(f"{victim}: {fault}", _of(results, victim, fault)) for victim, fault in struck] + [("all", results)]
+    rows = [("struck", *PHASES, *TOTALS), tuple("---" for _ in ("struck", *PHASES, *TOTALS))]
+    for name, members in groups:
+        by_phase = [sum(member["phase"] == phase for member in members) for phase in PHASES]
+        sums = [sum(map(counts, members)) for counts in TOTALS.values()]
+        rows.append((name, *(str(count or "") for count in by_phase), *map(str, sums)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _of(results: Sequence[Mapping[str, Any]], victim: str, fault: str) -> list[Mapping[str, Any]]:
+    return [result for result in results if (result["victim"], result["fault"]) == (victim, fault)]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -20,6 +20,7 @@ DRIVER_OPTION = "--run-id"
 TEMPLATE_MODULE = "data.template_process"
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.05
+END_POLL_S = 0.2
 
 
 class RunHasEndedError(AssertionError):
@@ -126,7 +127,7 @@ class Run:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"still running: {self.family()}\n{self.printed}\n{self.errors}"
             self.family()
-            time.sleep(POLL_S)
+            time.sleep(END_POLL_S)
         return self.process.returncode
 
     def wait_until_nothing_runs(self, limit_s: float) -> None:
