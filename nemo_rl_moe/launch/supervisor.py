@@ -50,6 +50,8 @@ def end_descendants(
 ) -> list[int]:
     """Kills every descendant of this process, again and again until none is left, and collects their exit codes.
 
+    What they cannot remove themselves then, the temporary folder of the Ray of each, is removed.
+
     Args:
         spared: Children that are left alone, with all that they have started.
         has_grace: True for a process that ends by itself and is waited for.
@@ -60,10 +62,13 @@ def end_descendants(
         Ids of processes that cannot be killed, such as those that wait for a dead disk.
     """
     start = time.monotonic()
+    seen: set[int] = set()
     while True:
         waited_s = time.monotonic() - start
-        family = _running_descendants(spared)
+        family = _running_descendants(spared, seen)
         if not family or waited_s > grace_s + timeout_s:
+            for pid in seen:
+                shutil.rmtree(ray_folder(pid), ignore_errors=True)
             return [process.pid for process in family]
         for process in family:
             with suppress(psutil.NoSuchProcess):
@@ -72,13 +77,15 @@ def end_descendants(
         time.sleep(ENDING_POLL_S)
 
 
-def _running_descendants(spared: Collection[psutil.Process]) -> list[psutil.Process]:
+def _running_descendants(spared: Collection[psutil.Process], seen: set[int]) -> list[psutil.Process]:
+    """Descendants that run; adds to `seen` the ids of all, also of those that have just ended."""
     running: list[psutil.Process] = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
             if child in spared:
                 continue
             for process in (child, *child.children(recursive=True)):
+                seen.add(process.pid)
                 if process.status() != psutil.STATUS_ZOMBIE:
                     running.append(process)
                 elif process.ppid() == os.getpid():

@@ -59,8 +59,9 @@ def append_whole(file: FileIO, record: bytes) -> None:
 class LineFile:
     """Text file of whole lines, each handed to the operating system at once.
 
-    Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. A kill may
-    leave a torn last line, which `rewind_lines` removes before a run goes on.
+    Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. A file that
+    somebody removes is begun anew, with a warning. A kill may leave a torn last line, which `rewind_lines` removes
+    before a run goes on.
 
     Args:
         path: The file, created by the first call even where that brings no line.
@@ -76,6 +77,7 @@ class LineFile:
         self._kept_bytes = 0
         self._num_lost = 0
         self._is_failing = False
+        self._was_removed = False
         self._lock = threading.Lock()
 
     def append(self, lines: Iterable[str]) -> None:
@@ -93,6 +95,9 @@ class LineFile:
         if self._is_failing:
             self._is_failing = False
             self._message(f"{self._path.name} can be written again")
+        if self._was_removed:
+            self._was_removed = False
+            self._warn(f"{self._path} was removed; it is begun anew, and lacks the lines before")
 
     def flush_to_disk(self) -> bool:
         """Writes the waiting lines and waits until the disk has them (fsync); may be called from any thread.
@@ -143,6 +148,9 @@ class LineFile:
             self._num_lost += 1
 
     def _open(self) -> FileIO:
+        if self._file is not None and not _is_in_place(self._file, self._path):
+            self._was_removed = True
+            self._release()
         if self._file is None:
             self._file = FileIO(self._path, "a")
         return self._file
@@ -152,6 +160,14 @@ class LineFile:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+def _is_in_place(file: FileIO, path: Path) -> bool:
+    """False for an open file whose path leads nowhere or to another one: what is written to it is lost."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def rewind_lines(path: Path, step: int) -> None:

@@ -216,9 +216,9 @@ class Chain:
             finally:
                 filler.unlink()
             return
-        assert self.logs.run_folder is not None
-        gone = self.logs.run_folder if drill.victim == "run folder" else self.logs.run_folder / "checkpoints"
-        shutil.rmtree(gone, ignore_errors=True)
+        below = "logs/*" if drill.victim == "run folder" else "logs/*/checkpoints"
+        for folder in list(self._disk.glob(below)):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _see_it_go_on(self, run: run_kills.Run, drill: Drill, result: Result, before: int) -> None:
         """Waits until the attempt has done more than the step in which it was struck, or has come to its end."""

@@ -180,14 +180,12 @@ class Logs:
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self.run_folder is not None and any(self.run_folder.glob("checkpoints/.*.incomplete"))
+        return any(self.folder.glob("logs/*/checkpoints/.*.incomplete"))
 
     def weights(self) -> dict[str, bytes]:
         """The final weights, tensor by tensor; none where there are none."""
-        if self.run_folder is None:
-            return {}
         tensors = {}
-        for path in sorted((self.run_folder / "checkpoints" / "final").glob("*.safetensors")):
+        for path in sorted(self.folder.glob("logs/*/checkpoints/final/*.safetensors")):
             with safe_open(path, framework="pt") as file:
                 names = list(file.keys())
                 tensors |= {name: file.get_tensor(name).numpy().tobytes() for name in names}
@@ -248,14 +246,21 @@ class Reference:
             start += seconds
         raise AssertionError(phase)
 
-    def differences(self, found: Logs) -> list[str]:
-        """What of another run's end is not the same: metrics of all steps but times, samples, final weights' bytes."""
+    def differences(self, found: Logs, *, lost_records: bool = False) -> list[str]:
+        """What of another run's end is not the same: metrics of all steps but times, samples, final weights' bytes.
+
+        Args:
+            found: What the other run has left.
+            lost_records: True where its folder was deleted on its way: then it has the last records alone.
+        """
         differences = []
-        if (records := found.records()) != (expected := self.logs.records()):
-            steps = [record["step"] for record in records if record not in expected]
-            differences.append(f"metrics: {len(records)} records, expected {len(expected)}; other steps: {steps}")
-        if found.samples() != self.logs.samples():
-            differences.append("samples")
+        for name, records, expected in (
+            ("metrics", found.records(), self.logs.records()),
+            ("samples", found.samples(), self.logs.samples()),
+        ):
+            if records != (expected[-len(records) :] if lost_records and records else expected):
+                steps = sorted({record["step"] for record in records if record not in expected})
+                differences.append(f"{name}: {len(records)}, expected {len(expected)}; not the same: steps {steps}")
         if not found.weights() or found.weights() != self.logs.weights():
             differences.append("final weights")
         return differences

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_rl_moe.distributed.node_tools import ray_folder
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD
 from tests.functional.sft_runs import running
 
@@ -162,10 +163,12 @@ def test_a_supervisor_is_killed(start: Start, tmp_path: Path, who: str) -> None:
     process = start(HANGS)
     family = wait_for_family(tmp_path)
     (guardian,) = psutil.Process(process.pid).children()
+    (driver,) = noted(tmp_path, "driver")
+    (folder := ray_folder(driver)).mkdir()
     os.kill(process.pid if who == "front" else guardian.pid, signal.SIGKILL)
     process.wait(LIMIT_S)
     deadline = time.monotonic() + 5.0
-    while [pid for pid in (*family, guardian.pid) if is_running(pid)]:
+    while folder.exists() or [pid for pid in (*family, guardian.pid) if is_running(pid)]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     if who == "guardian":

@@ -52,6 +52,26 @@ def test_what_never_gets_space_is_counted(tmp_path: Path, told: list[str], monke
     assert told[-1] == "x.jsonl lacks 3 lines that could not be written"
 
 
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_a_file_that_somebody_removes_is_begun_anew(tmp_path: Path, told: list[str], with_folder: bool) -> None:
+    path = tmp_path / "run" / "x.jsonl"
+    path.parent.mkdir()
+    lines = LineFile(path, told.append, told.append)
+    lines.append(["a"])
+    path.unlink()
+    if with_folder:
+        path.parent.rmdir()
+        lines.append(["b"])
+        assert not lines.flush_to_disk(), "a checkpoint is not to be published without the records of its steps"
+        path.parent.mkdir()
+    assert lines.flush_to_disk()
+    lines.append(["c"])
+    lines.close()
+    assert path.read_text().split() == (["b", "c"] if with_folder else ["c"])
+    assert told[-1] == f"{path} was removed; it is begun anew, and lacks the lines before"
+    assert len(told) == (3 if with_folder else 1)
+
+
 def test_flushing_tells_whether_the_disk_has_all(
     tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
