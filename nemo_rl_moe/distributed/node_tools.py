@@ -52,13 +52,16 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
-def process_state(identity: ProcessIdentity) -> str:
-    """State of a process, such as psutil.STATUS_STOPPED; empty for one that has ended."""
-    process = identity.find()
-    try:
-        return str(process.status()) if process is not None else ""
-    except psutil.NoSuchProcess:
-        return ""
+def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
+    """State of each process, such as psutil.STATUS_STOPPED; empty for one that has ended."""
+    states = []
+    for identity in identities:
+        state = ""
+        with suppress(psutil.NoSuchProcess):
+            if process := identity.find():
+                state = str(process.status())
+        states.append(state)
+    return states
 
 
 def ray_folder(pid: int) -> Path:

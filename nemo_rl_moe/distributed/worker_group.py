@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
     end_families,
     find_families,
-    process_state,
+    process_states,
     read_tail,
     threads_per_worker,
 )
@@ -281,11 +281,16 @@ class WorkerGroup:
                 results[rank] = result
                 on_result(rank, result)
         if failures:
-            self._fail(doing, failures)
+            self._fail(doing, failures, pending.values())
         return [results[rank] for rank in range(len(calls))]
 
-    def _fail(self, doing: str, failures: Mapping[int, WorkerFailure | RayError]) -> NoReturn:
-        """Stops all workers and raises the error that most likely started it all."""
+    def _fail(
+        self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]
+    ) -> NoReturn:
+        """Stops all workers and raises the error that most likely started it all.
+
+        A rank that waits for a frozen one until its own library gives up comes first: it knows what it has waited for.
+        """
         died = [rank for rank, failure in failures.items() if isinstance(failure, OutOfMemoryError)]
         died += [rank for rank, failure in failures.items() if isinstance(failure, RayActorError)]
         rank = died[0] if died else next(iter(failures))
@@ -300,6 +305,8 @@ class WorkerGroup:
             what, details = f"raised {type(failure).__name__}", str(failure)
         others = sorted(set(failures) - {rank})
         also = f"\nAfter it failed: {', '.join(f'rank {other}' for other in others)}." if others else ""
+        for frozen, why in self._held(unanswered).items():
+            also += f"\nDid not answer: {self._name(frozen)}: {why}."
         self._stop_and_raise(f"worker {self._name(rank)} {what} {doing}:\n{details}{also}")
 
     def _fail_for_time(self, timeout_s: float, ranks: Sequence[int]) -> NoReturn:
@@ -317,12 +324,11 @@ class WorkerGroup:
         stacks that they have written.
         """
         too_late = f"did not answer `{method}` within {self._call_timeout_s:g} s (cluster.worker_call_timeout_s)"
-        states = self._states(ranks)
-        held = [rank for rank in ranks if states[rank] in HELD_STATES]
+        held = self._held(ranks)
         if not held:
             names = ", ".join(map(self._name, ranks))
             self._fail_with_stacks(f"{len(ranks)} of {self.world_size} workers {too_late}: {names}", ranks)
-        first, *others = (f"{self._name(rank)}: {HELD_STATES[states[rank]]}" for rank in held)
+        first, *others = (f"{self._name(rank)}: {why}" for rank, why in held.items())
         waiting = [self._name(rank) for rank in ranks if rank not in held]
         also = f"\nStill waiting then: {', '.join(waiting)}." if waiting else ""
         self._stop_and_raise("\n".join([f"worker {first}; it {too_late}", *others]) + also)
@@ -331,13 +337,20 @@ class WorkerGroup:
         tails = [tail for rank in ranks[:MOST_TAILS] if (tail := self._tail(rank))]
         self._stop_and_raise("\n".join([headline, *tails]))
 
-    def _states(self, ranks: Sequence[int]) -> dict[int, str]:
-        """State of each rank's process, as psutil names it; empty where its machine is dead."""
-        return {
-            rank: self._on_node(place.node_id, process_state, place.process, default="")
-            for rank in ranks
-            if (place := self._places[rank])
-        }
+    def _held(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Those of the ranks whose processes cannot run, and why."""
+        by_node: defaultdict[str, list[int]] = defaultdict(list)
+        for rank in ranks:
+            if rank in self._places:
+                by_node[self._places[rank].node_id].append(rank)
+        held = {}
+        for node, members in by_node.items():
+            processes = [self._places[rank].process for rank in members]
+            states = self._on_node(node, process_states, processes, default=[""] * len(members))
+            held |= {
+                rank: HELD_STATES[state] for rank, state in zip(members, states, strict=True) if state in HELD_STATES
+            }
+        return dict(sorted(held.items()))
 
     def _stop_and_raise(self, message: str) -> NoReturn:
         self.shutdown()

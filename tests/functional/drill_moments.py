@@ -5,6 +5,7 @@
 import random
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -49,6 +50,11 @@ def victims_of(run: run_kills.Run, role: str, notes: Path) -> list[psutil.Proces
     if role == "scorer":
         return [worker for worker in run.find("worker") if str(worker.pid) in scorers]
     return [process for process in run.find(role) if role != "worker" or str(process.pid) not in scorers]
+
+
+def _are_busy(workers: Sequence[psutil.Process]) -> bool:
+    """True while one of them answers a call: Ray says so in its title."""
+    return any(run_kills.title_of(worker).startswith(f"{run_kills.WORKER_TITLE}.call") for worker in workers)
 
 
 class Moments:
@@ -109,7 +115,17 @@ class Moments:
 
         run.wait_for(is_next, START_LIMIT_S, POLL_S)
         pace = self._logs.last_step_s() / self._reference.step_s
-        share = self._chance.random()
         start, end = self._reference.window(TIMED_AS.get(phase, phase))
-        time.sleep((start + share * (end - start)) * min(max(pace, LEAST_PACE), MOST_PACE))
+        if self._kind.scores and phase != "generation":
+            # Seen, not reckoned: everything after it follows from here.
+            scoring_start, scoring_end = self._reference.window("rewards")
+            scorers = victims_of(run, "scorer", self._notes)
+            run.wait_for(lambda: _are_busy(scorers), START_LIMIT_S, POLL_S)
+            seen = scoring_start
+            if phase != "scoring":
+                run.wait_for(lambda: not _are_busy(scorers), START_LIMIT_S, POLL_S)
+                seen = scoring_end
+            start, end = start - seen, end - seen
+        moment = start + self._chance.random() * (end - start)
+        time.sleep(moment * min(max(pace, LEAST_PACE), MOST_PACE))
         return f"after step {last_step(run)}"

@@ -80,7 +80,7 @@ class Run:
         return sft_runs.running(list(self._seen)) + self._workers_of_nodes()
 
     def _workers_of_nodes(self) -> list[psutil.Process]:
-        return [process for process in self._below_nodes() if _title(process).startswith(WORKER_TITLE)]
+        return [process for process in self._below_nodes() if title_of(process).startswith(WORKER_TITLE)]
 
     def _below_nodes(self) -> list[psutil.Process]:
         return sft_runs.running(self._nodes.children(recursive=True)) if self._nodes is not None else []
@@ -159,7 +159,7 @@ def _descendants(roots: list[psutil.Process]) -> list[psutil.Process]:
     return found
 
 
-def _title(process: psutil.Process) -> str:
+def title_of(process: psutil.Process) -> str:
     """The first word of its command line, which Ray's workers set; empty for one that has ended."""
     with suppress(psutil.NoSuchProcess):
         return next(iter(process.cmdline()), "")

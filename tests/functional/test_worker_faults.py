@@ -104,6 +104,12 @@ class Ranks:  # pragma: no cover  (runs in other processes)
             os.kill(os.getpid(), signal.SIGSTOP)
         self.all_reduce(1.0)
 
+    def raise_while_the_peer_is_frozen(self) -> None:
+        if self.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.5)
+        raise TimeoutError("waited for too long")
+
     def hang_while_the_peer_waits(self) -> None:
         if self.rank == 1:
             wait_forever_for_a_lock()
@@ -314,6 +320,14 @@ def test_frozen_in_a_step(impatient_group: WorkerGroup):
         " `freeze_while_the_peer_waits` within 6 s (cluster.worker_call_timeout_s)\n"
         f"Still waiting then: rank 0 (pid {first}).\n"
     )
+
+
+def test_frozen_while_its_peer_gives_up(group: WorkerGroup):
+    pid = group.process_ids[1]
+    text = fail_in_a_step(group, "raise_while_the_peer_is_frozen")
+    assert "rank 0" in text.splitlines()[0]
+    assert "TimeoutError: waited for too long" in text
+    assert f"Did not answer: rank 1 (pid {pid}): its process has been stopped (SIGSTOP)." in text
 
 
 def test_hanging_in_a_step(impatient_group: WorkerGroup):
