@@ -14,6 +14,8 @@ from tests.functional.drill_faults import menu, plan
 from tests.functional.drill_moments import last_step
 
 NUM_DRILLS = 12
+SEED = 2316
+"""Of the first 3000 the one whose dozen has the most different victims, faults and phases."""
 START_LIMIT_S = 200.0
 END_LIMIT_S = 30.0
 COMPLETION_LIMIT_S = 400.0
@@ -33,7 +35,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @long
 def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
-    options = ["--kills", str(NUM_DRILLS), "--jobs", "2", "--output", str(output)]
+    options = ["--kills", str(NUM_DRILLS), "--seed", str(SEED), "--jobs", "2", "--output", str(output)]
     assert drills.main(options) == 0
     results = drills.read_results(output / drills.RESULTS)
     assert len(results) >= NUM_DRILLS
@@ -73,7 +75,7 @@ def test_chains_have_every_drill_of_their_kind_once_before_one_comes_again() -> 
         chains = [plan(kind, 3, turn, size, with_disk=True) for turn in range(-(-len(whole) // size))]
         assert [len(chain) for chain in chains] == [size] * len(chains)
         drilled = [drill for chain in chains for drill in chain]
-        assert set(drilled[: len(whole)]) | set(drilled) == set(whole)
+        assert set(drilled) == set(whole), "and fewer come again than make a chain"
         assert plan(kind, 3, 1, size, with_disk=True) == chains[1], "the same from the same seed"
         assert plan(kind, 4, 1, size, with_disk=True) != chains[1]
         ends = [drill.phase == "end" for drill in chains[0]]
