@@ -26,7 +26,9 @@ from tests.support import drill_reward
 from tests.support.two_nodes import TwoNodes
 
 END_LIMIT_S = 60.0
-FROZEN_END_LIMIT_S = 150.0
+PATIENT_END_LIMIT_S = 180.0
+"""For a frozen rank, whose call has a time limit, and for a cluster that has lost its head: workers and driver go on
+without it, and Ray ends them after a minute."""
 COMPLETION_LIMIT_S = 600.0
 GOING_ON_LIMIT_S = 90.0
 PAUSE_S = 3.0
@@ -107,6 +109,11 @@ class Chain:
         self._num_attempts = 0
         self._shared_memory = _names(SHARED_MEMORY)
 
+    @property
+    def _joins(self) -> bool:
+        """True where its attempts join Ray nodes that are there before."""
+        return self.kind.num_nodes > 1
+
     @contextmanager
     def opened(self, *, with_disk: bool) -> Iterator["Chain"]:
         """Makes what it needs of the machine, a small file system too, and gives it back."""
@@ -178,7 +185,7 @@ class Chain:
     def _attempt(self) -> Iterator[run_kills.Run]:
         """The command, started once more; nothing of it is left."""
         environment = {"TMPDIR": str(self._temporary), drill_reward.NOTES: str(self._notes)}
-        if self.kind.num_nodes > 1:
+        if self._joins:
             environment["RAY_ADDRESS"] = self._nodes.address()
         self._num_attempts += 1
         folder = self.folder / "attempts" / f"{self._num_attempts}"
@@ -227,15 +234,15 @@ class Chain:
         except run_kills.RunHasEndedError:
             code = run.wait_for_end(END_LIMIT_S)
             if code != 0:
-                result.problem = drill.complaint(code, run.errors, joined=self.kind.num_nodes > 1)
+                result.problem = drill.complaint(code, run.errors, joined=self._joins)
                 result.ended = True
                 return
         result.went_on = True
 
     def _see_it_end(self, run: run_kills.Run, drill: Drill, result: Result) -> None:
-        limit_s = FROZEN_END_LIMIT_S if drill.fault == "freeze" else END_LIMIT_S
-        code = run.wait_for_end(limit_s)
-        result.problem = drill.complaint(code, run.errors, joined=self.kind.num_nodes > 1)
+        is_patient = drill.fault == "freeze" or (drill.victim == "gcs_server" and self._joins)
+        code = run.wait_for_end(PATIENT_END_LIMIT_S if is_patient else END_LIMIT_S)
+        result.problem = drill.complaint(code, run.errors, joined=self._joins)
         if interrupted := INTERRUPTED.search(run.errors):
             result.during = interrupted[1]
         run.wait_until_nothing_runs(END_LIMIT_S)

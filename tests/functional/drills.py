@@ -268,7 +268,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(read_results(options.output / RESULTS)))
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, _interrupt)
+    former = signal.signal(signal.SIGTERM, _interrupt)
     try:
         if options.only is not None:
             return 0 if run_chain(options, options.only) else 1
@@ -277,6 +277,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; the same command goes on", flush=True)
         return 128 + signal.SIGINT
+    finally:
+        signal.signal(signal.SIGTERM, former)
     print(table(read_results(options.output / RESULTS)))
     return 1 if failed else 0
 
