@@ -20,7 +20,7 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from nemo_rl_moe.distributed.node_tools import end_processes, families, is_running, ray_folder
+from nemo_rl_moe.distributed.node_tools import end_processes, families, is_frozen, is_running, ray_folder
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError, tell
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
@@ -28,6 +28,8 @@ SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
 SHARED_MEMORY = "/dev/shm"
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
+FROZEN_S = 30.0
+"""Time after which a server that has been stopped (SIGSTOP) counts as dead: calls to Ray would wait for it for ever."""
 UNWINDING_S = 6.0
 """Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
 
@@ -95,7 +97,8 @@ class LocalRay:
     """Ray's servers as children of this process.
 
     A thread notices within a second that one of them has died, killed when memory runs out say, which Ray itself
-    reports after a minute or not at all. A program that is still there a few seconds later is ended with a message.
+    reports after a minute or not at all; and that one has been stopped for half a minute. A program that is still there
+    a few seconds later is ended with a message.
 
     Args:
         num_cpus: CPUs that Ray offers to workers.
@@ -110,6 +113,7 @@ class LocalRay:
         self._servers: dict[str, psutil.Process] = {}
         self._processes: list[psutil.Process] | None = None
         self._failure: str | None = None
+        self._frozen_since: dict[str, float] = {}
         self._exit_code = EXIT_FAILURE_TOLD
         self._stopped = threading.Event()
         # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
@@ -132,7 +136,7 @@ class LocalRay:
 
     @property
     def failure(self) -> str | None:
-        """Death of a server, in words; None: all live. After it, calls to Ray may never return."""
+        """Death or stop of a server, in words; None: all live. After it, calls to Ray may never return."""
         return self._failure
 
     def let_die(self) -> None:
@@ -184,6 +188,10 @@ class LocalRay:
         for name, server in self._servers.items():
             if not is_running(server):
                 return f"Ray's {name} (pid {server.pid}) on this machine has died"
+            if not is_frozen(server):
+                self._frozen_since.pop(name, None)
+            elif time.monotonic() - self._frozen_since.setdefault(name, time.monotonic()) > FROZEN_S:
+                return f"Ray's {name} (pid {server.pid}) on this machine has been stopped (SIGSTOP) for {FROZEN_S:g} s"
         return None
 
     def _stop_watching(self) -> None:

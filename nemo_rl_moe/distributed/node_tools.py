@@ -52,6 +52,14 @@ def is_running(process: psutil.Process) -> bool:
         return False
 
 
+def is_frozen(process: psutil.Process) -> bool:
+    """True for a process that has been stopped (SIGSTOP), and not by a debugger."""
+    try:
+        return bool(process.status() == psutil.STATUS_STOPPED)
+    except psutil.NoSuchProcess:
+        return False
+
+
 def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
     """State of each process, such as psutil.STATUS_STOPPED; empty for one that has ended."""
     states = []

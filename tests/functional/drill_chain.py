@@ -158,11 +158,13 @@ class Chain:
             drill = waiting.popleft()
             result = Result(self.kind.name, drill.phase, drill.victim, drill.fault, moment)
             results.append(result)
+            at = time.monotonic()
             try:
                 self._strike(run, drill, result)
             except AssertionError as error:
                 result.problem += f"; {str(error).splitlines()[0]}"
                 result.ended = False
+            result.seconds = round(time.monotonic() - at, 1)
             if result.ended is not None:
                 run.end()
                 self._look_for_leftovers(run, result)
@@ -193,7 +195,6 @@ class Chain:
             yield run
 
     def _strike(self, run: run_kills.Run, drill: Drill, result: Result) -> None:
-        at = time.monotonic()
         before = last_step(run)
         if drill.fault in ("full", "vanish"):
             self._harm_disk(run, drill, result)
@@ -209,7 +210,6 @@ class Chain:
             self._see_it_go_on(run, drill, result, before)
         else:
             self._see_it_end(run, drill, result)
-        result.seconds = round(time.monotonic() - at, 1)
 
     def _harm_disk(self, run: run_kills.Run, drill: Drill, result: Result) -> None:
         if drill.fault == "full":

@@ -24,6 +24,12 @@ ENDS_WITH = {
     "template": r"error: .*ends the process that renders it \(signal 9\)",
 }
 
+FROZEN = {
+    "worker": r"error: worker rank \d .* stopped \(SIGSTOP\); it did not answer",
+    "raylet": r"error: Ray's raylet .* stopped \(SIGSTOP\) for ",
+    "gcs_server": r"error: Ray's gcs_server .* stopped \(SIGSTOP\) for ",
+}
+
 
 @dataclass(frozen=True)
 class Drill:
@@ -66,7 +72,7 @@ class Drill:
         expected = {"supervisor": -signal.SIGKILL, "template": 2}.get(self.victim, 1)
         if code != expected:
             return f"exit code {code}, expected {expected}"
-        pattern = r"did not answer" if self.fault == "freeze" else ENDS_WITH[self.victim]
+        pattern = FROZEN[self.victim] if self.fault == "freeze" else ENDS_WITH[self.victim]
         if joined and self.victim in ("raylet", "gcs_server"):
             pattern = r"error: "
         return "" if re.search(pattern, errors) else f"the message is not {pattern!r}"
@@ -91,6 +97,9 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
         for fault in ("SIGTERM", "SIGINT"):
             yield Drill(phase, "supervisor", fault)
     yield Drill("start", "template", "kill")
+    if kind.num_nodes == 1:  # the servers of a cluster are its manager's to watch over
+        for victim in ("raylet", "gcs_server"):
+            yield Drill("train", victim, "freeze")
     for phase in ("train", "saving", *(("generation",) if kind.scores else ())):
         yield Drill(phase, "all", "SIGTERM")
         yield Drill(phase, "worker", "freeze")
