@@ -4,25 +4,3 @@
 
 Each module here imports `cpu_backend` before `megatron.core`; on a machine with an accelerator that changes nothing.
 """
-
-import sys
-
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  before megatron.core
-
-
-def _import_without_wandb() -> None:
-    """Imports the part of Megatron-Core that imports W&B, for logging of its own that nothing here uses.
-
-    W&B would take a third of a second of each process, and make two temporary folders that a kill leaves behind.
-    """
-    is_hidden = "wandb" not in sys.modules
-    if is_hidden:
-        sys.modules["wandb"] = None  # type: ignore[assignment]  # an import of it raises ImportError
-    try:
-        import megatron.core.inference_params  # noqa: F401
-    finally:
-        if is_hidden:
-            del sys.modules["wandb"]
-
-
-_import_without_wandb()

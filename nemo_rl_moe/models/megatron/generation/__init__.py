@@ -5,3 +5,5 @@
 from nemo_rl_moe.models.megatron.generation.engine import MegatronGenerator
 
 __all__ = ["MegatronGenerator"]
+
+from nemo_rl_moe.models.megatron import first_import  # noqa: F401

@@ -121,3 +121,14 @@ def test_bytecode_of_the_unedited_source_is_not_used(module_path: Path) -> None:
     loader = cpu_backend._EditingLoader("edited", str(module_path), [cpu_backend._on_cpu(2)])
     assert "cpu" in repr(loader.get_code("edited").co_consts)
     assert "cuda" not in repr(loader.get_code("edited").co_consts)
+
+
+def test_megatron_core_is_imported_without_wandb() -> None:
+    program = """
+import sys
+import nemo_rl_moe.models.megatron.training.trainer
+assert "megatron.core" in sys.modules
+assert "wandb" not in sys.modules, "neither imported nor hidden"
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
