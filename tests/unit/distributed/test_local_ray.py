@@ -6,8 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
@@ -17,6 +19,7 @@ from nemo_rl_moe.distributed.local_ray import (
     object_store_bytes,
     preserved_handlers,
 )
+from nemo_rl_moe.distributed.node_tools import end_processes, ray_folder
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD
 
 PROGRAM = """
@@ -80,6 +83,24 @@ print(started.wait(), os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]))
 """
 
 
+STOPPED_IN_THE_START = """
+import os, signal, threading, time
+from nemo_rl_moe.distributed.local_ray import LocalRay
+from nemo_rl_moe.distributed.node_tools import ray_folder
+from nemo_rl_moe.launch.driver_process import StopSignals
+
+def stop_in_the_start():
+    while not (ray_folder(os.getpid()) / "ray").is_dir():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+with StopSignals():
+    threading.Thread(target=stop_in_the_start, daemon=True).start()
+    LocalRay(num_cpus=1)
+    time.sleep(1.0)
+"""
+
+
 def test_the_object_store_is_small() -> None:
     assert SMALLEST_OBJECT_STORE_BYTES <= object_store_bytes() <= LARGEST_OBJECT_STORE_BYTES
 
@@ -94,6 +115,19 @@ def test_ray_takes_over_neither_signals_nor_output(
     assert signal.getsignal(signal.SIGTERM) == former
     ray._private.worker.print_to_stdstream({"lines": ["a page"], "pid": "raylet", "is_err": False}, ignore_prefix=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_request_to_stop_while_ray_starts_is_the_programs() -> None:
+    process = subprocess.Popen([sys.executable, "-c", STOPPED_IN_THE_START])
+    family: list[psutil.Process] = []
+    try:
+        while process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True) or family
+            time.sleep(0.05)
+    finally:
+        end_processes(family)  # a run's supervisor does
+        shutil.rmtree(ray_folder(process.pid), ignore_errors=True)
+    assert process.returncode == 128 + signal.SIGTERM
 
 
 def test_a_worker_outlives_sigterm_and_what_it_starts_does_not() -> None:
