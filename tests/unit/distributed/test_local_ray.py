@@ -158,6 +158,26 @@ def test_a_program_that_ends_in_order_leaves_out_rays_end(servers: Path, victim:
     assert done.stdout == "the loggers' end\n"
 
 
+def test_a_program_that_has_succeeded_before_it_ends(servers: Path) -> None:
+    done = run_program(servers, "raylet", "fake.let_die()")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_a_server_that_is_stopped_counts_as_dead_after_a_while(servers: Path) -> None:
+    assert "fake.started[victim].kill()" in PROGRAM
+    program = PROGRAM.replace(
+        "fake.started[victim].kill()",
+        "local_ray.FROZEN_S = 1.0\nfake.started[victim].suspend()\ntime.sleep(0.3)\nassert fake.failure is None",
+    )
+    ending = "time.sleep(600)"
+    done = subprocess.run(
+        [sys.executable, "-c", program + ending, str(servers), "raylet"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.stderr.endswith(") on this machine has been stopped (SIGSTOP) for 1 s\n"), done.stderr
+
+
 def test_a_program_that_hangs_is_ended(servers: Path) -> None:
     done = run_program(servers, "raylet", "time.sleep(600)")
     assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
