@@ -343,7 +343,7 @@ class WorkerGroup:
         for rank in ranks:
             if rank in self._places:
                 by_node[self._places[rank].node_id].append(rank)
-        held = {}
+        held: dict[int, str] = {}
         for node, members in by_node.items():
             processes = [self._places[rank].process for rank in members]
             states = self._on_node(node, process_states, processes, default=[""] * len(members))
