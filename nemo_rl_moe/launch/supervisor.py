@@ -29,6 +29,9 @@ from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS, exit
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ENDING_POLL_S = 0.05
+ENOUGH_LOOKS = 2
+"""Looks at all processes in a row that find none left: one is no proof, as a process whose parent ends during the look may
+be missed, and is this process's own child in the next."""
 
 
 def adopt_orphans() -> None:
@@ -63,10 +66,12 @@ def end_descendants(
     """
     start = time.monotonic()
     seen: set[int] = set()
+    empty_looks = 0
     while True:
         waited_s = time.monotonic() - start
         family = _running_descendants(spared, seen)
-        if not family or waited_s > grace_s + timeout_s:
+        empty_looks = 0 if family else empty_looks + 1
+        if empty_looks == ENOUGH_LOOKS or waited_s > grace_s + timeout_s:
             for pid in seen:
                 shutil.rmtree(ray_folder(pid), ignore_errors=True)
             return [process.pid for process in family]

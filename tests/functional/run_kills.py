@@ -134,7 +134,9 @@ class Run:
         """Fails where a process of the run is still there after so many seconds."""
         deadline = time.monotonic() + limit_s
         while left := self.family():
-            assert time.monotonic() < deadline, f"left behind: {[(each.pid, each.cmdline()) for each in left]}"
+            assert time.monotonic() < deadline, (
+                f"left behind: {[(each.pid, each.ppid(), title_of(each)) for each in left]}"
+            )
             time.sleep(POLL_S)
 
     def end(self) -> None:
