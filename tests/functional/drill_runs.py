@@ -15,7 +15,6 @@ from safetensors import safe_open
 from tests.functional import dpo_runs, grpo_runs, sft_runs
 
 VAL_PERIOD = 4
-TWO_NODES = "_two_nodes"
 FROZEN_AFTER_S = 40
 STEP_PHASES = ("generation", "rewards", "logprobs", "reference_logprobs", "train")
 """In the order in which a step has them; the metrics have their times under these names."""
@@ -48,11 +47,6 @@ class Kind:
     phases: tuple[str, ...]
     num_nodes: int = 1
     anchors: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def reference(self) -> str:
-        """The kind whose unharmed run it must equal: on several machines, that of one."""
-        return self.name.removesuffix(TWO_NODES)
 
     @property
     def scores(self) -> bool:
@@ -139,7 +133,7 @@ KINDS = {
         Kind("dpo_in_step", _dpo_in_step, (*_ALWAYS, "reference")),
         Kind("grpo", _grpo, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         Kind("dpo_precompute", _dpo_precompute, (*_ALWAYS, "reference"), anchors={"reference": "measuring "}),
-        Kind(f"sft{TWO_NODES}", _sft_two_nodes, _ALWAYS, num_nodes=2),
+        Kind("sft_two_nodes", _sft_two_nodes, _ALWAYS, num_nodes=2),
     )
 }
 

@@ -41,7 +41,7 @@ def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
     assert len(results) >= NUM_DRILLS
     assert all(result["equal"] for result in results)
     assert [result["left"] for result in results if result["left"]] == []
-    assert len({result["kind"] for result in results}) == 4
+    assert len({result["kind"] for result in results}) >= 4
     before = (output / drills.RESULTS).read_text()
     assert drills.main(options) == 0, "nothing is missing"
     assert (output / drills.RESULTS).read_text() == before
@@ -49,7 +49,7 @@ def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
 
 @long
 def test_a_run_restarts_itself(output: Path, tmp_path: Path) -> None:
-    num_steps = drills.drills_a_chain(NUM_DRILLS) * drills.STEPS_A_DRILL
+    num_steps = drills.num_steps_of(drills.drills_a_chain(NUM_DRILLS))
     kind = drill_runs.KINDS["sft"]
     reference = drills.reference_of(kind, output, num_steps)
     inputs = drill_runs.make_inputs(output / "inputs")
