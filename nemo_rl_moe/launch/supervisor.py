@@ -30,8 +30,8 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ENDING_POLL_S = 0.05
 ENOUGH_LOOKS = 2
-"""Looks at all processes in a row that find none left. One is no proof: a process whose parent ends during the look may be
-missed, and is this process's own child in the next."""
+"""Looks at all processes in a row that find none left. One is no proof: a process whose parent ends during the look may
+be missed, and is this process's own child in the next."""
 
 
 def adopt_orphans() -> None:

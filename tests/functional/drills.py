@@ -30,7 +30,7 @@ from tests.functional.drill_runs import KINDS, Kind, Logs, Reference, make_input
 from tests.support.two_nodes import TwoNodes
 
 STEPS_A_DRILL = 3
-LAST_STEPS = 8
+LAST_STEPS = 12
 LONGEST_CHAIN = 12
 RESULTS = "drills.jsonl"
 PAUSE = "pause"
