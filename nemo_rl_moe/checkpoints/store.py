@@ -100,8 +100,9 @@ class CheckpointStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 file = path.open("w")
             except OSError as error:
-                if isinstance(error, FileNotFoundError) and attempt + 1 < _LOCK_ATTEMPTS:
-                    continue  # a run that leaves may just have taken it away
+                # A run that leaves may just have taken it away, or be doing so while it is made.
+                if isinstance(error, FileNotFoundError | FileExistsError) and attempt + 1 < _LOCK_ATTEMPTS:
+                    continue
                 raise CheckpointError(
                     f"{_KEY}: {str(self.folder)!r} cannot hold checkpoints: {error.strerror}; it needs to be a folder"
                     " that you may write to"

@@ -28,6 +28,7 @@ from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
+from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.setup import (
@@ -115,6 +116,7 @@ class TrainingRun:
         self._opened = ExitStack()
         self._store: CheckpointStore | None = None
         self._model: PreparedModel | None = None
+        self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
         self._folder: Path | None = None
         self._ending: str | None = None
@@ -134,8 +136,8 @@ class TrainingRun:
         if isinstance(error, TrainingDivergedError) and self._folder is not None:
             raise TrainingDivergedError(f"{error}{_all_samples(error, self._folder)}", error.sample_ids) from None
         if error is None and self._ending is not None:
-            if self.cluster is not None:
-                self.cluster.let_die()
+            if self._cluster is not None:
+                self._cluster.let_die()
             self.console.message(self._ending)
 
     def use(self, context: AbstractContextManager[Opened]) -> Opened:
@@ -177,7 +179,6 @@ class TrainingRun:
         Raises:
             ConfigurationError: There is no room for them, or the model's weights cannot be used.
         """
-        assert self.cluster is not None
         return self.use(running_role(role, self.config, self.cluster, self.console, model))
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
@@ -231,6 +232,12 @@ class TrainingRun:
         """From the number of steps that are done to that of the whole run."""
         return range(self.resume.step if self.resume is not None else 0, self.num_steps)
 
+    @property
+    def cluster(self) -> RayCluster:
+        """Ray, which `start_policy` starts."""
+        assert self._cluster is not None
+        return self._cluster
+
     def start_policy(self) -> MegatronPolicy:
         """Starts Ray and the workers of the policy.
 
@@ -238,7 +245,7 @@ class TrainingRun:
             ConfigurationError: The machines are not there, or the model's weights cannot be used.
         """
         assert self._model is not None  # prepare_model comes first
-        self.cluster = self.use(running_cluster(self.config, self.console))
+        self._cluster = self.use(running_cluster(self.config, self.console))
         self._policy = self.use(
             running_policy(
                 self.config,

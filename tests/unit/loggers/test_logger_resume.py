@@ -91,6 +91,7 @@ def test_every_backend_holds_each_step_once_after_two_kills(tmp_path: Path, empt
         assert history == {key: points for key, points in wanted.items() if key != "train/attempt"}
 
 
+@pytest.mark.slow
 def test_temporary_folders_of_wandb_lie_in_the_run_and_go_with_the_next_attempt(
     tmp_path: Path, empty_mlflow_store: Path
 ) -> None:

@@ -216,7 +216,7 @@ def test_a_hub_that_is_away_is_not_asked_again_and_again(
     ("load", "arguments", "line"),
     [
         ("tokenizer import load_tokenizer as load", f"'{NAME}'", f"policy.tokenizer.name: {NAME}: "),
-        ("sources import open_source as load", f"'{NAME}', 'train'", f"{NAME}: "),
+        pytest.param("sources import open_source as load", f"'{NAME}', 'train'", f"{NAME}: ", marks=pytest.mark.slow),
     ],
 )
 def test_tokenizers_and_data_sets_of_a_hub_that_is_away(
@@ -236,6 +236,7 @@ def test_tokenizers_and_data_sets_of_a_hub_that_is_away(
     assert told.startswith(f"{line}cannot be had from the hub ({away['HF_ENDPOINT']}: ConnectError: "), told
 
 
+@pytest.mark.slow
 def test_plan_without_a_network_is_one_line(away: dict[str, str], tmp_path: Path, repository_root: Path) -> None:
     command = [sys.executable, "-m", "nemo_rl_moe.cli", "plan", "--config", "sft_tiny_moe.yaml"]
     environment = {**os.environ, "HF_HOME": str(tmp_path), **away}
