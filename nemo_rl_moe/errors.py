@@ -73,6 +73,12 @@ class WeightSyncError(RuntimeError):
     exit_code = EXIT_RUN_FAILED
 
 
+class GenerationError(RuntimeError):
+    """A generation engine cannot start, or fails again and again. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
 class TrainingDivergedError(RuntimeError):
     """Too many updates in a row had a loss or a gradient that was NaN or infinite. Exit code 3.
 

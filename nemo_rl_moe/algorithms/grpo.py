@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
+import time
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -25,6 +27,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import group_rewards, group_sampled_tokens, training_batch
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 
 def train_grpo(
@@ -35,6 +38,7 @@ def train_grpo(
     validate: Validator | None,
     pad_token_id: int,
     recorder: StepRecorder,
+    refit_check: RefitCheck | None = None,
 ) -> RunSummary:
     """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder.
 
@@ -46,6 +50,7 @@ def train_grpo(
         validate: Validates the policy on held-out prompts; None without any.
         pad_token_id: What stands after a sequence's end.
         recorder: Records each step, saves, and says when to stop.
+        refit_check: Checks each refit; None where the engine shares the weights or cannot be checked.
     """
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
@@ -53,7 +58,7 @@ def train_grpo(
     step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
-    update_engine(engine, policy, PhaseClock())
+    update_engine(engine, policy, PhaseClock(), refit_check)
     if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
         recorder.record_start(validate(), {"val": validate.trajectories})
     while goes_on:
@@ -69,12 +74,12 @@ def train_grpo(
             with clock.phase("train"):
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
-            update_engine(engine, policy, clock)
+            refit = update_engine(engine, policy, clock, refit_check)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
             result=result,
-            training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch) | divergence),
+            training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch) | divergence | refit),
             validation={} if due is None else due(),
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | ({} if due is None else {"val": due.trajectories}),
@@ -92,11 +97,28 @@ def ratio_is_one(config: GRPOMasterConfig) -> bool:
     return config.loss_fn.force_on_policy_ratio != "never" and config.updates_per_step == 1
 
 
-def update_engine(engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock) -> None:
-    """Refit of an engine that keeps a copy of the weights; one that shares them is always current."""
-    if not engine.shares_weights:
-        with clock.phase("refit"), policy.weight_transport() as transport:
-            engine.update_weights(transport, policy.weight_version)
+def update_engine(
+    engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, check: RefitCheck | None = None
+) -> dict[str, float]:
+    """Refit of an engine that keeps a copy of the weights; one that shares them is always current.
+
+    Returns:
+        Metrics of the refit, `refit/...`; empty where there was none.
+
+    Raises:
+        WeightSyncError: The weights did not arrive, or the check shows that the engine does not compute with them.
+    """
+    if engine.shares_weights:
+        return {}
+    started = time.perf_counter()
+    with clock.phase("refit"), policy.weight_transport() as transport:
+        engine.update_weights(transport, policy.weight_version)
+    metrics = {"refit/seconds": time.perf_counter() - started, "refit/bytes": float(transport.num_bytes)}
+    if check is None:
+        return metrics
+    with clock.phase("refit_check"):
+        gap = check.after_refit(engine)
+    return metrics | {"refit/logprob_gap": gap.largest, "refit/checks_failed": float(check.num_failed)}
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:

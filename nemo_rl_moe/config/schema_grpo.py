@@ -127,12 +127,55 @@ class PolicyGradientLossConfig(StrictModel):
     """Upper bound."""
 
 
+class VllmConfig(StrictModel):
+    """Engines of `backend: vllm`."""
+
+    num_engines: PositiveInt | None
+    """Engines, which share the prompts; null: one for each `tensor_parallel_size` GPUs of the run, one on CPUs."""
+    tensor_parallel_size: PositiveInt
+    """GPUs of one engine; 1 on CPUs."""
+    expert_parallel: bool
+    """Divide the experts among these GPUs instead of cutting each."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None
+    """Number format of the engines' weights; null: `policy.precision`."""
+    gpu_memory_utilization: Share
+    """Share of a GPU's memory that an engine may take while it generates; the trainer's part lies beside it."""
+    cpu_cache_gib: PositiveInt
+    """Gibibytes of key-value cache of each engine on CPUs."""
+    cpu_threads: PositiveInt
+    """Threads of each engine on CPUs."""
+    start_timeout_s: Seconds
+    """Seconds until the engines are to be ready."""
+    stall_timeout_s: Seconds
+    """Seconds without a step after which an engine that generates is given up and replaced."""
+
+
+class RefitCheckConfig(StrictModel):
+    """Proof that the trainer's weights have arrived in an engine that keeps a copy."""
+
+    enabled: bool
+    """After each refit, engine and trainer score the same tokens; where they differ, the run stops."""
+    num_sequences: PositiveInt
+    """Sequences that are scored, of tokens drawn once."""
+    num_tokens: Annotated[int, Field(ge=2)]
+    """Tokens of each."""
+    max_logprob_gap: PositiveFloat | None
+    """Largest difference of a token's log-probabilities that is taken for rounding, in nats; null: 1e-4 in float32, in
+    other formats twice the largest one of two refits with the weights of the start."""
+    on_failure: Literal["stop", "refit"]
+    """stop: end the run; refit: send the weights once more, and end it when that does not help."""
+
+
 class GenerationConfig(StrictModel):
     """Sampling of responses."""
 
-    backend: Literal["megatron"] | Annotated[str, Field(pattern=":"), ExpectedWords("package.module:function")]
-    """megatron: the training workers themselves, with the weights that they train; otherwise a function that makes an
-    engine of your own."""
+    backend: Literal["megatron", "vllm"] | Annotated[str, Field(pattern=":"), ExpectedWords("package.module:function")]
+    """megatron: the training workers themselves, with the weights that they train; vllm: engines of vLLM, with a copy
+    of the weights; otherwise a function that makes an engine of your own."""
+    vllm: VllmConfig
+    """Engines of `backend: vllm`."""
+    refit_check: RefitCheckConfig
+    """Proof that weights have arrived, for engines that keep a copy."""
     max_new_tokens: PositiveInt
     """Most tokens of a response, its end token included."""
     temperature: PositiveFloat

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation by the training workers themselves, with the weights that they train."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from nemo_rl_moe.generation.interface import (
@@ -15,10 +16,22 @@ from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
 class GeneratingPolicy(Protocol):
-    """A policy whose workers can generate."""
+    """A policy that generates, or sends its weights to who does.
+
+    Attributes:
+        model_files: The model's folder without its weights, file name to content.
+        weight_version: Optimizer steps that changed the weights.
+    """
+
+    model_files: Mapping[str, bytes]
+    weight_version: int
 
     def generate(self, batch: GenerationBatch) -> Sequence[GeneratedSequence]:
         """One continuation of each prompt, in the order of the prompts."""
+        ...
+
+    def weight_transport(self) -> AbstractContextManager[WeightTransport]:
+        """A transfer of the weights as they are now."""
         ...
 
 

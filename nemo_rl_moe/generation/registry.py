@@ -10,6 +10,7 @@ from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.megatron import GeneratingPolicy, MegatronGeneration
+from nemo_rl_moe.generation.vllm.releases import check_installation
 from nemo_rl_moe.models.hf_files import ModelSource
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class EngineSetup:
         hf_config: The model's Hugging Face configuration.
         tokenizer: Decodes tokens, for stop strings.
         policy: The trainer, for an engine that shares its weights.
+        warn: Tells the user something.
     """
 
     config: "GRPOMasterConfig"
@@ -38,22 +40,37 @@ class EngineSetup:
     hf_config: Any
     tokenizer: Any
     policy: GeneratingPolicy
+    warn: Callable[[str], None]
 
 
 EngineFactory = Callable[[EngineSetup], GenerationEngine]
-ENGINES: dict[str, EngineFactory] = {"megatron": lambda setup: MegatronGeneration(setup.policy)}
 
 
-def find_engine(backend: str) -> EngineFactory:
+def _make_vllm_engine(setup: EngineSetup) -> GenerationEngine:
+    from nemo_rl_moe.generation.vllm.engine import make_vllm_engine
+
+    return make_vllm_engine(setup)
+
+
+ENGINES: dict[str, EngineFactory] = {
+    "megatron": lambda setup: MegatronGeneration(setup.policy),
+    "vllm": _make_vllm_engine,
+}
+
+
+def find_engine(backend: str, *, on_gpus: bool) -> EngineFactory:
     """The factory of an engine; one of another package is imported.
 
     Args:
         backend: One of `ENGINES`, or `package.module:function`, a function of an `EngineSetup`. The working folder is
             searched too.
+        on_gpus: False: on CPUs.
 
     Raises:
-        ConfigurationError: There is no such function.
+        ConfigurationError: There is no such function, or the engine's package is not installed.
     """
+    if backend == "vllm":
+        check_installation(on_gpus=on_gpus)
     if backend in ENGINES:
         return ENGINES[backend]
     found = import_attribute(KEY, backend)

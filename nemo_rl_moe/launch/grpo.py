@@ -23,6 +23,7 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
+from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -82,7 +83,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling) if held_out else None
     padding = pad_token_id(prepared.model.tokenizer)
-    summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder)
+    check = make_refit_check(config, policy, worker.engine, prepared.model.hf_config, run.console)
+    summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder, check)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(
@@ -98,7 +100,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRoll
     """
     make_scorer(config.env)  # so that what is wrong with it is told before a worker starts
     environment = make_environment(config.env)
-    make_engine = find_engine(config.policy.generation.backend)
+    make_engine = find_engine(config.policy.generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
     model = run.prepare_model()
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console)
@@ -119,7 +121,7 @@ def start_rollouts(
     """Starts the environment's workers and the generation engine for the rest of the run."""
     scorer = run.use(running_scorer(config, run.console))
     model, tokenizer = prepared.model, prepared.model.tokenizer
-    setup = EngineSetup(config, run.cluster, model.source, model.hf_config, tokenizer, policy)
+    setup = EngineSetup(config, run.cluster, model.source, model.hf_config, tokenizer, policy, run.console.warn)
     return RolloutWorker(
         run.use(running_engine(prepared.make_engine, setup, run.console)),
         scorer,

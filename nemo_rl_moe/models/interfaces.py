@@ -168,8 +168,12 @@ class PolicyInterface(Protocol):
         """Optimizer steps that the weights have seen since the start of the run, skipped ones left out."""
         ...
 
-    def weight_transport(self) -> AbstractContextManager[WeightTransport]:
-        """A transfer of the weights as they are now to engines that keep a copy; closed when all have them."""
+    def weight_transport(self, *, altered: bool = False) -> AbstractContextManager[WeightTransport]:
+        """A transfer of the weights as they are now to engines that keep a copy; closed when all have them.
+
+        Args:
+            altered: Send others in their place, of which every tensor differs: for a check of the engine.
+        """
         ...
 
     def save_weights(self, directory: Path) -> Sequence[str]:

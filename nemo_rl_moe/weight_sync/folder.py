@@ -362,6 +362,7 @@ class FolderTransport:
         self._stall_timeout_s = stall_timeout_s
         self._folder: Path | None = None
         self._transfer: FolderTransfer | None = None
+        self.num_bytes = 0
 
     def __enter__(self) -> Self:
         self._parent.mkdir(parents=True, exist_ok=True)
@@ -408,7 +409,8 @@ class FolderTransport:
         if self._transfer is None:
             raise RuntimeError("a transport is opened before anything is sent")
         try:
-            return self._send(self._transfer)
+            self.num_bytes = self._send(self._transfer)
+            return self.num_bytes
         except BaseException as error:  # a sender that died has told nobody
             self._transfer.abort(f"the trainer's ranks ended: {error}")
             raise

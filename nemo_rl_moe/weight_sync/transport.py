@@ -54,7 +54,13 @@ class TransportSpec(Protocol):
 
 
 class WeightTransport(Protocol):
-    """The driver's side of one transfer."""
+    """The driver's side of one transfer.
+
+    Attributes:
+        num_bytes: Bytes sent by all ranks together; 0 before `send` has returned.
+    """
+
+    num_bytes: int
 
     def open(self, num_receivers: int, version: int) -> TransportSpec:
         """Opens the transfer.

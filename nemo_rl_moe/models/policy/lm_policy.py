@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -277,13 +278,17 @@ class MegatronPolicy(ModelWorkers):
             sequences[rank::size] = found
         return sequences
 
-    def weight_transport(self) -> FolderTransport:
+    def weight_transport(self, *, altered: bool = False) -> FolderTransport:
         """A transport of the weights as they are now, to be opened for one engine: a context manager.
+
+        Args:
+            altered: Send others in their place, of which every tensor differs.
 
         Raises:
             ConfigurationError: The run has several machines and no folder that all of them reach.
         """
-        return FolderTransport(self._transfer_folder(), len(self._coordinates), self._send_weights)
+        send = partial(self._send_weights, altered)
+        return FolderTransport(self._transfer_folder(), len(self._coordinates), send)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
         """Writes the weights as a Hugging Face folder; it appears whole or not at all.
@@ -331,8 +336,8 @@ class MegatronPolicy(ModelWorkers):
             )
         return Path(self._checkpoint_dir).absolute()
 
-    def _send_weights(self, transfer: TransportSpec) -> int:
-        outcomes: list[SendOutcome] = self._workers.call_all("send_weights", transfer)
+    def _send_weights(self, altered: bool, transfer: TransportSpec) -> int:
+        outcomes: list[SendOutcome] = self._workers.call_all("send_weights", transfer, altered)
         if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
             raise WeightSyncError(problems[0])
         return sum(outcome.num_bytes for outcome in outcomes)

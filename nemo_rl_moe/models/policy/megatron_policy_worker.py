@@ -156,10 +156,10 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         """Responses to this rank's share of the prompts."""
         return self._trainer.generate(request, max_batch_size)
 
-    def send_weights(self, transfer: TransportSpec) -> SendOutcome:
-        """Sends this rank's part of the weights to the workers of a generation engine."""
+    def send_weights(self, transfer: TransportSpec, altered: bool) -> SendOutcome:
+        """Sends this rank's part of the weights, or others in its place, to the workers of a generation engine."""
         try:
-            return SendOutcome(num_bytes=self._trainer.send_weights(transfer))
+            return SendOutcome(num_bytes=self._trainer.send_weights(transfer, altered=altered))
         except WeightSyncError as error:
             return SendOutcome(problem=str(error))
 

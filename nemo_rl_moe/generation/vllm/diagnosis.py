@@ -1,0 +1,101 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that disagree after a failed refit check: engine against the trainer's weights in transformers.
+
+Both models run the same tokens, and the outputs of modules of the same name are compared in the order of the forward
+pass. Inputs of the first that differs agree, so its own weights do not. It costs a copy of the model on the disk and in
+host memory, once, in a run that is about to end.
+"""
+
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from nemo_rl_moe.weight_sync.refit_check import first_disagreement, guilty_experts
+
+Outputs = Mapping[str, Float[np.ndarray, "tokens features"]]
+TOLERANCE = 1e-3
+"""Of outputs in float32, as a share of their size; rounding is a thousandth of it."""
+COARSE_TOLERANCE = 0.1
+_DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
+
+
+@contextmanager
+def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tokens features"]]]:
+    """Notes the first tensor that each module gives, `[tokens, features]`, of the first forward pass that comes."""
+    outputs: dict[str, Float[np.ndarray, "tokens features"]] = {}
+
+    def note(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor) and first.is_floating_point() and first.dim() > 1 and name not in outputs:
+                outputs[name] = first.detach().float().cpu().reshape(-1, first.shape[-1]).numpy().copy()
+
+        return hook
+
+    hooks = [module.register_forward_hook(note(name)) for name, module in model.named_modules() if name]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def reference_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
+    """The same of transformers' model in float32, from a folder of weights; in a process of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with outputs_noted(model) as outputs, torch.no_grad():
+        model(input_ids=torch.tensor([list(token_ids)]))
+    return outputs
+
+
+def disagreement(
+    engine_outputs: Callable[[Sequence[int]], Outputs],
+    save_weights: Callable[[Path], object],
+    token_ids: Sequence[int],
+    *,
+    in_float32: bool,
+    topk: int | None,
+) -> str:
+    """The first tensors whose use in the engine is not the trainer's, in words.
+
+    Args:
+        engine_outputs: Outputs of the engine's modules for a sequence.
+        save_weights: Writes the trainer's weights as a Hugging Face folder.
+        token_ids: The sequence.
+        in_float32: Number format of the engine.
+        topk: Experts of a token; None: no experts.
+    """
+    with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
+        folder = Path(parent, "model")
+        save_weights(folder)
+        expected: Outputs = ray.get(ray.remote(reference_outputs).options(num_cpus=0).remote(folder, token_ids))
+    found = engine_outputs(token_ids)
+    # vLLM's decoder layers give what transformers' add up: the branch and the residual stream apart.
+    shared = {name: output for name, output in expected.items() if name in found and not _DECODER_LAYER.search(name)}
+    first = first_disagreement(found, shared, TOLERANCE if in_float32 else COARSE_TOLERANCE)
+    if first is None:
+        return "Every module that engine and transformers have in common computes the same; the output layer differs."
+    name, wrong = first
+    experts = ""
+    router = next((shared[each] for each in (f"{name}.gate", f"{name}.router") if each in shared), None)
+    if router is not None and topk:
+        routes = np.argsort(-router, axis=1)[:, :topk]
+        if guilty := list(guilty_experts(routes, wrong, len(token_ids))):
+            experts = f", in its experts {', '.join(map(str, guilty))}"
+    return (
+        f"The first module that computes something else is {name}{experts} ({len(wrong)} of {len(token_ids)} tokens):"
+        f" its weights, or those of the norm before it, are not the trainer's."
+    )

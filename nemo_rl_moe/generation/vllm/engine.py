@@ -1,0 +1,357 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM engines in Ray actors, each with a copy of the model: requests are dealt out, dead engines replaced."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+from jaxtyping import Float
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.errors import GenerationError, WeightSyncError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
+from nemo_rl_moe.weight_sync.transport import WeightTransport
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.generation.registry import EngineSetup
+
+_PROGRESS = "progress"
+POLL_S = 2.0
+"""Seconds between questions to engines from which nothing has come."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of engines on the machines and GPUs of the trainer, which sleeps while they generate and the reverse.
+
+    Attributes:
+        cluster: The run's.
+        gpus_per_engine: GPUs of each engine, all of one machine; 0 on CPUs.
+    """
+
+    cluster: RayCluster
+    gpus_per_engine: int
+
+    @property
+    def engines_per_machine(self) -> int:
+        """Engines that a machine has GPUs for; on CPUs one."""
+        return self.cluster.config.gpus_per_node // self.gpus_per_engine if self.gpus_per_engine else 1
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Options of an engine's actor: on its machine, beside the trainer, which has Ray's places."""
+        machine = number // self.engines_per_machine % self.cluster.config.num_nodes
+        strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
+        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
+
+    def gpus(self, number: int) -> tuple[int, ...]:
+        """GPUs of its machine that an engine uses."""
+        first = number % self.engines_per_machine * self.gpus_per_engine
+        return tuple(range(first, first + self.gpus_per_engine))
+
+
+@dataclass
+class _Engine:
+    """One actor, and what it is doing.
+
+    Attributes:
+        number: From 0.
+        actor: Handle of the `VllmWorker`.
+        requests: Those that it has been given and not answered, by number.
+        results: Its stream of answers; None while it has nothing to do.
+        progress: Its steps when it was last asked.
+        since: When they last grew.
+    """
+
+    number: int
+    actor: Any
+    requests: dict[int, GenerationRequest] = field(default_factory=dict)
+    results: Any = None
+    progress: int = -1
+    since: float = 0.0
+
+
+class VllmEngine:
+    """A `GenerationEngine` of one or more vLLM engines.
+
+    An engine that dies, or makes no step for `stall_timeout_s`, is given up: those of its requests that are not
+    answered go to the others, and another engine takes its place with the next weights. Where none is left, engines are
+    started anew at once and get the weights that the policy has.
+
+    Args:
+        settings: Of each engine.
+        num_engines: Engines, which share the requests.
+        start_timeout_s: Seconds until they are to be ready.
+        stall_timeout_s: Seconds without a step after which an engine that generates is given up.
+        placement: Places of the engines.
+        refit: Sends this engine the weights that the policy has now.
+        warn: Tells the user of an engine that was given up.
+
+    Attributes:
+        dtype: Number format of the weights.
+
+    Raises:
+        GenerationError: An engine does not start.
+    """
+
+    shares_weights = False
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        *,
+        num_engines: int,
+        start_timeout_s: float,
+        stall_timeout_s: float,
+        placement: "Placement",
+        refit: Callable[["VllmEngine"], None],
+        warn: Callable[[str], None],
+    ):
+        self.dtype = settings.dtype
+        self._settings = settings
+        self._num_engines = num_engines
+        self._start_timeout_s = start_timeout_s
+        self._stall_timeout_s = stall_timeout_s
+        self._placement = placement
+        self._refit = refit
+        self._warn = warn
+        self._version: int | None = None
+        self._is_asleep = False
+        self._engines: list[_Engine] = []
+        self._start_missing()
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        """Continuations as they finish.
+
+        Raises:
+            GenerationError: Engines fail again and again.
+            ValueError: A request has inputs beside its tokens.
+        """
+        if any(request.model_inputs for request in requests):
+            raise ValueError("this engine takes tokens alone, and no further model inputs")
+        waiting = dict(enumerate(requests))
+        lives = 2 * self._num_engines
+        while waiting:
+            if self._version is None or not self._engines:
+                self._start_missing()
+                self._refit(self)
+            num_before = len(self._engines)
+            yield from self._answers(waiting)
+            lives -= num_before - len(self._engines)
+            if lives < 0:
+                raise GenerationError("vLLM's engines fail again and again; the last reason is told above")
+
+    def _answers(self, waiting: dict[int, GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        """Answers of the engines that are there; what is answered leaves `waiting`."""
+        busy = self._deal_out(waiting)
+        while busy:
+            ready, _ = ray.wait([engine.results for engine in busy], num_returns=1, timeout=POLL_S)
+            for engine in [each for each in busy if each.results in ready]:
+                try:
+                    answers = ray.get(next(engine.results))
+                except StopIteration:
+                    engine.results = None
+                    busy.remove(engine)
+                    continue
+                except RayError as error:
+                    busy.remove(engine)
+                    self._give_up(engine, _reason(error))
+                    continue
+                engine.since = time.monotonic()
+                for number, sequence in answers:
+                    del waiting[number]
+                    yield number, sequence
+            if not ready:
+                for engine in self._stalled(busy):
+                    busy.remove(engine)
+                    self._give_up(engine, f"made no step for {self._stall_timeout_s:g} s")
+
+    def _deal_out(self, waiting: Mapping[int, GenerationRequest]) -> list[_Engine]:
+        """Gives each engine its share: neighbours are often answers to one prompt, and alike in length."""
+        shares: list[dict[int, GenerationRequest]] = [{} for _ in self._engines]
+        for place, (number, request) in enumerate(waiting.items()):
+            shares[place % len(shares)][number] = request
+        busy = []
+        for engine, share in zip(self._engines, shares, strict=True):
+            if share:
+                engine.results = engine.actor.generate.options(num_returns="streaming").remote(share, self._version)
+                engine.progress, engine.since = -1, time.monotonic()
+                busy.append(engine)
+        return busy
+
+    def _stalled(self, busy: Sequence[_Engine]) -> list[_Engine]:
+        """Engines that have made no step for too long; a frozen one does not even answer."""
+        questions = {engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote(): engine for engine in busy}
+        answered, _ = ray.wait(list(questions), num_returns=len(questions), timeout=POLL_S)
+        now = time.monotonic()
+        for answer in answered:
+            with suppress(RayError):  # a dead one is noticed by its results
+                steps = ray.get(answer)
+                engine = questions[answer]
+                if steps != engine.progress:
+                    engine.progress, engine.since = steps, now
+        return [engine for engine in busy if now - engine.since > self._stall_timeout_s]
+
+    def _give_up(self, engine: _Engine, reason: str) -> None:
+        self._engines.remove(engine)
+        _end(engine)
+        left = len(self._engines)
+        others = f"the other {left} take over what it had" if left else "engines are started anew"
+        self._warn(f"vLLM engine {engine.number} {reason}; {others}")
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
+        """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
+
+        Raises:
+            GenerationError: An engine failed.
+        """
+        try:
+            return list(ray.get([engine.actor.score.remote(sequences, temperature) for engine in self._engines]))
+        except RayError as error:
+            raise GenerationError(f"a vLLM engine {_reason(error)} while it scored") from error
+
+    def process_ids(self) -> list[int]:
+        """Processes of the engines that are there."""
+        return list(ray.get([engine.actor.process_id.remote() for engine in self._engines]))
+
+    def module_outputs(self, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
+        """Output of every module of the first engine for one sequence, by its name in the model."""
+        return dict(ray.get(self._engines[0].actor.module_outputs.remote(token_ids)))
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.
+
+        Raises:
+            WeightSyncError: Not every tensor arrived everywhere.
+            GenerationError: An engine does not start.
+        """
+        self._version = None
+        self._start_missing()
+        self._wake("weights")
+        ranks = self._settings.tensor_parallel_size
+        spec = transport.open(num_receivers=ranks * len(self._engines), version=version)
+        calls = [engine.actor.receive.remote(spec, number * ranks) for number, engine in enumerate(self._engines)]
+        try:
+            transport.send()
+            for engine, call in zip(self._engines, calls, strict=True):
+                try:
+                    problem = ray.get(call)
+                except RayError as error:
+                    problem = f"vLLM engine {engine.number} {_reason(error)} while it received weights"
+                if problem is not None:
+                    raise WeightSyncError(problem)
+        except BaseException:
+            # What a reload that was broken off has kept, vLLM would count as part of the next one.
+            self.shutdown()
+            raise
+        self._version = version
+
+    def sleep(self) -> None:
+        """Frees the GPUs; on a CPU there is nothing to free."""
+        if self._settings.on_gpus and not self._is_asleep:
+            ray.get([engine.actor.sleep.remote() for engine in self._engines])
+            self._is_asleep = True
+
+    def wake(self) -> None:
+        """Takes the memory of the key-value cache again; that of the weights is taken when they come."""
+        if self._is_asleep:
+            self._wake("kv_cache")
+            self._is_asleep = False
+
+    def _wake(self, part: str) -> None:
+        if self._is_asleep:
+            ray.get([engine.actor.wake.remote(part) for engine in self._engines])
+
+    def shutdown(self) -> None:
+        """Ends the actors."""
+        while self._engines:
+            _end(self._engines.pop())
+
+    def _start_missing(self) -> None:
+        """Starts engines until all are there; new ones have no weights yet."""
+        taken = {engine.number for engine in self._engines}
+        missing = deque(sorted(set(range(self._num_engines)) - taken))
+        if not missing:
+            return
+        # Questions about progress are answered while the engine's own thread generates.
+        actor_class = ray.remote(concurrency_groups={_PROGRESS: 1})(VllmWorker)
+        started = []
+        for number in missing:
+            options = self._placement.options(number)
+            settings = replace(self._settings, gpus=self._placement.gpus(number))
+            started.append(_Engine(number, actor_class.options(**options).remote(settings, list(sys.path))))
+        self._engines += started
+        self._engines.sort(key=lambda engine: engine.number)
+        calls = {engine.actor.start.remote(): engine for engine in started}
+        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._start_timeout_s)
+        problems = {calls[call].number: f"did not start within {self._start_timeout_s:g} s" for call in late}
+        for call in ready:
+            try:
+                problem = ray.get(call)
+            except RayError as error:
+                problem = _reason(error)
+            if problem is not None:
+                problems[calls[call].number] = problem
+        if problems:
+            self.shutdown()
+            number, problem = min(problems.items())
+            raise GenerationError(f"vLLM engine {number} of {self._num_engines} cannot start: {problem}")
+
+
+def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
+    """The engines of `backend: vllm`.
+
+    Raises:
+        GenerationError: An engine does not start.
+    """
+    config = setup.config
+    generation, cluster = config.policy.generation, config.cluster
+    chosen = generation.vllm
+    on_gpus = cluster.gpus_per_node > 0
+    placement = Placement(setup.cluster, chosen.tensor_parallel_size if on_gpus else 0)
+    policy = setup.policy
+
+    def refit(engine: VllmEngine) -> None:
+        with policy.weight_transport() as transport:
+            engine.update_weights(transport, policy.weight_version)
+
+    return VllmEngine(
+        VllmSettings(
+            model_files=policy.model_files,
+            decodes_text=bool(generation.stop_strings),
+            dtype=chosen.dtype or config.policy.precision,
+            max_tokens=config.policy.max_total_sequence_length,
+            max_sequences=generation.max_batch_size,
+            seed=config.grpo.seed,
+            on_gpus=on_gpus,
+            tensor_parallel_size=chosen.tensor_parallel_size,
+            expert_parallel=chosen.expert_parallel,
+            gpu_memory_utilization=chosen.gpu_memory_utilization,
+            cpu_cache_gib=chosen.cpu_cache_gib,
+            num_threads=chosen.cpu_threads,
+        ),
+        num_engines=chosen.num_engines or placement.engines_per_machine * (cluster.num_nodes if on_gpus else 1),
+        start_timeout_s=chosen.start_timeout_s,
+        stall_timeout_s=chosen.stall_timeout_s,
+        placement=placement,
+        refit=refit,
+        warn=setup.warn,
+    )
+
+
+def _end(engine: _Engine) -> None:
+    with suppress(RayError, ValueError):
+        ray.kill(engine.actor, no_restart=True)
+
+
+def _reason(error: RayError) -> str:
+    return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"

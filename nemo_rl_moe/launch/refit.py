@@ -1,0 +1,72 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The refit check of a run: what it scores, how the weights are sent again, how a failure is explained."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.vllm.diagnosis import disagreement
+from nemo_rl_moe.generation.vllm.engine import VllmEngine
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck, Scores, ScoringEngine, probe_sequences
+
+
+def make_refit_check(
+    config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, hf_config: Any, console: ConsoleLogger
+) -> RefitCheck | None:
+    """The check of an engine's weights; None where it shares the trainer's, or is not to be checked or cannot be."""
+    generation = config.policy.generation
+    chosen = generation.refit_check
+    if engine.shares_weights or not chosen.enabled:
+        return None
+    if not isinstance(engine, ScoringEngine):
+        console.warn(f"refits are not checked: the engine {generation.backend} cannot score given tokens")
+        return None
+    sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
+    in_float32 = {config.policy.precision, getattr(engine, "dtype", config.policy.precision)} == {"float32"}
+
+    def refit(altered: bool) -> None:
+        with policy.weight_transport(altered=altered) as transport:
+            engine.update_weights(transport, policy.weight_version)
+
+    def explain() -> str:
+        if not isinstance(engine, VllmEngine):
+            return ""
+        with console.phase("comparing the engine's modules with those of transformers"):
+            return disagreement(
+                engine.module_outputs,
+                policy.save_weights,
+                sequences[0],
+                in_float32=in_float32,
+                topk=getattr(hf_config, "num_experts_per_tok", None),
+            )
+
+    return RefitCheck(
+        sequences,
+        generation.temperature,
+        partial(trainer_scores, policy),
+        refit,
+        explain,
+        in_float32=in_float32,
+        bound_nats=chosen.max_logprob_gap,
+        refits_again=chosen.on_failure == "refit",
+    )
+
+
+def trainer_scores(policy: MegatronPolicy, sequences: Sequence[Sequence[int]]) -> Scores:
+    """Log-probs that the trainer gives the tokens of sequences of one length, all but the first."""
+    input_ids = torch.tensor(sequences)
+    batch = TokenBatch(
+        input_ids=input_ids,
+        lengths=torch.full((len(sequences),), input_ids.shape[1]),
+        token_mask=torch.ones_like(input_ids, dtype=torch.bool),
+        sample_ids=("refit check",) * len(sequences),
+    )
+    return [row[1:].numpy() for row in policy.logprobs(batch)]

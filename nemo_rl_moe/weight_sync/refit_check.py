@@ -1,0 +1,208 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The refit check: proof, after each refit, that an engine computes with the trainer's weights.
+
+Transports count and compare what arrives; they cannot see an engine that keeps computing with old or half-written
+weights, such as experts in packed kernels (vllm#42821, NeMo-RL#3659). So engine and trainer score the same tokens, and
+their log-probabilities are compared. In float32 a right refit is told from every fault by a bound of 1e-4 nats. In
+formats of 16 bits rounding hides small faults: there a round trip is made at the start. The engine gets other weights,
+then the first ones again, and must compute what it computed before, to the bit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+
+from nemo_rl_moe.errors import WeightSyncError
+
+FLOAT32_BOUND = 1e-4
+"""Largest difference of two log-probs in float32, nats: right refits stay below 1.4e-5, faults begin at 3e-3."""
+SMALLEST_COARSE_BOUND = 0.1
+COARSE_FACTOR = 10.0
+"""In 16 bits, of the mean difference: right refits stay below 0.03 nats, engines with stale kernels are at 1.3."""
+
+Scores = Sequence[Float[np.ndarray, " tokens"]]
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """A generation engine that can be checked."""
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> Sequence[Scores]:
+        """Log-probability of each token after the first given those before it, of the softmax of all logits divided by
+        the temperature, by each copy of the weights: `[copy][sequence]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Difference up to which scores count as equal.
+
+    Attributes:
+        nats: The bound.
+        of_the_mean: Of the mean difference over all tokens; False: of the largest.
+    """
+
+    nats: float
+    of_the_mean: bool
+
+    def value(self, gap: "Gap") -> float:
+        """What is held against the bound."""
+        return gap.mean if self.of_the_mean else gap.largest
+
+    def __str__(self) -> str:
+        return f"{'a mean' if self.of_the_mean else 'at most'} {self.nats:.2g} nats"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Difference of two scorings of the same tokens, in nats.
+
+    Attributes:
+        largest: Of one token; infinite where a score is not finite.
+        mean: Over all tokens.
+    """
+
+    largest: float
+    mean: float
+
+
+def gap_between(found: Scores, expected: Scores) -> Gap:
+    """Difference of the log-probs of all tokens."""
+    difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
+    if not np.isfinite(difference).all():
+        return Gap(np.inf, np.inf)
+    return Gap(float(difference.max()), float(difference.mean()))
+
+
+def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
+    """The tokens that are scored: drawn evenly, always the same, so that many experts serve them."""
+    tokens: NDArray[np.int64] = np.random.default_rng(20).integers(vocabulary_size, size=(count, length))
+    return [list(map(int, row)) for row in tokens]
+
+
+@dataclass
+class RefitCheck:
+    """The check of one run.
+
+    Attributes:
+        sequences: What is scored.
+        temperature: Of both scorings.
+        trainer_scores: Scores of the trainer's weights as they are.
+        refit: Sends the trainer's weights; with True, others that are certain to differ in every tensor.
+        explain: Names the tensors that disagree, when the check has failed.
+        in_float32: Number format of the engine's weights and of the trainer's.
+        bound_nats: The user's bound of the largest difference; None: this check's own.
+        refits_again: Send the weights once more before giving up.
+    """
+
+    sequences: Sequence[Sequence[int]]
+    temperature: float
+    trainer_scores: Callable[[Sequence[Sequence[int]]], Scores]
+    refit: Callable[[bool], object]
+    explain: Callable[[], str]
+    in_float32: bool
+    bound_nats: float | None
+    refits_again: bool
+
+    def __post_init__(self) -> None:
+        own = None if self.bound_nats is None else Bound(self.bound_nats, of_the_mean=False)
+        self._bound = own or (Bound(FLOAT32_BOUND, of_the_mean=False) if self.in_float32 else None)
+        self._is_first = True
+        self.num_failed = 0
+
+    def after_refit(self, engine: ScoringEngine) -> Gap:
+        """Checks the weights that an engine has now; in 16 bits the first time also by a round trip.
+
+        Raises:
+            WeightSyncError: They are not the trainer's, or something of earlier ones stays.
+        """
+        if self._is_first and not self.in_float32:
+            self._make_round_trip(engine)
+        self._is_first = False
+        gap = self.gap(engine)
+        if self._bound is None:
+            self._bound = Bound(max(SMALLEST_COARSE_BOUND, COARSE_FACTOR * gap.mean), of_the_mean=True)
+        return self._judged(engine, gap)
+
+    def gap(self, engine: ScoringEngine) -> Gap:
+        """The largest difference of any copy of the weights from the trainer's, scored at the same time."""
+        with ThreadPoolExecutor(1) as pool:
+            theirs = pool.submit(engine.score, self.sequences, self.temperature)
+            expected = self.trainer_scores(self.sequences)
+            gaps = [gap_between(found, expected) for found in theirs.result()]
+        return Gap(max(gap.largest for gap in gaps), max(gap.mean for gap in gaps))
+
+    def _judged(self, engine: ScoringEngine, gap: Gap) -> Gap:
+        assert self._bound is not None  # set by the first refit
+        if self._bound.value(gap) <= self._bound.nats:
+            return gap
+        self.num_failed += 1
+        if self.refits_again:
+            self.refit(False)
+            again = self.gap(engine)
+            if self._bound.value(again) <= self._bound.nats:
+                return again
+            gap = again
+        raise WeightSyncError(
+            f"the generation engine does not compute with the trainer's weights: the log-probs of"
+            f" {len(self.sequences)} sequences differ by {gap.largest:.2g} nats (mean {gap.mean:.2g}), expected"
+            f" {self._bound} (policy.generation.refit_check). {self.explain()}"
+        )
+
+    def _make_round_trip(self, engine: ScoringEngine) -> None:
+        first = engine.score(self.sequences, self.temperature)
+        self.refit(True)
+        other = engine.score(self.sequences, self.temperature)
+        self.refit(False)
+        again = engine.score(self.sequences, self.temperature)
+        for copy, (before, between, after) in enumerate(zip(first, other, again, strict=True)):
+            if gap_between(before, between).mean < SMALLEST_COARSE_BOUND / 10:
+                raise WeightSyncError(f"copy {copy} of the generation engine's weights does not follow a refit")
+            if not all(np.array_equal(old, new) for old, new in zip(before, after, strict=True)):
+                gap = gap_between(before, after)
+                raise WeightSyncError(
+                    f"the generation engine (copy {copy}) keeps something of earlier weights: after other weights and"
+                    f" the first ones again its log-probs differ by {gap.largest:.2g} nats, expected 0."
+                    f" {self.explain()}"
+                )
+
+
+def first_disagreement(
+    found: Mapping[str, Float[np.ndarray, "tokens features"]],
+    expected: Mapping[str, Float[np.ndarray, "tokens features"]],
+    tolerance: float,
+) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
+    """The first module, in the order of a forward pass, whose output is not the reference's.
+
+    Args:
+        found: Outputs of an engine's modules, by name.
+        expected: Those of the reference, in the order in which they ran.
+        tolerance: Largest difference, as a share of the root mean square of the reference's output.
+
+    Returns:
+        Its name, and the tokens that differ; None where all agree.
+    """
+    for name, output in expected.items():
+        theirs = found.get(name)
+        if theirs is None or theirs.shape != output.shape:
+            continue
+        scale = float(np.sqrt(np.mean(np.square(output)))) or 1.0
+        off = ~(np.abs(theirs - output).max(1) <= tolerance * scale)
+        if off.any():
+            return name, np.flatnonzero(off)
+    return None
+
+
+def guilty_experts(
+    routes: Int[np.ndarray, "tokens topk"], wrong_tokens: Int[np.ndarray, " tokens"], num_tokens: int
+) -> Iterator[int]:
+    """Experts that served a wrong token and no right one: the smallest sets that explain what is seen."""
+    right = np.setdiff1d(np.arange(num_tokens), wrong_tokens)
+    suspected = np.setdiff1d(routes[wrong_tokens], routes[right])
+    return (int(expert) for expert in suspected)

@@ -1,0 +1,130 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines beside a model of transformers that stands for the trainer, and refits between them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
+from nemo_rl_moe.generation.vllm.worker import VllmSettings
+from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY, FolderTransport
+from nemo_rl_moe.weight_sync.transport import TransportSpec
+
+VOCABULARY_SIZE = 64
+Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+
+
+def as_they_are(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+    return tensors
+
+
+class Trainer:
+    """Weights that move, their scores, and their way into engines.
+
+    Args:
+        folder: Gets a tiny Qwen3-MoE with random weights, large enough for its experts to matter.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        config = Qwen3MoeConfig(
+            vocab_size=VOCABULARY_SIZE,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=32,
+            num_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            norm_topk_prob=True,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(5)
+        Qwen3MoeForCausalLM(config).save_pretrained(folder)
+        self.tensors: dict[str, Tensor] = {}
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            self.tensors[name] = tensor if tensor.dim() == 1 else 6.0 * tensor
+        self.version = 0
+        self._save()
+
+    @property
+    def model_files(self) -> dict[str, bytes]:
+        """The folder without weights."""
+        return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.suffix == ".json"}
+
+    def move(self) -> None:
+        """An update: every tensor changes a little."""
+        generator = torch.Generator().manual_seed(self.version)
+        for name, tensor in self.tensors.items():
+            self.tensors[name] = tensor * (1 + 0.05 * torch.randn(tensor.shape, generator=generator))
+        self.version += 1
+        self._save()
+
+    def scores(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[Any]:
+        """Log-probs of the tokens of sequences of one length, all but the first."""
+        ids = torch.tensor(sequences)
+        with torch.no_grad():
+            logprobs = (self._model(ids).logits / temperature).log_softmax(-1)
+        found = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        return [row.numpy().astype(np.float64) for row in found]
+
+    def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:
+        """Sends the weights, as a change leaves them, from a sender in a thread."""
+        tensors = change(dict(self.tensors))
+        if altered:
+            tensors = {name: 1.5 * tensor.roll(1, -1) for name, tensor in tensors.items()}
+
+        def send(spec: TransportSpec) -> int:
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(spec.send, iter(tensors.items()), 0, self.version).result()
+
+        with FolderTransport(SHARED_MEMORY, 1, send, bucket_bytes=20_000, stall_timeout_s=30.0) as transport:
+            engine.update_weights(transport, self.version)
+
+    def save_to(self, folder: Path) -> None:
+        """A Hugging Face folder of the weights as they are."""
+        self._model.save_pretrained(folder)
+
+    def _save(self) -> None:
+        save_file(self.tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+        self._model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+
+def start_engine(cluster: RayCluster, trainer: Trainer, **changes: Any) -> VllmEngine:
+    """Engines of one core each, without weights of the trainer yet.
+
+    Args:
+        cluster: A started Ray.
+        trainer: Gives the model, and weights where all engines have died.
+        changes: `num_engines`, `stall_timeout_s`, `warn`, and fields of `VllmSettings`.
+    """
+    settings: dict[str, Any] = {
+        "model_files": trainer.model_files,
+        "decodes_text": False,
+        "dtype": "float32",
+        "max_tokens": 96,
+        "max_sequences": None,
+        "seed": 0,
+        "on_gpus": False,
+        "tensor_parallel_size": 1,
+        "expert_parallel": False,
+        "gpu_memory_utilization": 0.5,
+        "cpu_cache_gib": 1,
+        "num_threads": 1,
+    }
+    further: dict[str, Any] = {"num_engines": 1, "stall_timeout_s": 60.0, "warn": print, "start_timeout_s": 300.0}
+    for name, value in changes.items():
+        (settings if name in settings else further)[name] = value
+    return VllmEngine(VllmSettings(**settings), placement=Placement(cluster, 0), refit=trainer.refit, **further)
