@@ -16,6 +16,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # An editable installation holds the absolute path of this folder, so a moved or copied one needs its own stamp.
 STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 
+VLLM_STAMP := $(VENV)/.vllm-$(shell pwd | cksum | cut -d' ' -f1)
+
 # The release of Megatron-Core that is not in .venv, for the second pass of the tests. It replaces the first one by
 # standing before it on PYTHONPATH, which Ray's workers inherit.
 OTHER_MEGATRON = $(shell $(VENV)/bin/python -c 'import sys; print("0.19.2" if sys.version_info < (3, 12) else "0.16.1")')
@@ -34,13 +36,15 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install vllm test-vllm demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 24
 
 install: $(STAMP) ## make or update .venv, with all that the demo and the tests need
+
+vllm: $(VLLM_STAMP) ## vLLM for CPUs in .venv, as an engine for rollouts (policy.generation.backend: vllm)
 
 demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say where the results are
 	@echo "[demo] making the data: 3-digit additions, for training and for validation"
@@ -103,6 +107,9 @@ JOBS ?= 2
 drills: $(STAMP) ## runs struck N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
+test-vllm: $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
+	@$(PYTEST) tests/functional/test_vllm.py -m "vllm" $(PYTEST_ARGUMENTS)
+
 # Not --quiet: a strict build counts the warnings that are shown.
 docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked
 	@echo "[docs] build/docs"
@@ -125,6 +132,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and the test tools (some minutes)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
 	@rm -f $(VENV)/.installed-* && touch $@
+
+$(VLLM_STAMP): $(STAMP)
+	@$(VENV)/bin/python -m nemo_rl_moe.generation.vllm.install_cpu --constraint constraints.txt
+	@touch $@
 
 # The wheel of 0.19 asks for Python 3.12 but is plain Python, but for an extension that builds dataset indices, which
 # nothing here loads. Taken for 3.12 whatever runs here, it needs no compiler, as a build from source would.

@@ -27,7 +27,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import group_rewards, group_sampled_tokens, training_batch
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
 
 
 def train_grpo(
@@ -116,6 +116,7 @@ def update_engine(
     metrics = {"refit/seconds": time.perf_counter() - started, "refit/bytes": float(transport.num_bytes)}
     if check is None:
         return metrics
+    assert isinstance(engine, ScoringEngine)  # others have no check
     with clock.phase("refit_check"):
         gap = check.after_refit(engine)
     return metrics | {"refit/logprob_gap": gap.largest, "refit/checks_failed": float(check.num_failed)}

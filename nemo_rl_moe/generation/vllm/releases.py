@@ -73,7 +73,7 @@ def forget_packed_experts(model: nn.Module) -> None:
     Without it a CPU engine goes on with kernels that point at freed memory: garbage, and no error (vllm#42821).
     """
     for module in model.modules():
-        method = getattr(module, "_quant_method", None)
+        method: Any = getattr(module, "_quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

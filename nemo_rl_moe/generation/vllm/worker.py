@@ -17,7 +17,6 @@ from jaxtyping import Float
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
-
 _LONGEST_REASON = 500
 
 
@@ -94,7 +93,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._folder = tempfile.TemporaryDirectory(prefix="nemo_rl_moe-vllm-")
         for name, content in settings.model_files.items():
             Path(self._folder.name, name).write_bytes(content)
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"dtype": settings.dtype}
         if settings.max_sequences is not None:
             more["max_num_seqs"] = settings.max_sequences
         if settings.on_gpus:
@@ -108,7 +107,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 model=self._folder.name,
                 skip_tokenizer_init=not settings.decodes_text,
                 load_format="dummy",
-                dtype=settings.dtype,
                 max_model_len=settings.max_tokens,
                 tensor_parallel_size=settings.tensor_parallel_size,
                 seed=settings.seed,

