@@ -98,7 +98,7 @@ test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, r
 	@$(PYTEST) tests/functional -m "slow and not drill" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-drills: $(STAMP) ## a dozen drills over all kinds of runs, as continuous integration runs them
-	@$(PYTEST) -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+	@$(PYTEST) tests/functional/test_drills.py -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 # The tests' environment (tests/conftest.py) is the drills' too. Results in build/drills; stopped, it goes on there.
 N ?= 12

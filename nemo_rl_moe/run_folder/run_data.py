@@ -154,7 +154,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
 
 
 def _has_at_most(value: Any, number: int) -> bool:
-    """Whether a nested value, written out, has so many values at most."""
+    """True where a nested value, written out, has so many values at most."""
     left = [value]
     while left and number >= 0:
         found = left.pop()

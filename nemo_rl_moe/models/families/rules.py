@@ -86,7 +86,7 @@ class ConfigFields:
 
 
 def _problem_with(name: str, value: Any) -> str | None:
-    """What is wrong with a number of a `config.json`, whatever the family."""
+    """Fault of a number of a `config.json`, whatever the family; None: it has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return f"got {value}, expected a finite number"
     least = 1 if name in _NEVER_ZERO else 0
