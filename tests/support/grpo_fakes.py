@@ -172,6 +172,7 @@ class FakeTransport:
 
     spec: list[str]
     send: Callable[[], None]
+    num_bytes: int = 24
 
 
 @dataclass
@@ -223,8 +224,9 @@ class FakePolicy:
         return torch.full(batch.input_ids.shape, -2.0)
 
     @contextmanager
-    def weight_transport(self) -> Iterator[FakeTransport]:
-        yield FakeTransport([f"weights of step {len(self.batches)}"], lambda: self.diary.append("weights"))
+    def weight_transport(self, *, altered: bool = False) -> Iterator[FakeTransport]:
+        name = f"{'other ' if altered else ''}weights of step {len(self.batches)}"
+        yield FakeTransport([name], lambda: self.diary.append("weights"))
 
     def save_weights(self, directory: Path) -> list[str]:
         raise AssertionError("saving is the launcher's")

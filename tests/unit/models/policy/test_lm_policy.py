@@ -194,10 +194,16 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert spec.num_senders == 4
         assert spec.folder.parent == tmp_path, "several machines share no memory"
         assert transport.send() == 1 + 2 + 3
-        assert workers.calls[-1] == ("send_weights", (spec,))
+        assert workers.calls[-1] == ("send_weights", (spec, False))
+        assert transport.num_bytes == 1 + 2 + 3
         workers.sent[2] = SendOutcome(problem="receiver 0 is full")
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
             transport.send()
+    with policy.weight_transport(altered=True) as transport:
+        spec = transport.open(num_receivers=1, version=3)
+        with pytest.raises(WeightSyncError):
+            transport.send()
+        assert workers.calls[-1] == ("send_weights", (spec, True))
     assert list(tmp_path.iterdir()) == []
 
 
