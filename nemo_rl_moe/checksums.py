@@ -125,6 +125,14 @@ class ChecksumStream:
         self._stream.close()
 
 
+def checksum_of(*contents: Any) -> str:
+    """XXH3 of bytes, or of anything that lies in memory as they do, one after the other; hexadecimal digits."""
+    found = xxh3_128()
+    for content in contents:
+        found.update(content)
+    return found.hexdigest()
+
+
 def add_to_inventory(folder: Path, name: str) -> None:
     """Adds a small file, written after the others, to a folder's `files.json`; replaces what that says of it.
 

@@ -4,9 +4,9 @@
 
 Files of a transfer, all of which get their names when they are complete:
 
-    0003-000012.safetensors             bucket 12 of sender 3
+    0003-000012.safetensors             bucket 12 of sender 3, with checksums
     0003-000012.safetensors.taken-0001  receiver 1 has taken it; when all have, the sender deletes it
-    0003.end                            sender 3 has sent everything: buckets, tensors and version
+    0003.end                            sender 3 has sent everything: buckets, tensors, bytes and version
     failed                              the reason for which the transfer has ended early
 """
 
@@ -27,10 +27,10 @@ from typing import Self
 
 import psutil
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
 
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.weight_sync.bucket import BucketLabel, opened_bucket, write_bucket
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -86,7 +86,7 @@ class FolderTransfer:
             Bytes received.
 
         Raises:
-            WeightSyncError: As `TransportSpec.receive` says, or a bucket is damaged.
+            WeightSyncError: As `TransportSpec.receive` says, or a bucket is damaged or another one.
         """
         with self._telling(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
@@ -95,6 +95,10 @@ class FolderTransfer:
             if left := sum(1 for _ in tensors):
                 raise WeightSyncError(f"its loader ended before the last {left} tensors")
             return arrivals.num_bytes
+
+    def label(self, sender: int, bucket: int) -> BucketLabel:
+        """Identity of one of its buckets; the folder's name is the transfer's."""
+        return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def abort(self, reason: str) -> None:
         """Ends the transfer for all that take part in it; the first reason stays."""
@@ -215,7 +219,12 @@ class _Sender:
             num_bytes += tensor.nbytes
         if bucket:
             self._send_bucket(bucket)
-        end = {"buckets": self._num_buckets, "tensors": self._num_tensors, "version": self._transfer.version}
+        end = {
+            "buckets": self._num_buckets,
+            "tensors": self._num_tensors,
+            "bytes": self._num_bytes,
+            "version": self._transfer.version,
+        }
         self._transfer.place(_end_name(self._sender), lambda path: path.write_text(json.dumps(end), encoding="utf-8"))
         self._wait_for_room(0)
         return self._num_bytes
@@ -232,7 +241,8 @@ class _Sender:
             content[name] = tensor.clone() if storage in storages else tensor
             storages.add(storage)
         name = _bucket_name(self._sender, self._num_buckets)
-        self._transfer.place(name, lambda path: save_file(content, path))
+        label = self._transfer.label(self._sender, self._num_buckets)
+        self._transfer.place(name, lambda path: write_bucket(path, label, content))
         self._unacknowledged.append(name)
         self._num_buckets += 1
         self._num_tensors += len(content)
@@ -264,18 +274,19 @@ class _Sender:
 
 
 class _Receiver:
-    """One engine worker's part of a transfer.
-
-    Attributes:
-        num_bytes: Bytes of the tensors so far.
-    """
+    """One engine worker's part of a transfer."""
 
     def __init__(self, transfer: FolderTransfer, receiver: int):
         self._transfer, self._receiver = transfer, receiver
         self._num_buckets = [0] * transfer.num_senders
         self._num_tensors = [0] * transfer.num_senders
+        self._num_bytes = [0] * transfer.num_senders
         self._names: set[str] = set()
-        self.num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensors so far."""
+        return sum(self._num_bytes)
 
     def tensors(self) -> Iterator[NamedTensor]:
         """All tensors, each once."""
@@ -303,18 +314,15 @@ class _Receiver:
         return f"receivers {sorted(held_up)} to take their buckets" if held_up else f"tensors of senders {senders}"
 
     def _bucket(self, sender: int, name: str) -> Iterator[NamedTensor]:
-        try:
-            with safe_open(self._transfer.folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118  (no mapping)
-                    if key in self._names:
-                        raise WeightSyncError(f"{key} was sent twice")
-                    self._names.add(key)
-                    tensor = file.get_tensor(key)
-                    self._num_tensors[sender] += 1
-                    self.num_bytes += tensor.nbytes
-                    yield key, tensor
-        except (OSError, SafetensorError) as error:
-            raise WeightSyncError(f"{name} cannot be read: {error}") from error
+        label = self._transfer.label(sender, self._num_buckets[sender])
+        with opened_bucket(self._transfer.folder / name, label) as tensors:
+            for key, tensor in tensors.items():
+                if key in self._names:
+                    raise WeightSyncError(f"{key} was sent twice")
+                self._names.add(key)
+                self._num_tensors[sender] += 1
+                self._num_bytes[sender] += tensor.nbytes
+                yield key, tensor
 
     def _has_ended(self, sender: int, names: set[str]) -> bool:
         """True when a sender has sent everything and all of it has arrived."""
@@ -324,6 +332,7 @@ class _Receiver:
         found = {
             "buckets": self._num_buckets[sender],
             "tensors": self._num_tensors[sender],
+            "bytes": self._num_bytes[sender],
             "version": self._transfer.version,
         }
         if found["buckets"] < end["buckets"]:  # the list of names may be older than the last buckets

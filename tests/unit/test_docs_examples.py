@@ -178,6 +178,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
         ("data.md", "data"),
+        ("vllm.md", "grpo"),
         ("adding-an-algorithm.md", "run"),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),

@@ -92,7 +92,7 @@ Problems = Callable[..., list[str]]
         ),
         (
             "policy.generation.backend=megatorn",
-            "policy.generation.backend: got 'megatorn' (str), expected megatron or package.module:function;"
+            "policy.generation.backend: got 'megatorn' (str), expected megatron or vllm or package.module:function;"
             " did you mean megatron?",
         ),
         (

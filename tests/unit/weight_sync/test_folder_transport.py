@@ -12,15 +12,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync import folder as folder_module
+from nemo_rl_moe.weight_sync.bucket import BucketLabel, write_bucket
 from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
@@ -147,11 +151,11 @@ def test_a_buckets_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A bucket holds at most its bytes, or one tensor; and there are no more of them than needed."""
     sizes: list[tuple[int, int]] = []
 
-    def record(content: dict[str, torch.Tensor], path: Path) -> None:
+    def record(path: Path, label: BucketLabel, content: dict[str, torch.Tensor]) -> None:
         sizes.append((len(content), sum(tensor.nbytes for tensor in content.values())))
         path.touch()
 
-    monkeypatch.setattr(folder_module, "save_file", record)
+    monkeypatch.setattr(folder_module, "write_bucket", record)
     spec = FolderTransfer(tmp_path, VERSION, num_senders=1, num_receivers=0, bucket_bytes=100)
     spec.send(
         [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (40, 60, 1, 300, 100, 99, 1, 1)], 0, VERSION
@@ -298,35 +302,138 @@ def test_a_lost_bucket_is_told(tmp_path: Path) -> None:
     assert found["sender 0"] == found["receiver 0"] == f"WeightSyncError: sender 0: {reason}"
 
 
-def damaging_send(spec: FolderTransfer, sender: int) -> None:
-    def damage(content: Any, path: Path) -> None:
-        path.write_bytes(b"\x10\0\0\0\0\0\0\0 no manifest")
+def spoiling_send(spec: FolderTransfer, sender: int, *, spoil: Callable[[Path, FolderTransfer], None]) -> int:
+    """Sends while something happens to the second bucket, before any receiver sees it."""
 
-    folder_module.save_file = damage  # of this process alone
-    spec.send([("weight", torch.zeros(3))], sender, VERSION)
+    def write(path: Path, label: BucketLabel, content: dict[str, torch.Tensor]) -> None:
+        original(path, label, content)
+        if label.number == 1:
+            spoil(path, spec)
+
+    original, folder_module.write_bucket = folder_module.write_bucket, write  # of this process alone
+    quarter = BUCKET_BYTES // 16
+    return spec.send([(f"weight {index}", torch.full((quarter,), index + 1.0)) for index in range(12)], sender, VERSION)
 
 
-def test_a_damaged_bucket_is_told(tmp_path: Path) -> None:
-    found = transfer(tmp_path, [partial(damaging_send, sender=0)], all_receivers(1))
-    assert "receiver 0: 0000-000000.safetensors cannot be read" in found["receiver 0"]
-    assert found["sender 0"] == found["receiver 0"]
+def replaced(old: bytes, new: bytes, *, last: bool = False) -> Callable[[Path, FolderTransfer], None]:
+    """Other bytes in the place of some, the first or the last ones."""
+
+    def spoil(path: Path, spec: FolderTransfer) -> None:
+        content = path.read_bytes()
+        place = (content.rindex if last else content.index)(old)
+        path.write_bytes(content[:place] + new + content[place + len(new) :])
+
+    return spoil
+
+
+def rewritten(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path, FolderTransfer], None]:
+    """The same bucket with the same checksums, and other tensors."""
+
+    def spoil(path: Path, spec: FolderTransfer) -> None:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path, metadata)
+
+    return spoil
+
+
+def of_another(**changes: Any) -> Callable[[Path, FolderTransfer], None]:
+    """A whole bucket, of another transfer, version or place."""
+
+    def spoil(path: Path, spec: FolderTransfer) -> None:
+        write_bucket(path, replace(spec.label(0, 1), **changes), load_file(path))
+
+    return spoil
+
+
+def as_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["weight 5"] = tensors["weight 5"].bfloat16()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path, FolderTransfer], None], str]] = {
+    "one bit of a tensor": (
+        replaced(b"\0\0\xc0\x40", b"\0\0\xc0\x41", last=True),
+        "0000-000001.safetensors is damaged in weight 5: not what sender 0 has sent",
+    ),
+    "a name": (replaced(b'"weight 6":{', b'"weight x":{'), "is damaged in weight x, weight 6: not what"),
+    "a checksum": (replaced(b'\\"weight 7\\": \\"', b'\\"weight 7\\"; \\"'), "cannot be read: "),
+    "the header": (replaced(b"F32", b"F23"), "0000-000001.safetensors cannot be read: "),
+    "an end that is missing": (
+        lambda path, spec: os.truncate(path, path.stat().st_size - 1),
+        "0000-000001.safetensors cannot be read: ",
+    ),
+    "no bucket": (
+        lambda path, spec: path.write_bytes(b"\x10\0\0\0\0\0\0\0 no manifest"),
+        "0000-000001.safetensors cannot be read: ",
+    ),
+    "no label": (lambda path, spec: save_file(load_file(path), path), "cannot be read: it has no label"),
+    "another dtype": (rewritten(as_bfloat16), "is damaged in weight 5: "),
+    "another shape": (
+        rewritten(lambda tensors: tensors.update({"weight 4": tensors["weight 4"].view(2, -1)})),
+        "is damaged in weight 4: ",
+    ),
+    "a tensor too few": (rewritten(lambda tensors: tensors.pop("weight 4")), "is damaged in weight 4: "),
+    "a tensor too many": (rewritten(lambda tensors: tensors.update(more=torch.zeros(1))), "is damaged in more: "),
+    "two tensors changed places": (
+        rewritten(lambda tensors: tensors.update({"weight 4": tensors["weight 5"], "weight 5": tensors["weight 4"]})),
+        "is damaged in weight 4, weight 5: ",
+    ),
+    "all tensors": (
+        rewritten(lambda tensors: tensors.update({name: tensor + 1 for name, tensor in tensors.items()})),
+        "is damaged in weight 4, weight 5, weight 6 and 1 more: ",
+    ),
+    "the version before": (
+        of_another(version=VERSION - 1),
+        "0000-000001.safetensors is bucket 1 of sender 0, version 6, transfer nemo_rl_moe-weights-",
+    ),
+    "an earlier transfer": (
+        of_another(transfer="earlier"),
+        "0000-000001.safetensors is bucket 1 of sender 0, version 7, transfer earlier; expected bucket 1 of sender 0",
+    ),
+    "the bucket before": (
+        lambda path, spec: path.write_bytes((spec.folder / "0000-000000.safetensors").read_bytes()),
+        "0000-000001.safetensors is bucket 0 of sender 0, version 7",
+    ),
+    "another sender's": (of_another(sender=1), "0000-000001.safetensors is bucket 1 of sender 1, version 7"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_bucket_is_told(damage: str, tmp_path: Path) -> None:
+    spoil, problem = DAMAGES[damage]
+    taken: list[str] = []
+
+    def receiving(spec: TransportSpec) -> Any:
+        with pytest.raises(WeightSyncError) as error:
+            spec.receive(0, lambda tensors: taken.extend(name for name, _ in tensors))
+        return [str(error.value), taken]
+
+    # The bucket before it is still there.
+    found = transfer(tmp_path, [partial(spoiling_send, sender=0, spoil=spoil)], [receiving], max_unacknowledged=3)
+    reason, names = found["receiver 0"]
+    assert reason.startswith("receiver 0: 0000-000001.safetensors ")
+    assert problem in reason
+    assert found["sender 0"] == f"WeightSyncError: {reason}"
+    assert names == [f"weight {index}" for index in range(4)], "the loader gets nothing of it"
 
 
 def forgetful_send(spec: FolderTransfer, sender: int) -> None:
     """Leaves a tensor out of a bucket."""
 
-    def forget(content: dict[str, torch.Tensor], path: Path) -> None:
+    def forget(path: Path, label: BucketLabel, content: dict[str, torch.Tensor]) -> None:
         content = dict(content)
         content.popitem()
-        original(content, path)
+        original(path, label, content)
 
-    original, folder_module.save_file = folder_module.save_file, forget
+    original, folder_module.write_bucket = folder_module.write_bucket, forget
     spec.send([("one", torch.zeros(3)), ("two", torch.zeros(3))], sender, VERSION)
 
 
 def test_a_missing_tensor_is_told(tmp_path: Path) -> None:
     found = transfer(tmp_path, [partial(forgetful_send, sender=0)], all_receivers(1))
-    assert "sender 0 has sent {'buckets': 1, 'tensors': 2, 'version': 7}" in found["receiver 0"]
+    assert "sender 0 has sent {'buckets': 1, 'tensors': 2, 'bytes': 24, 'version': 7}" in found["receiver 0"]
 
 
 def test_another_version_is_told(tmp_path: Path) -> None:

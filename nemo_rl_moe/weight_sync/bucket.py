@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A bucket of a weight transfer: a safetensors file that says which one it is, with a checksum of each tensor.
+
+A receiver compares both before its loader gets a tensor. So bytes that were changed on the way, and a bucket of another
+transfer, place or version, are told with their names instead of being trained with.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, uint8
+
+from nemo_rl_moe.checksums import checksum_of
+from nemo_rl_moe.errors import WeightSyncError
+
+_LABEL, _CHECKSUMS = "label", "checksums"
+_MOST_NAMED = 3
+
+
+@dataclass(frozen=True)
+class BucketLabel:
+    """Identity of a bucket.
+
+    Attributes:
+        transfer: Name of the transfer, which no other has.
+        version: Optimizer steps of the weights.
+        sender: Trainer rank.
+        number: Among the sender's buckets, from 0.
+    """
+
+    transfer: str
+    version: int
+    sender: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"bucket {self.number} of sender {self.sender}, version {self.version}, transfer {self.transfer}"
+
+
+def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a bucket.
+
+    Args:
+        path: The file.
+        label: Its identity.
+        tensors: By name; contiguous, on the host, and no two in the same memory.
+
+    Raises:
+        OSError, SafetensorError: The file cannot be written.
+    """
+    checksums = {name: tensor_checksum(name, tensor) for name, tensor in tensors.items()}
+    save_file(dict(tensors), path, {_LABEL: json.dumps(asdict(label)), _CHECKSUMS: json.dumps(checksums)})
+
+
+@contextmanager
+def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a bucket, all of them as they were sent; valid until it is closed.
+
+    Raises:
+        WeightSyncError: It is not this bucket, or damaged; names it and its tensors.
+    """
+    try:
+        file = safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise WeightSyncError(f"{path.name} cannot be read: {error}") from error
+    with file:
+        try:
+            # Lists of names, dtypes and places lie in the header; the numbers are mapped, and read by the comparison.
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
+            found, expected = _read_metadata(file.metadata())
+        except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+            raise WeightSyncError(f"{path.name} cannot be read: {error}") from error
+        if found != label:
+            raise WeightSyncError(f"{path.name} is {found}; expected {label}")
+        damaged = [name for name, tensor in tensors.items() if tensor_checksum(name, tensor) != expected.get(name)]
+        damaged += [name for name in expected if name not in tensors]
+        if damaged:
+            more = f" and {len(damaged) - _MOST_NAMED} more" if len(damaged) > _MOST_NAMED else ""
+            names = ", ".join(damaged[:_MOST_NAMED])
+            raise WeightSyncError(f"{path.name} is damaged in {names}{more}: not what sender {label.sender} has sent")
+        yield tensors
+
+
+def tensor_checksum(name: str, tensor: Tensor) -> str:
+    """Checksum of a tensor's name, dtype, shape and bytes."""
+    header = f"{name} {tensor.dtype} {tuple(tensor.shape)} "
+    return checksum_of(header.encode(), tensor.flatten().view(uint8).numpy())
+
+
+def _read_metadata(metadata: Mapping[str, str] | None) -> tuple[BucketLabel, dict[str, Any]]:
+    if metadata is None:
+        raise ValueError("it has no label")
+    return BucketLabel(**json.loads(metadata[_LABEL])), dict(json.loads(metadata[_CHECKSUMS]))
