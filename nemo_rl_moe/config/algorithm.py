@@ -14,6 +14,7 @@ from typing import Any
 from nemo_rl_moe.config.checks_algorithms import DPO_RULES, GRPO_RULES
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_policy import RoleModelConfig
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
@@ -45,6 +46,8 @@ class Algorithm:
         updates_per_step: Optimizer steps of one step.
         needs_reference: Whether the workers keep the weights that the run began with.
         roles: Models beside the policy that have workers of their own, by the role's name; `cluster.roles` places them.
+        optional_places: Roles without a model of their own that `cluster.roles` may place, by the role's name with what
+            they are; those that it does not name share the policy's machines.
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
     """
@@ -60,6 +63,7 @@ class Algorithm:
     updates_per_step: Callable[[Any], int] = lambda config: 1
     needs_reference: Callable[[Any], bool] = lambda config: False
     roles: Callable[[Any], Mapping[str, RoleModelConfig]] = lambda config: {}
+    optional_places: Callable[[Any], Mapping[str, str]] = lambda config: {}
     responses_at_a_time: Callable[[Any], int] | None = None
     reference: str | None = None
 
@@ -97,6 +101,11 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
     return max(config.responses_per_step, validation)
 
 
+def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
+    """Generation engines with a copy of the weights: they may have machines of their own."""
+    return {} if config.policy.generation.backend == "megatron" else {GENERATION_ROLE: "generation engines"}
+
+
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
@@ -126,6 +135,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             resume_keys={"grpo.num_prompts_per_step": POSITION_IN_THE_DATA, "grpo.seed": ORDER_OF_THE_DATA},
             updates_per_step=lambda config: config.updates_per_step,
             needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
+            optional_places=places_of_engines,
             responses_at_a_time=grpo_responses_at_a_time,
         ),
     )

@@ -14,6 +14,7 @@ from nemo_rl_moe.config.checks_data import DATA_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 
 MEGATRON = "policy.megatron_cfg"
 Rule = Callable[[Any], Iterator[str]]
@@ -276,8 +277,12 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
     """Places of the algorithm's roles, and layouts that fit them."""
     algorithm = algorithm_of(config)
     roles = algorithm.roles(config)
-    for name in config.cluster.roles.keys() - roles.keys():
-        known = f"its roles: {', '.join(roles)}" if roles else "it has none beside the policy; set cluster.roles {}"
+    known_names = [*roles, *algorithm.optional_places(config)]
+    for name in sorted(config.cluster.roles.keys() - known_names):
+        if name == GENERATION_ROLE and algorithm.generates:
+            yield f"cluster.roles.{name}: policy.generation.backend megatron generates on the policy's own workers"
+            continue
+        known = f"its roles: {', '.join(known_names)}" if known_names else "it has none; set cluster.roles {}"
         yield f"cluster.roles.{name}: no role of the algorithm {algorithm.name}; {known}"
     for name, model in roles.items():
         if name not in config.cluster.roles:

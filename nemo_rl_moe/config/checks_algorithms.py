@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import gcd
 
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
@@ -208,6 +209,34 @@ def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[st
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
 
 
+def engines_fit_their_machines(config: GRPOMasterConfig) -> Iterator[str]:
+    """Engines of vLLM: whole ones on each machine, and places for all of them."""
+    if config.policy.generation.backend != "vllm":
+        return
+    chosen, key = config.policy.generation.vllm, "policy.generation.vllm"
+    has_own = GENERATION_ROLE in config.cluster.roles
+    place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
+    section = f"cluster.roles.{GENERATION_ROLE}" if has_own else "cluster"
+    size = chosen.tensor_parallel_size
+    if place.gpus_per_node == 0:
+        if size > 1:
+            yield f"{key}.tensor_parallel_size: got {size}, expected 1 on CPUs ({section}.gpus_per_node 0)"
+        if (place.gpus_per_node == 0) != (config.cluster.gpus_per_node == 0):
+            yield f"{section}.gpus_per_node: got 0, expected GPUs, as the policy has"
+        most = place.world_size if has_own else None
+    elif place.gpus_per_node % size:
+        nearest = _largest_divisor(place.gpus_per_node, size)
+        yield (
+            f"{key}.tensor_parallel_size: got {size}, expected a divisor of the {place.gpus_per_node} GPUs of a machine"
+            f" ({section}.gpus_per_node); nearest below: {nearest}"
+        )
+        return
+    else:
+        most = place.world_size // size
+    if most is not None and chosen.num_engines is not None and chosen.num_engines > most:
+        yield f"{key}.num_engines: got {chosen.num_engines}, expected at most {most}, for which {section} has places"
+
+
 def _largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, min(number, limit) + 1) if gcd(number, divisor) == divisor)
 
@@ -229,6 +258,7 @@ GRPO_RULES = (
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     leave_one_out_has_a_baseline,
+    engines_fit_their_machines,
 )
 
 

@@ -148,6 +148,10 @@ class LoggerConfig(StrictModel):
     """Read when `mlflow_enabled`."""
 
 
+GENERATION_ROLE = "generation"
+"""Role of generation engines that do not share the policy's machines."""
+
+
 class RolePlacementConfig(StrictModel):
     """Workers of one role beside the policy; what is left out is as for the policy."""
 
@@ -179,8 +183,9 @@ class ClusterConfig(StrictModel):
     """Interface of each machine, such as `eth1`, over which the workers of several machines talk; null: the one that
     gloo and NCCL choose."""
     roles: dict[str, RolePlacementConfig]
-    """Workers of models beside the policy, such as a teacher, by the role's name: `num_nodes`, `gpus_per_node` and
-    `cpu_workers_per_node` of each, those of the policy where left out; {}: the algorithm has no such role."""
+    """Workers of models beside the policy, such as a teacher, and engines of `generation` that are not to share the
+    policy's machines, by the role's name: `num_nodes`, `gpus_per_node` and `cpu_workers_per_node` of each, those of the
+    policy where left out; {}: none."""
 
     @property
     def workers_per_node(self) -> int:

@@ -32,6 +32,7 @@ class EngineSetup:
         tokenizer: Decodes tokens, for stop strings.
         policy: The trainer, for an engine that shares its weights.
         warn: Tells the user something.
+        own_cluster: Places of `cluster.roles.generation`, which are the engine's alone; None: it has none.
     """
 
     config: "GRPOMasterConfig"
@@ -41,6 +42,7 @@ class EngineSetup:
     tokenizer: Any
     policy: GeneratingPolicy
     warn: Callable[[str], None]
+    own_cluster: "RayCluster | None" = None
 
 
 EngineFactory = Callable[[EngineSetup], GenerationEngine]

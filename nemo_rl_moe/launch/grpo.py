@@ -15,6 +15,7 @@ from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerpr
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
@@ -121,7 +122,10 @@ def start_rollouts(
     """Starts the environment's workers and the generation engine for the rest of the run."""
     scorer = run.use(running_scorer(config, run.console))
     model, tokenizer = prepared.model, prepared.model.tokenizer
-    setup = EngineSetup(config, run.cluster, model.source, model.hf_config, tokenizer, policy, run.console.warn)
+    own_cluster = run.start_places(GENERATION_ROLE) if GENERATION_ROLE in config.cluster.roles else None
+    setup = EngineSetup(
+        config, run.cluster, model.source, model.hf_config, tokenizer, policy, run.console.warn, own_cluster
+    )
     return RolloutWorker(
         run.use(running_engine(prepared.make_engine, setup, run.console)),
         scorer,

@@ -181,6 +181,16 @@ class TrainingRun:
         """
         return self.use(running_role(role, self.config, self.cluster, self.console, model))
 
+    def start_places(self, role: str) -> RayCluster:
+        """Reserves the places of a role that has no model workers, until the run ends.
+
+        Raises:
+            ConfigurationError: There is no room for them.
+        """
+        place = RayCluster(self.config.cluster.place_of(role), beside=self.cluster)
+        self._opened.callback(place.shutdown)
+        return place
+
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Tells where the run begins, and what its settings come to. Writes nothing of the run's own.
 

@@ -32,29 +32,44 @@ POLL_S = 2.0
 
 @dataclass(frozen=True)
 class Placement:
-    """Places of engines on the machines and GPUs of the trainer, which sleeps while they generate and the reverse.
+    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own.
 
     Attributes:
-        cluster: The run's.
+        cluster: The run's, or that of the role `generation`.
         gpus_per_engine: GPUs of each engine, all of one machine; 0 on CPUs.
+        is_shared: They are the trainer's.
     """
 
     cluster: RayCluster
     gpus_per_engine: int
+    is_shared: bool = True
 
     @property
     def engines_per_machine(self) -> int:
-        """Engines that a machine has GPUs for; on CPUs one."""
-        return self.cluster.config.gpus_per_node // self.gpus_per_engine if self.gpus_per_engine else 1
+        """Engines that a machine has GPUs for; on CPUs one, or as many as it has workers where it is theirs."""
+        if self.gpus_per_engine:
+            return self.cluster.config.gpus_per_node // self.gpus_per_engine
+        return 1 if self.is_shared else self.cluster.config.workers_per_node
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that there are places for; on CPUs that are the trainer's, one."""
+        is_one = self.is_shared and not self.gpus_per_engine
+        return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
 
     def options(self, number: int) -> dict[str, Any]:
-        """Options of an engine's actor: on its machine, beside the trainer, which has Ray's places."""
+        """Options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what there is."""
         machine = number // self.engines_per_machine % self.cluster.config.num_nodes
         strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
-        return {"num_cpus": 0, "num_gpus": 0, "scheduling_strategy": strategy}
+        resources = {"num_cpus": 0, "num_gpus": 0}
+        if not self.is_shared:
+            resources = {"num_cpus": max(1, self.gpus_per_engine), "num_gpus": self.gpus_per_engine}
+        return {**resources, "scheduling_strategy": strategy}
 
     def gpus(self, number: int) -> tuple[int, ...]:
-        """GPUs of its machine that an engine uses."""
+        """GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
+        if not self.is_shared:
+            return ()
         first = number % self.engines_per_machine * self.gpus_per_engine
         return tuple(range(first, first + self.gpus_per_engine))
 
@@ -256,8 +271,8 @@ class VllmEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Frees the GPUs; on a CPU there is nothing to free."""
-        if self._settings.on_gpus and not self._is_asleep:
+        """Frees the GPUs that are the trainer's too; on a CPU there is nothing to free."""
+        if self._settings.on_gpus and self._placement.is_shared and not self._is_asleep:
             ray.get([engine.actor.sleep.remote() for engine in self._engines])
             self._is_asleep = True
 
@@ -317,7 +332,8 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     generation, cluster = config.policy.generation, config.cluster
     chosen = generation.vllm
     on_gpus = cluster.gpus_per_node > 0
-    placement = Placement(setup.cluster, chosen.tensor_parallel_size if on_gpus else 0)
+    gpus_per_engine = chosen.tensor_parallel_size if on_gpus else 0
+    placement = Placement(setup.own_cluster or setup.cluster, gpus_per_engine, is_shared=setup.own_cluster is None)
     policy = setup.policy
 
     def refit(engine: VllmEngine) -> None:
@@ -339,7 +355,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             cpu_cache_gib=chosen.cpu_cache_gib,
             num_threads=chosen.cpu_threads,
         ),
-        num_engines=chosen.num_engines or placement.engines_per_machine * (cluster.num_nodes if on_gpus else 1),
+        num_engines=chosen.num_engines or placement.num_engines,
         start_timeout_s=chosen.start_timeout_s,
         stall_timeout_s=chosen.stall_timeout_s,
         placement=placement,

@@ -37,7 +37,7 @@ class VllmSettings:
         gpu_memory_utilization: Share of a GPU's memory that weights and key-value cache may take.
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
-        gpus: GPUs of its machine that an engine uses, by number; empty on a CPU.
+        gpus: GPUs of its machine that an engine uses, by number; empty on a CPU, and where Ray has chosen them.
     """
 
     model_files: Mapping[str, bytes]
@@ -85,7 +85,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         if not settings.on_gpus:
             os.environ["OMP_NUM_THREADS"] = str(settings.num_threads)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.cpu_cache_gib))
-        else:
+        elif settings.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
         from vllm import EngineArgs, LLMEngine
 

@@ -228,5 +228,5 @@ def test_built_in_algorithms_have_no_roles(working_folder: Path) -> None:
     with pytest.raises(ConfigurationError) as caught:
         load_any_config("sft_tiny_moe.yaml", ["+cluster.roles.teacher={}"], check_paths=False)
     assert caught.value.problems == [
-        "cluster.roles.teacher: no role of the algorithm sft; it has none beside the policy; set cluster.roles {}"
+        "cluster.roles.teacher: no role of the algorithm sft; it has none; set cluster.roles {}"
     ]
