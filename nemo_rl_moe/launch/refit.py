@@ -37,7 +37,7 @@ def make_refit_check(
             engine.update_weights(transport, policy.weight_version)
 
     def explain() -> str:
-        if not isinstance(engine, VllmEngine):
+        if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1:  # a rank has parts of the outputs
             return ""
         with console.phase("comparing the engine's modules with those of transformers"):
             return disagreement(

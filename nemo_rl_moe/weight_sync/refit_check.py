@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import WeightSyncError
 
 FLOAT32_BOUND = 1e-4
 """Largest difference of two log-probs in float32, nats: right refits stay below 1.4e-5, faults begin at 3e-3."""
-SMALLEST_COARSE_BOUND = 0.1
+SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.1, 0.5
 COARSE_FACTOR = 10.0
 """In 16 bits, of the mean difference: right refits stay below 0.03 nats, engines with stale kernels are at 1.3."""
 
@@ -51,9 +51,9 @@ class Bound:
     nats: float
     of_the_mean: bool
 
-    def value(self, gap: "Gap") -> float:
-        """What is held against the bound."""
-        return gap.mean if self.of_the_mean else gap.largest
+    def holds(self, gap: "Gap") -> bool:
+        """True for scores that count as equal; never for some that are not finite."""
+        return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
         return f"{'a mean' if self.of_the_mean else 'at most'} {self.nats:.2g} nats"
@@ -78,6 +78,12 @@ def gap_between(found: Scores, expected: Scores) -> Gap:
     if not np.isfinite(difference).all():
         return Gap(np.inf, np.inf)
     return Gap(float(difference.max()), float(difference.mean()))
+
+
+def coarse_bound(first: Gap) -> Bound:
+    """The bound of a run in 16 bits, from the difference at its start."""
+    nats = float(np.clip(COARSE_FACTOR * first.mean, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
+    return Bound(nats, of_the_mean=True)
 
 
 def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
@@ -127,7 +133,7 @@ class RefitCheck:
         self._is_first = False
         gap = self.gap(engine)
         if self._bound is None:
-            self._bound = Bound(max(SMALLEST_COARSE_BOUND, COARSE_FACTOR * gap.mean), of_the_mean=True)
+            self._bound = coarse_bound(gap)
         return self._judged(engine, gap)
 
     def gap(self, engine: ScoringEngine) -> Gap:
@@ -140,13 +146,13 @@ class RefitCheck:
 
     def _judged(self, engine: ScoringEngine, gap: Gap) -> Gap:
         assert self._bound is not None  # set by the first refit
-        if self._bound.value(gap) <= self._bound.nats:
+        if self._bound.holds(gap):
             return gap
         self.num_failed += 1
         if self.refits_again:
             self.refit(False)
             again = self.gap(engine)
-            if self._bound.value(again) <= self._bound.nats:
+            if self._bound.holds(again):
                 return again
             gap = again
         raise WeightSyncError(
