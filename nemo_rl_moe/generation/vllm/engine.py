@@ -254,9 +254,14 @@ class VllmEngine:
         """Processes of the engines that are there."""
         return list(ray.get([engine.actor.process_id.remote() for engine in self._engines]))
 
-    def module_outputs(self, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Output of every module of the first engine for one sequence, by its name in the model."""
-        return dict(ray.get(self._engines[0].actor.module_outputs.remote(token_ids)))
+    def num_steps(self) -> int:
+        """Steps that the engines have made, also while they generate."""
+        calls = [engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote() for engine in self._engines]
+        return sum(ray.get(calls))
+
+    def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
+        """Output of every module of an engine for one sequence, by its name in the model; copy: as `score` counts."""
+        return dict(ray.get(self._engines[copy].actor.module_outputs.remote(token_ids)))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.

@@ -58,7 +58,7 @@ def check_of(
         0.7,
         lambda sequences: as_scores(sequences, 0.0),
         engine.refit,
-        lambda: "It is expert 3.",
+        lambda copy, sequence: f"It is expert 3 of copy {copy}, by {sequence}.",
         in_float32=in_float32,
         bound_nats=bound_nats,
         refits_again=refits_again,
@@ -68,9 +68,9 @@ def check_of(
 def test_the_gap_is_that_of_the_worst_token_and_of_all() -> None:
     found = [np.array([-1.0, -2.0]), np.array([-3.0])]
     expected = [np.array([-1.0, -2.5]), np.array([-2.9])]
-    gap = gap_between(found, expected)
-    assert gap.largest == pytest.approx(0.5)
-    assert gap.mean == pytest.approx(0.2)
+    gap = gap_between(found, expected, copy=3)
+    assert gap == Gap(pytest.approx(0.5), pytest.approx(0.2), sequence=0, copy=3)
+    assert gap_between(expected[::-1], found[::-1]).sequence == 1
 
 
 @pytest.mark.parametrize("wrong", [np.nan, -np.inf])
@@ -105,7 +105,8 @@ def test_in_float32_the_worst_copy_decides() -> None:
         check.after_refit(engine)
     assert str(error.value) == (
         "the generation engine does not compute with the trainer's weights: the log-probs of 2 sequences differ by"
-        " 0.00011 nats (mean 0.00011), expected at most 0.0001 nats (policy.generation.refit_check). It is expert 3."
+        " 0.00011 nats (mean 0.00011), expected at most 0.0001 nats (policy.generation.refit_check). It is expert 3"
+        " of copy 1, by [1, 2, 3]."
     )
     assert check.num_failed == 1
 
@@ -148,7 +149,7 @@ def test_in_sixteen_bits_the_first_refit_is_a_round_trip() -> None:
     ("arrives", "problem"),
     [
         ([0.012, 0.012], "copy 1 of the generation engine's weights does not follow a refit"),
-        ([1.0, 0.0120001], r"\(copy 1\) keeps something of earlier weights: .* It is expert 3\."),
+        ([1.0, 0.0120001], r"\(copy 1\) keeps something of earlier weights: .* It is expert 3 of copy 1"),
         ([1.0, 1.0], r"keeps something of earlier weights: .* differ by 0\.99 nats, expected 0\."),
     ],
 )
