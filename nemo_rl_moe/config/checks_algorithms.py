@@ -208,6 +208,35 @@ def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[st
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
 
 
+def engines_have_places(config: GRPOMasterConfig) -> Iterator[str]:
+    """GPUs of vLLM's engines: each engine on one machine, and no two on a GPU."""
+    engines, cluster = config.policy.generation.vllm, config.cluster
+    if config.policy.generation.backend != "vllm":
+        return
+    size, gpus = engines.tensor_parallel_size, cluster.gpus_per_node
+    if gpus == 0:
+        if size > 1:
+            yield (
+                f"policy.generation.vllm.tensor_parallel_size: got {size}, expected 1 on CPUs (cluster.gpus_per_node 0)"
+            )
+    elif gpus % size:
+        yield (
+            f"policy.generation.vllm.tensor_parallel_size: got {size}, expected a divisor of cluster.gpus_per_node"
+            f" {gpus}; nearest below: {_largest_divisor(gpus, size)}"
+        )
+    elif (engines.num_engines or 0) > (places := cluster.num_nodes * gpus // size):
+        yield (
+            f"policy.generation.vllm.num_engines: got {engines.num_engines}, expected at most {places}:"
+            f" cluster.num_nodes {cluster.num_nodes} x cluster.gpus_per_node {gpus} /"
+            f" policy.generation.vllm.tensor_parallel_size {size}"
+        )
+    if engines.expert_parallel and size == 1:
+        yield (
+            "policy.generation.vllm.expert_parallel: got true, expected false with"
+            " policy.generation.vllm.tensor_parallel_size 1: there is nobody to divide experts with"
+        )
+
+
 def _largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, min(number, limit) + 1) if gcd(number, divisor) == divisor)
 
@@ -229,6 +258,7 @@ GRPO_RULES = (
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     leave_one_out_has_a_baseline,
+    engines_have_places,
 )
 
 

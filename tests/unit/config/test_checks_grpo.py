@@ -18,7 +18,34 @@ LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 ESTIMATOR = "grpo.adv_estimator.name"
 GSPO = "loss_fn.sequence_level_importance_ratios"
 ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
+VLLM = "policy.generation.vllm"
+ON_GPUS = (
+    *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
+    "policy.train_micro_batch_size=16",
+)
 BROKEN = [
+    (
+        ("policy.generation.backend=vllm", f"{VLLM}.tensor_parallel_size=2"),
+        "engines_have_places",
+        f"{VLLM}.tensor_parallel_size: got 2, expected 1 on CPUs (cluster.gpus_per_node 0)",
+    ),
+    (
+        (*ON_GPUS, f"{VLLM}.tensor_parallel_size=3"),
+        "engines_have_places",
+        f"{VLLM}.tensor_parallel_size: got 3, expected a divisor of cluster.gpus_per_node 4; nearest below: 2",
+    ),
+    (
+        (*ON_GPUS, f"{VLLM}.tensor_parallel_size=2", f"{VLLM}.num_engines=5"),
+        "engines_have_places",
+        f"{VLLM}.num_engines: got 5, expected at most 4: cluster.num_nodes 2 x cluster.gpus_per_node 4 /"
+        f" {VLLM}.tensor_parallel_size 2",
+    ),
+    (
+        ("policy.generation.backend=vllm", f"{VLLM}.expert_parallel=true"),
+        "engines_have_places",
+        f"{VLLM}.expert_parallel: got true, expected false with {VLLM}.tensor_parallel_size 1: there is nobody to"
+        " divide experts with",
+    ),
     (
         ("grpo.num_prompts_per_step=15",),
         "step_is_whole_updates",
