@@ -108,7 +108,7 @@ drills: $(STAMP) ## runs struck N times in all, in every phase, that must equal 
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 test-vllm: $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
-	@$(PYTEST) tests/functional/test_vllm.py -m "vllm" $(PYTEST_ARGUMENTS)
+	@$(PYTEST) tests/functional -m vllm $(PYTEST_ARGUMENTS)
 
 # Not --quiet: a strict build counts the warnings that are shown.
 docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked

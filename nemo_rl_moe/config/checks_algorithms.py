@@ -209,32 +209,40 @@ def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[st
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
 
 
-def engines_fit_their_machines(config: GRPOMasterConfig) -> Iterator[str]:
-    """Engines of vLLM: whole ones on each machine, and places for all of them."""
+def engines_have_places(config: GRPOMasterConfig) -> Iterator[str]:
+    """GPUs of vLLM's engines: each engine on one machine, and no two on a GPU."""
     if config.policy.generation.backend != "vllm":
         return
-    chosen, key = config.policy.generation.vllm, "policy.generation.vllm"
+    engines, key = config.policy.generation.vllm, "policy.generation.vllm"
     has_own = GENERATION_ROLE in config.cluster.roles
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
     section = f"cluster.roles.{GENERATION_ROLE}" if has_own else "cluster"
-    size = chosen.tensor_parallel_size
-    if place.gpus_per_node == 0:
+    size, gpus = engines.tensor_parallel_size, place.gpus_per_node
+    if gpus == 0:
         if size > 1:
             yield f"{key}.tensor_parallel_size: got {size}, expected 1 on CPUs ({section}.gpus_per_node 0)"
-        if (place.gpus_per_node == 0) != (config.cluster.gpus_per_node == 0):
+        if config.cluster.gpus_per_node:
             yield f"{section}.gpus_per_node: got 0, expected GPUs, as the policy has"
-        most = place.world_size if has_own else None
-    elif place.gpus_per_node % size:
-        nearest = _largest_divisor(place.gpus_per_node, size)
+        elif has_own and (engines.num_engines or 0) > place.world_size:
+            yield (
+                f"{key}.num_engines: got {engines.num_engines}, expected at most {place.world_size}:"
+                f" {section}.num_nodes {place.num_nodes} x {section}.cpu_workers_per_node {place.workers_per_node}"
+            )
+    elif gpus % size:
         yield (
-            f"{key}.tensor_parallel_size: got {size}, expected a divisor of the {place.gpus_per_node} GPUs of a machine"
-            f" ({section}.gpus_per_node); nearest below: {nearest}"
+            f"{key}.tensor_parallel_size: got {size}, expected a divisor of {section}.gpus_per_node {gpus}; nearest"
+            f" below: {_largest_divisor(gpus, size)}"
         )
-        return
-    else:
-        most = place.world_size // size
-    if most is not None and chosen.num_engines is not None and chosen.num_engines > most:
-        yield f"{key}.num_engines: got {chosen.num_engines}, expected at most {most}, for which {section} has places"
+    elif (engines.num_engines or 0) > (places := place.num_nodes * gpus // size):
+        yield (
+            f"{key}.num_engines: got {engines.num_engines}, expected at most {places}: {section}.num_nodes"
+            f" {place.num_nodes} x {section}.gpus_per_node {gpus} / {key}.tensor_parallel_size {size}"
+        )
+    if engines.expert_parallel and size == 1:
+        yield (
+            f"{key}.expert_parallel: got true, expected false with {key}.tensor_parallel_size 1: there is nobody to"
+            " divide experts with"
+        )
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -258,7 +266,7 @@ GRPO_RULES = (
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     leave_one_out_has_a_baseline,
-    engines_fit_their_machines,
+    engines_have_places,
 )
 
 

@@ -160,8 +160,8 @@ class RefitCheckConfig(StrictModel):
     num_tokens: Annotated[int, Field(ge=2)]
     """Tokens of each."""
     max_logprob_gap: PositiveFloat | None
-    """Largest difference of a token's log-probabilities that is taken for rounding, in nats; null: 1e-4 in float32, in
-    other formats twice the largest one of two refits with the weights of the start."""
+    """Largest difference of a token's log-probabilities that is taken for rounding, in nats; null: 1e-4 in float32; in
+    other formats their mean may be ten times that of the start, at least 0.1 and at most 0.5."""
     on_failure: Literal["stop", "refit"]
     """stop: end the run; refit: send the weights once more, and end it when that does not help."""
 

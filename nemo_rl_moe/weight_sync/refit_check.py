@@ -11,7 +11,7 @@ then the first ones again, and must compute what it computed before, to the bit.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -22,7 +22,7 @@ from nemo_rl_moe.errors import WeightSyncError
 
 FLOAT32_BOUND = 1e-4
 """Largest difference of two log-probs in float32, nats: right refits stay below 1.4e-5, faults begin at 3e-3."""
-SMALLEST_COARSE_BOUND = 0.1
+SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.1, 0.5
 COARSE_FACTOR = 10.0
 """In 16 bits, of the mean difference: right refits stay below 0.03 nats, engines with stale kernels are at 1.3."""
 
@@ -51,9 +51,9 @@ class Bound:
     nats: float
     of_the_mean: bool
 
-    def value(self, gap: "Gap") -> float:
-        """What is held against the bound."""
-        return gap.mean if self.of_the_mean else gap.largest
+    def holds(self, gap: "Gap") -> bool:
+        """True for scores that count as equal; never for some that are not finite."""
+        return bool(np.isfinite(gap.largest)) and (gap.mean if self.of_the_mean else gap.largest) <= self.nats
 
     def __str__(self) -> str:
         return f"{'a mean' if self.of_the_mean else 'at most'} {self.nats:.2g} nats"
@@ -66,18 +66,29 @@ class Gap:
     Attributes:
         largest: Of one token; infinite where a score is not finite.
         mean: Over all tokens.
+        sequence: Number of the sequence that has the largest.
+        copy: Number of the copy of the weights that has it.
     """
 
     largest: float
     mean: float
+    sequence: int = 0
+    copy: int = 0
 
 
-def gap_between(found: Scores, expected: Scores) -> Gap:
-    """Difference of the log-probs of all tokens."""
-    difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
-    if not np.isfinite(difference).all():
-        return Gap(np.inf, np.inf)
-    return Gap(float(difference.max()), float(difference.mean()))
+def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
+    """Difference of the log-probs of all tokens; copy: that of `found`."""
+    differences = [np.abs(one.astype(np.float64) - other) for one, other in zip(found, expected, strict=True)]
+    largest = [float(each.max()) if np.isfinite(each).all() else np.inf for each in differences]
+    sequence = int(np.argmax(largest))
+    mean = float(np.concatenate(differences).mean()) if np.isfinite(largest).all() else np.inf
+    return Gap(largest[sequence], mean, sequence, copy)
+
+
+def coarse_bound(first: Gap) -> Bound:
+    """The bound of a run in 16 bits, from the difference at its start."""
+    nats = float(np.clip(COARSE_FACTOR * first.mean, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
+    return Bound(nats, of_the_mean=True)
 
 
 def probe_sequences(count: int, length: int, vocabulary_size: int) -> list[list[int]]:
@@ -95,7 +106,7 @@ class RefitCheck:
         temperature: Of both scorings.
         trainer_scores: Scores of the trainer's weights as they are.
         refit: Sends the trainer's weights; with True, others that are certain to differ in every tensor.
-        explain: Names the tensors that disagree, when the check has failed.
+        explain: Names the tensors that disagree, when the check has failed: of a copy, by a sequence.
         in_float32: Number format of the engine's weights and of the trainer's.
         bound_nats: The user's bound of the largest difference; None: this check's own.
         refits_again: Send the weights once more before giving up.
@@ -105,7 +116,7 @@ class RefitCheck:
     temperature: float
     trainer_scores: Callable[[Sequence[Sequence[int]]], Scores]
     refit: Callable[[bool], object]
-    explain: Callable[[], str]
+    explain: Callable[[int, Sequence[int]], str]
     in_float32: bool
     bound_nats: float | None
     refits_again: bool
@@ -127,7 +138,7 @@ class RefitCheck:
         self._is_first = False
         gap = self.gap(engine)
         if self._bound is None:
-            self._bound = Bound(max(SMALLEST_COARSE_BOUND, COARSE_FACTOR * gap.mean), of_the_mean=True)
+            self._bound = coarse_bound(gap)
         return self._judged(engine, gap)
 
     def gap(self, engine: ScoringEngine) -> Gap:
@@ -135,24 +146,25 @@ class RefitCheck:
         with ThreadPoolExecutor(1) as pool:
             theirs = pool.submit(engine.score, self.sequences, self.temperature)
             expected = self.trainer_scores(self.sequences)
-            gaps = [gap_between(found, expected) for found in theirs.result()]
-        return Gap(max(gap.largest for gap in gaps), max(gap.mean for gap in gaps))
+            gaps = [gap_between(found, expected, copy) for copy, found in enumerate(theirs.result())]
+        worst = max(gaps, key=lambda gap: gap.largest)
+        return replace(worst, mean=max(gap.mean for gap in gaps))
 
     def _judged(self, engine: ScoringEngine, gap: Gap) -> Gap:
         assert self._bound is not None  # set by the first refit
-        if self._bound.value(gap) <= self._bound.nats:
+        if self._bound.holds(gap):
             return gap
         self.num_failed += 1
         if self.refits_again:
             self.refit(False)
             again = self.gap(engine)
-            if self._bound.value(again) <= self._bound.nats:
+            if self._bound.holds(again):
                 return again
             gap = again
         raise WeightSyncError(
             f"the generation engine does not compute with the trainer's weights: the log-probs of"
             f" {len(self.sequences)} sequences differ by {gap.largest:.2g} nats (mean {gap.mean:.2g}), expected"
-            f" {self._bound} (policy.generation.refit_check). {self.explain()}"
+            f" {self._bound} (policy.generation.refit_check). {self._explained(gap)}"
         )
 
     def _make_round_trip(self, engine: ScoringEngine) -> None:
@@ -165,12 +177,15 @@ class RefitCheck:
             if gap_between(before, between).mean < SMALLEST_COARSE_BOUND / 10:
                 raise WeightSyncError(f"copy {copy} of the generation engine's weights does not follow a refit")
             if not all(np.array_equal(old, new) for old, new in zip(before, after, strict=True)):
-                gap = gap_between(before, after)
+                gap = gap_between(after, before, copy)
                 raise WeightSyncError(
                     f"the generation engine (copy {copy}) keeps something of earlier weights: after other weights and"
                     f" the first ones again its log-probs differ by {gap.largest:.2g} nats, expected 0."
-                    f" {self.explain()}"
+                    f" {self._explained(gap)}"
                 )
+
+    def _explained(self, gap: Gap) -> str:
+        return self.explain(gap.copy, self.sequences[gap.sequence])
 
 
 def first_disagreement(

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from nemo_rl_moe.distributed.cluster import RayCluster
 from tests.functional import shared_ray
+from tests.support.clusters import cluster_config
 
 # Files in their order; others come last. Those with a Ray of their own first, and among each kind the longest first:
 # two files run at a time, and the end of all is the end of the longest one that began late.
@@ -42,6 +44,16 @@ def ray_of_the_file(request: pytest.FixtureRequest) -> None:
         shared_ray.start_shared_ray()
     else:
         shared_ray.end_shared_ray()
+
+
+@pytest.fixture(scope="module")
+def vllm_cluster() -> Iterator[RayCluster]:
+    """A Ray of its own for engines."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        cluster = RayCluster(cluster_config(1, 0, 2))
+        yield cluster
+        cluster.shutdown()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,22 +4,38 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.vllm.diagnosis import disagreement
 from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
-from nemo_rl_moe.generation.vllm.worker import VllmSettings
+from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY, FolderTransport
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 VOCABULARY_SIZE = 64
+PROMPT = (3, 4, 5, 6)
+FREE = SamplingParameters(max_new_tokens=16)
 Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 
@@ -128,3 +144,54 @@ def start_engine(cluster: RayCluster, trainer: Trainer, **changes: Any) -> VllmE
     for name, value in changes.items():
         (settings if name in settings else further)[name] = value
     return VllmEngine(VllmSettings(**settings), placement=Placement(cluster, 0), refit=trainer.refit, **further)
+
+
+def requests(count: int, sampling: SamplingParameters = FREE) -> list[GenerationRequest]:
+    """Requests with seeds of their own, larger than a signed number of 64 bits."""
+    return [GenerationRequest((*PROMPT, 7 + index % 5), 2**63 + index, sampling) for index in range(count)]
+
+
+def generated(engine: VllmEngine, asked: list[GenerationRequest]) -> list[GeneratedSequence]:
+    """The answers in the order of the requests, each of which has one."""
+    found = list(engine.generate(asked))
+    assert sorted(index for index, _ in found) == list(range(len(asked))), "each once"
+    return [sequence for _, sequence in sorted(found, key=lambda pair: pair[0])]
+
+
+def check_of(engine: VllmEngine, trainer: Trainer, **changes: object) -> RefitCheck:
+    sequences = probe_sequences(4, 24, VOCABULARY_SIZE)
+    check = RefitCheck(
+        sequences,
+        1.0,
+        trainer.scores,
+        lambda altered: trainer.refit(engine, altered=altered),
+        lambda copy, sequence: disagreement(
+            partial(engine.module_outputs, copy), trainer.save_to, sequence, in_float32=True, topk=2
+        ),
+        in_float32=True,
+        bound_nats=None,
+        refits_again=False,
+    )
+    return replace(check, **changes)
+
+
+def worker_that_keeps_kernels() -> type[VllmWorker]:
+    """A worker whose kernels stay packed when weights arrive; travels to its process by value."""
+
+    class Forgetful(VllmWorker):
+        def start(self) -> str | None:
+            from nemo_rl_moe.generation.vllm import releases
+
+            releases.forget_packed_experts = lambda model: None
+            return super().start()
+
+    return Forgetful
+
+
+def letters_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of the model's vocabulary: letters, digits, a blank, and one token of two letters."""
+    pieces = [*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789", "\u0120", "ab"]
+    assert len(pieces) == VOCABULARY_SIZE
+    tokenizer = Tokenizer(BPE({piece: index for index, piece in enumerate(pieces)}, [("a", "b")]))
+    tokenizer.decoder = ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -81,7 +81,6 @@ class _Engine:
     Attributes:
         number: From 0.
         actor: Handle of the `VllmWorker`.
-        requests: Those that it has been given and not answered, by number.
         results: Its stream of answers; None while it has nothing to do.
         progress: Its steps when it was last asked.
         since: When they last grew.
@@ -89,7 +88,6 @@ class _Engine:
 
     number: int
     actor: Any
-    requests: dict[int, GenerationRequest] = field(default_factory=dict)
     results: Any = None
     progress: int = -1
     since: float = 0.0
@@ -113,6 +111,7 @@ class VllmEngine:
 
     Attributes:
         dtype: Number format of the weights.
+        ranks_per_engine: Processes that share the weights of an engine.
 
     Raises:
         GenerationError: An engine does not start.
@@ -132,6 +131,7 @@ class VllmEngine:
         warn: Callable[[str], None],
     ):
         self.dtype = settings.dtype
+        self.ranks_per_engine = settings.tensor_parallel_size
         self._settings = settings
         self._num_engines = num_engines
         self._start_timeout_s = start_timeout_s
@@ -220,27 +220,63 @@ class VllmEngine:
         self._engines.remove(engine)
         _end(engine)
         left = len(self._engines)
-        others = f"the other {left} take over what it had" if left else "engines are started anew"
+        if engine.results is None:
+            others = "another one takes its place"
+        else:
+            others = f"the other {left} take over what it had" if left else "engines are started anew"
         self._warn(f"vLLM engine {engine.number} {reason}; {others}")
+
+    def _give_up_the_dead(self) -> None:
+        """Gives up engines that have died, or do not answer, since they last generated."""
+        questions = {
+            engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote(): engine for engine in self._engines
+        }
+        if not questions:
+            return
+        _, late = ray.wait(list(questions), num_returns=len(questions), timeout=self._stall_timeout_s)
+        for question, engine in questions.items():
+            try:
+                if question not in late:
+                    ray.get(question)
+                    continue
+                reason = f"has not answered for {self._stall_timeout_s:g} s"
+            except RayError as error:
+                reason = _reason(error)
+            self._give_up(engine, reason)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
         """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
 
+        An engine that dies meanwhile is replaced, once; the others score again beside the new one.
+
         Raises:
-            GenerationError: An engine failed.
+            GenerationError: Engines fail again and again.
         """
-        try:
-            return list(ray.get([engine.actor.score.remote(sequences, temperature) for engine in self._engines]))
-        except RayError as error:
-            raise GenerationError(f"a vLLM engine {_reason(error)} while it scored") from error
+        for _ in range(2):
+            calls = [(engine, engine.actor.score.remote(sequences, temperature)) for engine in self._engines]
+            scores, num_before = [], len(calls)
+            for engine, call in calls:
+                try:
+                    scores.append(ray.get(call))
+                except RayError as error:
+                    self._give_up(engine, _reason(error))
+            if scores and len(scores) == num_before:
+                return scores
+            self._refit(self)
+        raise GenerationError("vLLM's engines fail again and again while they score; the last reason is told above")
 
     def process_ids(self) -> list[int]:
         """Processes of the engines that are there."""
         return list(ray.get([engine.actor.process_id.remote() for engine in self._engines]))
 
-    def module_outputs(self, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
-        """Output of every module of the first engine for one sequence, by its name in the model."""
-        return dict(ray.get(self._engines[0].actor.module_outputs.remote(token_ids)))
+    def num_steps(self) -> int:
+        """Steps that the engines have made, also while they generate."""
+        calls = [engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote() for engine in self._engines]
+        return sum(ray.get(calls))
+
+    def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
+        """Output of every module of an engine for one sequence, by its name in the model; copy: as `score` counts."""
+        return dict(ray.get(self._engines[copy].actor.module_outputs.remote(token_ids)))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.
@@ -250,9 +286,10 @@ class VllmEngine:
             GenerationError: An engine does not start.
         """
         self._version = None
+        self._give_up_the_dead()
         self._start_missing()
         self._wake("weights")
-        ranks = self._settings.tensor_parallel_size
+        ranks = self.ranks_per_engine
         spec = transport.open(num_receivers=ranks * len(self._engines), version=version)
         calls = [engine.actor.receive.remote(spec, number * ranks) for number, engine in enumerate(self._engines)]
         try:

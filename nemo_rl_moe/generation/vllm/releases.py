@@ -22,13 +22,17 @@ SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
 """Beginnings of the releases that are known to take weights in place."""
 
 CPU_ENVIRONMENT = {
-    # The engine's core in the actor's own process: its model is there to be refitted.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
     # Threads are the actor's: binding them to cores would put every engine of a machine on the same ones.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    # The engine's core in the actor's own process: one in another takes no functions to call on its workers.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 def installed_release() -> tuple[str, str] | None:

@@ -18,40 +18,53 @@ LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 ESTIMATOR = "grpo.adv_estimator.name"
 GSPO = "loss_fn.sequence_level_importance_ratios"
 ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
-VLLM = "policy.generation.backend=vllm"
-SIZE, COUNT = "policy.generation.vllm.tensor_parallel_size", "policy.generation.vllm.num_engines"
-GPUS, MICRO = "cluster.gpus_per_node=8", "policy.train_micro_batch_size=16"
-OWN_GPUS = "+cluster.roles.generation={gpus_per_node: 4}"
+VLLM = "policy.generation.vllm"
+ON_GPUS = (
+    *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
+    "policy.train_micro_batch_size=16",
+)
 BROKEN = [
     (
-        (VLLM, f"{SIZE}=2"),
-        "engines_fit_their_machines",
-        f"{SIZE}: got 2, expected 1 on CPUs (cluster.gpus_per_node 0)",
+        ("policy.generation.backend=vllm", f"{VLLM}.tensor_parallel_size=2"),
+        "engines_have_places",
+        f"{VLLM}.tensor_parallel_size: got 2, expected 1 on CPUs (cluster.gpus_per_node 0)",
     ),
     (
-        (VLLM, GPUS, MICRO, f"{SIZE}=3"),
-        "engines_fit_their_machines",
-        f"{SIZE}: got 3, expected a divisor of the 8 GPUs of a machine (cluster.gpus_per_node); nearest below: 2",
+        (*ON_GPUS, f"{VLLM}.tensor_parallel_size=3"),
+        "engines_have_places",
+        f"{VLLM}.tensor_parallel_size: got 3, expected a divisor of cluster.gpus_per_node 4; nearest below: 2",
     ),
     (
-        (VLLM, GPUS, MICRO, f"{SIZE}=4", f"{COUNT}=3"),
-        "engines_fit_their_machines",
-        f"{COUNT}: got 3, expected at most 2, for which cluster has places",
+        (*ON_GPUS, f"{VLLM}.tensor_parallel_size=2", f"{VLLM}.num_engines=5"),
+        "engines_have_places",
+        f"{VLLM}.num_engines: got 5, expected at most 4: cluster.num_nodes 2 x cluster.gpus_per_node 4 /"
+        f" {VLLM}.tensor_parallel_size 2",
     ),
     (
-        (VLLM, GPUS, MICRO, OWN_GPUS, f"{SIZE}=8"),
-        "engines_fit_their_machines",
-        f"{SIZE}: got 8, expected a divisor of the 4 GPUs of a machine (cluster.roles.generation.gpus_per_node);"
-        " nearest below: 4",
+        ("policy.generation.backend=vllm", f"{VLLM}.expert_parallel=true"),
+        "engines_have_places",
+        f"{VLLM}.expert_parallel: got true, expected false with {VLLM}.tensor_parallel_size 1: there is nobody to"
+        " divide experts with",
     ),
     (
-        (VLLM, "+cluster.roles.generation={cpu_workers_per_node: 2}", f"{COUNT}=3"),
-        "engines_fit_their_machines",
-        f"{COUNT}: got 3, expected at most 2, for which cluster.roles.generation has places",
+        (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 2}", f"{VLLM}.tensor_parallel_size=4"),
+        "engines_have_places",
+        f"{VLLM}.tensor_parallel_size: got 4, expected a divisor of cluster.roles.generation.gpus_per_node 2; nearest"
+        " below: 2",
     ),
     (
-        (VLLM, GPUS, MICRO, "+cluster.roles.generation={gpus_per_node: 0}"),
-        "engines_fit_their_machines",
+        (
+            "policy.generation.backend=vllm",
+            "+cluster.roles.generation={cpu_workers_per_node: 2}",
+            f"{VLLM}.num_engines=3",
+        ),
+        "engines_have_places",
+        f"{VLLM}.num_engines: got 3, expected at most 2: cluster.roles.generation.num_nodes 1 x"
+        " cluster.roles.generation.cpu_workers_per_node 2",
+    ),
+    (
+        (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 0}"),
+        "engines_have_places",
         "cluster.roles.generation.gpus_per_node: got 0, expected GPUs, as the policy has",
     ),
     (

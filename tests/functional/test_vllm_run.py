@@ -1,0 +1,132 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO runs with rollouts by vLLM, as a user starts them: one left alone, and two that are harmed and equal it."""
+
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.generation.vllm.releases import installed_release
+from nemo_rl_moe.run_folder.metrics import read_metrics
+from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
+from tests.functional import grpo_runs, run_kills, sft_runs
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
+]
+
+NUM_STEPS = 4
+LIMIT_S = 400.0
+MARK = "MARK_OF_THE_KILLED_ENGINE"
+ENGINE_TITLE = "ray::VllmWorker"
+
+
+def reward_that_kills_the_engine(item: ScoringItem) -> float:
+    """How many characters are digits; where a run has the variable `MARK`, the first response costs its engine."""
+    mark = os.environ.get(MARK)
+    if mark and not Path(mark).exists():
+        Path(mark).touch()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error, ProcessLookupError):
+                if run_kills.title_of(process).startswith(ENGINE_TITLE) and process.environ().get(MARK) == mark:
+                    os.kill(process.pid, signal.SIGKILL)
+    return grpo_runs.share_of_digits(item)
+
+
+def command(folder: Path, data: Path) -> list[str]:
+    """A run of some seconds a step that writes below `folder`."""
+    overrides = grpo_runs.settings(
+        folder,
+        data,
+        grpo__max_num_steps=NUM_STEPS,
+        policy__megatron_cfg__optimizer__lr=1e-3,
+        checkpointing__checkpoint_dir=folder / "checkpoints",
+        checkpointing__save_period=1,
+        env__name="callable",
+        env__callable={"function": f"{__name__}:{reward_that_kills_the_engine.__name__}"},
+        **sft_runs.only_jsonl(),
+    )
+    script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
+    return [sys.executable, str(script), "--config", "grpo_tiny_moe_vllm.yaml", *overrides]
+
+
+def run_to_its_end(folder: Path, data: Path, environment: dict[str, str] | None = None) -> str:
+    """What it has printed; nothing of it is left."""
+    with run_kills.running(command(folder, data), folder, environment) as run:
+        assert run.wait_for_end(LIMIT_S) == 0, run.printed + run.errors
+        run.wait_until_nothing_runs(20.0)
+        assert not leftovers(run)
+        return run.printed + run.errors
+
+
+def leftovers(run: run_kills.Run) -> list[Path]:
+    """Folders of transfers in shared memory that are the run's."""
+    folders = SHARED_MEMORY.glob("nemo_rl_moe-weights-*")
+    return [folder for folder in folders if int(folder.name.split("-")[-2]) in run.process_ids]
+
+
+def untimed(folder: Path) -> dict[int, dict[str, Any]]:
+    """Every step's metrics but for how long things took."""
+    records = read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")
+    steps = {
+        each.step: {key: value for key, value in each.metrics.items() if not key.startswith("timing/")}
+        for each in records
+    }
+    assert len(steps) == len(records), "no step twice"
+    return steps
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return grpo_runs.make_prompts(tmp_path_factory.mktemp("prompts"), 40)
+
+
+@pytest.fixture(scope="module")
+def unharmed(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("unharmed")
+    run_to_its_end(folder, data)
+    return folder
+
+
+def test_the_metrics_say_that_the_weights_arrive(unharmed: Path) -> None:
+    steps = untimed(unharmed)
+    assert sorted(steps) == list(range(NUM_STEPS + 1))
+    for step in range(1, NUM_STEPS + 1):
+        metrics = steps[step]
+        assert 0 <= metrics["train/refit/logprob_gap"] < 2e-5
+        assert metrics["train/refit/checks_failed"] == 0
+        assert metrics["train/refit/bytes"] > 10**5
+        assert metrics["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
+    assert len({steps[step]["train/loss"] for step in range(1, NUM_STEPS + 1)}) == NUM_STEPS
+
+
+def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(unharmed: Path, data: Path, tmp_path: Path) -> None:
+    with run_kills.running(command(tmp_path, data), tmp_path) as run:
+        run.wait_for_text("step 2/", LIMIT_S)
+        for process in run.family():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        run.wait_until_nothing_runs(30.0)
+        killed = run
+    printed = run_to_its_end(tmp_path, data)
+    assert "going on from " in printed
+    assert not leftovers(killed), "the run that goes on has removed them"
+    assert untimed(tmp_path) == untimed(unharmed)
+
+
+def test_a_run_outlives_its_engine_and_counts_nothing_twice(unharmed: Path, data: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "killed"
+    printed = run_to_its_end(tmp_path, data, {MARK: str(mark)})
+    assert mark.exists()
+    assert "vLLM engine 0 died; " in printed
+    assert untimed(tmp_path) == untimed(unharmed)

