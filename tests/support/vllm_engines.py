@@ -48,15 +48,16 @@ class Trainer:
 
     Args:
         folder: Gets a tiny Qwen3-MoE with random weights, large enough for its experts to matter.
+        expert_size: Width of an expert; vLLM pads one that is no multiple of 32.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, expert_size: int = 24):
         self.folder = folder
         config = Qwen3MoeConfig(
             vocab_size=VOCABULARY_SIZE,
             hidden_size=32,
             intermediate_size=48,
-            moe_intermediate_size=24,
+            moe_intermediate_size=expert_size,
             num_hidden_layers=3,
             num_attention_heads=2,
             num_key_value_heads=1,

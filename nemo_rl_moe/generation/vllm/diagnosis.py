@@ -90,11 +90,12 @@ def disagreement(
         return "Every module that engine and transformers have in common computes the same; the output layer differs."
     name, wrong = first
     experts = ""
-    router = next((shared[each] for each in (f"{name}.gate", f"{name}.router") if each in shared), None)
+    block = name.removesuffix(".experts")
+    router = next((shared[each] for each in (f"{block}.gate", f"{block}.router") if each in shared), None)
     if router is not None and topk:
         routes = np.argsort(-router, axis=1)[:, :topk]
         if guilty := list(guilty_experts(routes, wrong, len(token_ids))):
-            experts = f", in its experts {', '.join(map(str, guilty))}"
+            experts = f", expert{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}"
     return (
         f"The first module that computes something else is {name}{experts} ({len(wrong)} of {len(token_ids)} tokens):"
         f" its weights, or those of the norm before it, are not the trainer's."

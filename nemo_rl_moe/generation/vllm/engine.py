@@ -157,7 +157,6 @@ class VllmEngine:
         lives = 2 * self._num_engines
         while waiting:
             if self._version is None or not self._engines:
-                self._start_missing()
                 self._refit(self)
             num_before = len(self._engines)
             yield from self._answers(waiting)
