@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 
-from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.errors import GenerationError, WeightSyncError
 
 FLOAT32_BOUND = 1e-4
 """Largest difference of two log-probs in float32, nats: right refits stay below 1.4e-5, faults begin at 3e-3."""
@@ -142,11 +142,20 @@ class RefitCheck:
         return self._judged(engine, gap)
 
     def gap(self, engine: ScoringEngine) -> Gap:
-        """The largest difference of any copy of the weights from the trainer's, scored at the same time."""
+        """The largest difference of any copy of the weights from the trainer's, scored at the same time.
+
+        Raises:
+            GenerationError: Engines die while they score, also the one that replaced another.
+        """
         with ThreadPoolExecutor(1) as pool:
             theirs = pool.submit(engine.score, self.sequences, self.temperature)
             expected = self.trainer_scores(self.sequences)
-            gaps = [gap_between(found, expected, copy) for copy, found in enumerate(theirs.result())]
+            try:
+                scores = theirs.result()
+            except GenerationError:  # a copy of the weights is lost; the refit makes another one
+                self.refit(False)
+                scores = engine.score(self.sequences, self.temperature)
+        gaps = [gap_between(found, expected, copy) for copy, found in enumerate(scores)]
         worst = max(gaps, key=lambda gap: gap.largest)
         return replace(worst, mean=max(gap.mean for gap in gaps))
 

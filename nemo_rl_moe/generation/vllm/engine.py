@@ -246,23 +246,21 @@ class VllmEngine:
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
         """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
 
-        An engine that dies meanwhile is replaced, once; the others score again beside the new one.
-
         Raises:
-            GenerationError: Engines fail again and again.
+            GenerationError: An engine died; another one takes its place with the next weights.
         """
-        for _ in range(2):
-            calls = [(engine, engine.actor.score.remote(sequences, temperature)) for engine in self._engines]
-            scores, num_before = [], len(calls)
-            for engine, call in calls:
-                try:
-                    scores.append(ray.get(call))
-                except RayError as error:
-                    self._give_up(engine, _reason(error))
-            if scores and len(scores) == num_before:
-                return scores
-            self._refit(self)
-        raise GenerationError("vLLM's engines fail again and again while they score; the last reason is told above")
+        calls = [(engine, engine.actor.score.remote(sequences, temperature)) for engine in self._engines]
+        scores: list[list[Float[np.ndarray, " tokens"]]] = []
+        problem = None
+        for engine, call in calls:
+            try:
+                scores.append(ray.get(call))
+            except RayError as error:
+                problem = f"vLLM engine {engine.number} {_reason(error)} while it scored"
+                self._give_up(engine, _reason(error))
+        if problem is not None:
+            raise GenerationError(problem)
+        return scores
 
     def process_ids(self) -> list[int]:
         """Processes of the engines that are there."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.errors import GenerationError, WeightSyncError
 from nemo_rl_moe.weight_sync.refit_check import (
     Bound,
     Gap,
@@ -34,11 +34,13 @@ class Engine:
     Attributes:
         arrives: What becomes of each set of weights that is sent: the trainer's are 0, others 1.
         offset: The weights of the second copy; the first is always right.
+        dies: How often it does when it is asked for scores.
     """
 
     arrives: list[float]
     offset: float = 0.0
     sent: list[bool] = field(default_factory=list)
+    dies: int = 0
 
     def refit(self, altered: bool) -> None:
         self.sent.append(altered)
@@ -46,6 +48,9 @@ class Engine:
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
         assert temperature == 0.7
+        if self.dies:
+            self.dies -= 1
+            raise GenerationError("it died")
         first = 1.0 if self.sent and self.sent[-1] else 0.0
         return [as_scores(sequences, first), as_scores(sequences, self.offset)]
 
@@ -130,6 +135,16 @@ def test_a_second_refit_cures_or_ends_the_run() -> None:
     with pytest.raises(WeightSyncError, match=r"differ by 0\.4 nats"):
         check_of(engine).after_refit(engine)
     assert engine.sent == []
+
+
+def test_an_engine_that_dies_while_it_scores_gets_weights_and_scores_again() -> None:
+    engine = Engine([0.0], dies=1)
+    check = check_of(engine)
+    assert check.after_refit(engine).largest == 0.0
+    assert (engine.sent, check.num_failed) == ([False], 0)
+    engine = Engine([0.0], dies=2)
+    with pytest.raises(GenerationError, match="died"):
+        check_of(engine).after_refit(engine)
 
 
 def test_in_sixteen_bits_the_first_refit_is_a_round_trip() -> None:
