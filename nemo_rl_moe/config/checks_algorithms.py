@@ -245,6 +245,21 @@ def engines_have_places(config: GRPOMasterConfig) -> Iterator[str]:
         )
 
 
+def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
+    """Way of the weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC no two machines."""
+    generation, key = config.policy.generation, "policy.generation.weight_transport"
+    chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
+    if generation.backend == "megatron" or chosen in ("files", "gloo"):
+        return
+    if config.cluster.gpus_per_node == 0:
+        yield f"{key}: got {chosen}, expected files or gloo on CPUs (cluster.gpus_per_node 0)"
+    elif chosen == "nccl" and not has_own:
+        yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own (cluster.roles.generation)"
+    elif chosen == "cuda_ipc" and (has_own or config.cluster.num_nodes > 1):
+        fitting = "nccl, gloo or files" if has_own else "files or gloo"
+        yield f"{key}: got cuda_ipc, expected {fitting}: engines do not lie on the trainer's GPUs, on one machine"
+
+
 def _largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, min(number, limit) + 1) if gcd(number, divisor) == divisor)
 
@@ -267,6 +282,7 @@ GRPO_RULES = (
     dynamic_sampling_has_a_second_round,
     leave_one_out_has_a_baseline,
     engines_have_places,
+    weights_can_travel,
 )
 
 

@@ -174,6 +174,10 @@ class GenerationConfig(StrictModel):
     of the weights; otherwise a function that makes an engine of your own."""
     vllm: VllmConfig
     """Engines of `backend: vllm`."""
+    weight_transport: Literal["files", "gloo", "nccl", "cuda_ipc"]
+    """files: the engines' weights travel through shared memory or, between machines, a disk; nccl: from GPU to GPU, for
+    engines with GPUs of their own; cuda_ipc: engines read them in the trainer's GPUs, which they share; gloo: over the
+    network, through the hosts' memory."""
     refit_check: RefitCheckConfig
     """Proof that weights have arrived, for engines that keep a copy."""
     max_new_tokens: PositiveInt

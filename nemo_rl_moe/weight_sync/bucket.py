@@ -13,15 +13,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, uint8
+from torch import Tensor
 
 from nemo_rl_moe.checksums import checksum_of
 from nemo_rl_moe.errors import WeightSyncError
 
 _LABEL, _CHECKSUMS = "label", "checksums"
 _MOST_NAMED = 3
+_WORDS_AT_A_TIME = 2**24
 
 
 @dataclass(frozen=True)
@@ -79,19 +81,47 @@ def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]
             raise WeightSyncError(f"{path.name} cannot be read: {error}") from error
         if found != label:
             raise WeightSyncError(f"{path.name} is {found}; expected {label}")
-        damaged = [name for name, tensor in tensors.items() if tensor_checksum(name, tensor) != expected.get(name)]
-        damaged += [name for name in expected if name not in tensors]
-        if damaged:
-            more = f" and {len(damaged) - _MOST_NAMED} more" if len(damaged) > _MOST_NAMED else ""
-            names = ", ".join(damaged[:_MOST_NAMED])
-            raise WeightSyncError(f"{path.name} is damaged in {names}{more}: not what sender {label.sender} has sent")
+        compare(path.name, label, tensors, expected)
         yield tensors
 
 
+def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> None:
+    """Compares the tensors of a bucket with their checksums.
+
+    Raises:
+        WeightSyncError: They are not what was sent; names the first ones.
+    """
+    damaged = [name for name, tensor in tensors.items() if tensor_checksum(name, tensor) != expected.get(name)]
+    damaged += [name for name in expected if name not in tensors]
+    if damaged:
+        more = f" and {len(damaged) - _MOST_NAMED} more" if len(damaged) > _MOST_NAMED else ""
+        names = ", ".join(damaged[:_MOST_NAMED])
+        raise WeightSyncError(f"{bucket_name} is damaged in {names}{more}: not what sender {label.sender} has sent")
+
+
 def tensor_checksum(name: str, tensor: Tensor) -> str:
-    """Checksum of a tensor's name, dtype, shape and bytes."""
+    """Checksum of a tensor's name, dtype, shape and bytes; of one on a GPU taken there."""
     header = f"{name} {tensor.dtype} {tuple(tensor.shape)} "
-    return checksum_of(header.encode(), tensor.flatten().view(uint8).numpy())
+    content = tensor.flatten().view(torch.uint8)
+    return checksum_of(header.encode(), str(weighted_sum(content)).encode() if tensor.is_cuda else content.numpy())
+
+
+def weighted_sum(content: Tensor) -> int:
+    """Sum of the bytes' words of 32 bits, each times an odd number of its place, modulo 2^64: a checksum for devices.
+
+    Every change of one word changes it, and so do two words that change places.
+
+    Args:
+        content: Bytes, `[bytes]`.
+    """
+    whole = content.numel() // 4 * 4
+    words = torch.cat([content[:whole].clone().view(torch.int32).long(), content[whole:].long()])
+    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    for begin in range(0, len(words), _WORDS_AT_A_TIME):
+        part = words[begin : begin + _WORDS_AT_A_TIME]
+        places = torch.arange(begin, begin + len(part), device=content.device)
+        total += (part * (2 * places + 1)).sum()
+    return int(total)
 
 
 def _read_metadata(metadata: Mapping[str, str] | None) -> tuple[BucketLabel, dict[str, Any]]:

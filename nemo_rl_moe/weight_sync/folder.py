@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A weight transport through safetensors files in a folder: shared memory on one machine, or a disk that all reach.
+"""A weight transport that is arranged in a folder: shared memory on one machine, or a disk that all reach.
 
 Files of a transfer, all of which get their names when they are complete:
 
-    0003-000012.safetensors             bucket 12 of sender 3, with checksums
-    0003-000012.safetensors.taken-0001  receiver 1 has taken it; when all have, the sender deletes it
+    0003-000012.bucket                  bucket 12 of sender 3, with checksums; its bytes too, or the way to them
+    000045.order                        the name of the bucket that is to be taken after 45 others
+    0003-000012.bucket.taken-0001       receiver 1 has taken it; when all have, the sender deletes it
     0003.end                            sender 3 has sent everything: buckets, tensors, bytes and version
     failed                              the reason for which the transfer has ended early
 """
@@ -30,7 +31,8 @@ import torch
 from safetensors import SafetensorError
 
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.weight_sync.bucket import BucketLabel, opened_bucket, write_bucket
+from nemo_rl_moe.weight_sync.bucket import BucketLabel
+from nemo_rl_moe.weight_sync.carriers import Carrier, CarrierFactory, FileCarrier
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -55,6 +57,7 @@ class FolderTransfer:
         max_unacknowledged: Buckets of one sender that lie in the folder at a time, at most.
         stall_timeout_s: Seconds without any progress after which a process gives up on the others: they may have been
             killed, which leaves no other trace.
+        carrier: The way of the buckets' bytes.
     """
 
     folder: Path
@@ -64,6 +67,7 @@ class FolderTransfer:
     bucket_bytes: int = BUCKET_BYTES
     max_unacknowledged: int = MAX_UNACKNOWLEDGED
     stall_timeout_s: float = STALL_TIMEOUT_S
+    carrier: Carrier = FileCarrier()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
         """Sends this rank's tensors, and returns when every receiver has taken them.
@@ -99,6 +103,24 @@ class FolderTransfer:
     def label(self, sender: int, bucket: int) -> BucketLabel:
         """Identity of one of its buckets; the folder's name is the transfer's."""
         return BucketLabel(self.folder.name, self.version, sender, bucket)
+
+    def queue(self, name: str, after: int) -> int:
+        """Gives a bucket a place in the order of all buckets, the first free one.
+
+        Args:
+            name: The bucket's.
+            after: Places that are taken.
+        """
+        with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
+            file.write(name)
+            file.flush()
+            while True:
+                try:
+                    os.link(file.name, self.folder / _order_name(after))
+                except FileExistsError:
+                    after += 1
+                else:
+                    return after
 
     def abort(self, reason: str) -> None:
         """Ends the transfer for all that take part in it; the first reason stays."""
@@ -183,15 +205,19 @@ class _Stall:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)
 
 
-_BUCKET = re.compile(r"\d+-\d+\.safetensors")
+_BUCKET = re.compile(r"\d+-\d+\.bucket")
 
 
 def _bucket_name(sender: int, bucket: int) -> str:
-    return f"{sender:04d}-{bucket:06d}.safetensors"
+    return f"{sender:04d}-{bucket:06d}.bucket"
 
 
 def _taken_name(bucket_name: str, receiver: int) -> str:
     return f"{bucket_name}.taken-{receiver:04d}"
+
+
+def _order_name(place: int) -> str:
+    return f"{place:06d}.order"
 
 
 def _end_name(sender: int) -> str:
@@ -203,7 +229,8 @@ class _Sender:
 
     def __init__(self, transfer: FolderTransfer, sender: int):
         self._transfer, self._sender = transfer, sender
-        self._unacknowledged: deque[str] = deque()
+        self._unacknowledged: deque[tuple[str, object]] = deque()
+        self._place = -1
         self._num_buckets = self._num_tensors = self._num_bytes = 0
 
     def send(self, tensors: Iterable[NamedTensor]) -> int:
@@ -211,7 +238,7 @@ class _Sender:
         bucket: list[NamedTensor] = []
         num_bytes = 0
         for name, given in tensors:
-            tensor = given.detach().cpu().contiguous()
+            tensor = self._transfer.carrier.taken_from(given)
             if bucket and num_bytes + tensor.nbytes > self._transfer.bucket_bytes:
                 self._send_bucket(bucket)
                 bucket, num_bytes = [], 0
@@ -242,8 +269,12 @@ class _Sender:
             storages.add(storage)
         name = _bucket_name(self._sender, self._num_buckets)
         label = self._transfer.label(self._sender, self._num_buckets)
-        self._transfer.place(name, lambda path: write_bucket(path, label, content))
-        self._unacknowledged.append(name)
+        carrier, kept = self._transfer.carrier, list[object]()
+        self._transfer.place(name, lambda path: kept.append(carrier.write(path, label, content)))
+        self._unacknowledged.append((name, kept))
+        if carrier.is_ordered:
+            self._place = self._transfer.queue(name, self._place + 1)
+        carrier.deliver(self._transfer.folder / name, label, content)
         self._num_buckets += 1
         self._num_tensors += len(content)
         self._num_bytes += sum(tensor.nbytes for tensor in content.values())
@@ -255,11 +286,11 @@ class _Sender:
         acknowledged = -1
         while True:
             names = transfer.names()
-            while self._unacknowledged and not transfer.receivers_without(self._unacknowledged[0], names):
-                self._delete(self._unacknowledged.popleft())
+            while self._unacknowledged and not transfer.receivers_without(self._unacknowledged[0][0], names):
+                self._delete(self._unacknowledged.popleft()[0])
             if len(self._unacknowledged) <= most:
                 return
-            oldest = self._unacknowledged[0]
+            oldest, _ = self._unacknowledged[0]
             missing = transfer.receivers_without(oldest, names)
             if oldest not in names:
                 raise WeightSyncError(f"{oldest} is gone before receivers {missing} have taken it")
@@ -281,6 +312,7 @@ class _Receiver:
         self._num_buckets = [0] * transfer.num_senders
         self._num_tensors = [0] * transfer.num_senders
         self._num_bytes = [0] * transfer.num_senders
+        self._place = 0
         self._names: set[str] = set()
 
     @property
@@ -295,16 +327,27 @@ class _Receiver:
         while pending:
             names = self._transfer.names()
             before = sum(self._num_buckets), len(pending)
-            for sender in pending:
-                while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
-                    yield from self._bucket(sender, name)
-                    self._num_buckets[sender] += 1
-                    self._transfer.place(_taken_name(name, self._receiver), Path.touch)
+            for sender, name in self._arrived(pending, names):
+                yield from self._bucket(sender, name)
+                self._num_buckets[sender] += 1
+                self._transfer.place(_taken_name(name, self._receiver), Path.touch)
             pending = [sender for sender in pending if not self._has_ended(sender, names)]
             if (sum(self._num_buckets), len(pending)) != before:
                 stall.progressed()
             elif pending:
                 stall.pause(self._waits_for(pending, names))
+
+    def _arrived(self, pending: list[int], names: set[str]) -> Iterator[tuple[int, str]]:
+        """Buckets that are there, each with its sender; in the order of all where the carrier has one."""
+        if not self._transfer.carrier.is_ordered:
+            for sender in pending:
+                while (name := _bucket_name(sender, self._num_buckets[sender])) in names:
+                    yield sender, name
+            return
+        while (place := _order_name(self._place)) in names:
+            name = (self._transfer.folder / place).read_text(encoding="utf-8")
+            self._place += 1
+            yield int(name.partition("-")[0]), name
 
     def _waits_for(self, senders: list[int], names: set[str]) -> str:
         """The processes that do not go on: senders may be held up by another receiver."""
@@ -315,7 +358,7 @@ class _Receiver:
 
     def _bucket(self, sender: int, name: str) -> Iterator[NamedTensor]:
         label = self._transfer.label(sender, self._num_buckets[sender])
-        with opened_bucket(self._transfer.folder / name, label) as tensors:
+        with self._transfer.carrier.opened(self._transfer.folder / name, label, self._receiver) as tensors:
             for key, tensor in tensors.items():
                 if key in self._names:
                     raise WeightSyncError(f"{key} was sent twice")
@@ -354,6 +397,7 @@ class FolderTransport:
         bucket_bytes: Most bytes of a bucket that holds more than one tensor.
         max_unacknowledged: Buckets of one sender that lie in the folder at a time, at most.
         stall_timeout_s: Seconds without progress after which a process gives up on the others.
+        make_carrier: The way of the buckets' bytes.
     """
 
     def __init__(
@@ -365,10 +409,12 @@ class FolderTransport:
         bucket_bytes: int = BUCKET_BYTES,
         max_unacknowledged: int = MAX_UNACKNOWLEDGED,
         stall_timeout_s: float = STALL_TIMEOUT_S,
+        make_carrier: CarrierFactory = lambda num_receivers, receivers: FileCarrier(),
     ):
         self._parent, self._num_senders, self._send = parent, num_senders, send
         self._bucket_bytes, self._max_unacknowledged = bucket_bytes, max_unacknowledged
         self._stall_timeout_s = stall_timeout_s
+        self._make_carrier = make_carrier
         self._folder: Path | None = None
         self._transfer: FolderTransfer | None = None
         self.num_bytes = 0
@@ -394,7 +440,7 @@ class FolderTransport:
                 return
             time.sleep(_LONGEST_PAUSE_S)
 
-    def open(self, num_receivers: int, version: int) -> FolderTransfer:
+    def open(self, num_receivers: int, version: int, receivers: str = "") -> FolderTransfer:
         """Opens the one transfer of this transport."""
         if self._folder is None or self._transfer is not None:
             raise RuntimeError("a transport is entered first and opened once")
@@ -406,6 +452,7 @@ class FolderTransport:
             bucket_bytes=self._bucket_bytes,
             max_unacknowledged=self._max_unacknowledged,
             stall_timeout_s=self._stall_timeout_s,
+            carrier=self._make_carrier(num_receivers, receivers),
         )
         return self._transfer
 

@@ -62,12 +62,13 @@ class WeightTransport(Protocol):
 
     num_bytes: int
 
-    def open(self, num_receivers: int, version: int) -> TransportSpec:
+    def open(self, num_receivers: int, version: int, receivers: str = "") -> TransportSpec:
         """Opens the transfer.
 
         Args:
             num_receivers: Workers of the engine; each of them receives every tensor.
             version: Optimizer steps of the weights that they are to have afterwards.
+            receivers: Text that is another one when other processes receive: connections to these are kept.
         """
         ...
 

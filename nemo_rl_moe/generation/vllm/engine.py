@@ -142,6 +142,7 @@ class VllmEngine:
         self._version: int | None = None
         self._is_asleep = False
         self._engines: list[_Engine] = []
+        self._num_started = 0
         self._start_missing()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
@@ -287,7 +288,7 @@ class VllmEngine:
         self._start_missing()
         self._wake("weights")
         ranks = self.ranks_per_engine
-        spec = transport.open(num_receivers=ranks * len(self._engines), version=version)
+        spec = transport.open(ranks * len(self._engines), version, receivers=f"{id(self)}-{self._num_started}")
         calls = [engine.actor.receive.remote(spec, number * ranks) for number, engine in enumerate(self._engines)]
         try:
             transport.send()
@@ -339,6 +340,7 @@ class VllmEngine:
             settings = replace(self._settings, gpus=self._placement.gpus(number))
             started.append(_Engine(number, actor_class.options(**options).remote(settings, list(sys.path))))
         self._engines += started
+        self._num_started += len(started)
         self._engines.sort(key=lambda engine: engine.number)
         calls = {engine.actor.start.remote(): engine for engine in started}
         ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._start_timeout_s)

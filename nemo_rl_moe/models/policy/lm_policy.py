@@ -37,6 +37,7 @@ from nemo_rl_moe.models.policy.megatron_policy_worker import (
     WeightsOutcome,
     WorkerDescription,
 )
+from nemo_rl_moe.weight_sync.carriers import Carrier, make_carrier
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
@@ -222,6 +223,9 @@ class MegatronPolicy(ModelWorkers):
         self._checkpoint_dir = config.checkpointing.checkpoint_dir
         self.model_files = model_files
         self.weight_version = 0
+        generates = generating(config.policy)
+        self._weight_transport = "files" if generates is None else generates.generation.weight_transport
+        self._num_failed_transfers = 0
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
@@ -288,7 +292,7 @@ class MegatronPolicy(ModelWorkers):
             ConfigurationError: The run has several machines and no folder that all of them reach.
         """
         send = partial(self._send_weights, altered)
-        return FolderTransport(self._transfer_folder(), len(self._coordinates), send)
+        return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_carrier=self._carrier)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
         """Writes the weights as a Hugging Face folder; it appears whole or not at all.
@@ -336,9 +340,16 @@ class MegatronPolicy(ModelWorkers):
             )
         return Path(self._checkpoint_dir).absolute()
 
+    def _carrier(self, num_receivers: int, receivers: str) -> Carrier:
+        """The configured way of the weights; after a failure with connections of its own."""
+        group = f"{receivers}-{self._num_failed_transfers}"
+        address = "127.0.0.1" if self._cluster.is_local else None
+        return make_carrier(self._weight_transport, group, num_receivers, address)
+
     def _send_weights(self, altered: bool, transfer: TransportSpec) -> int:
         outcomes: list[SendOutcome] = self._workers.call_all("send_weights", transfer, altered)
         if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
+            self._num_failed_transfers += 1
             raise WeightSyncError(problems[0])
         return sum(outcome.num_bytes for outcome in outcomes)
 

@@ -18,7 +18,7 @@ LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 ESTIMATOR = "grpo.adv_estimator.name"
 GSPO = "loss_fn.sequence_level_importance_ratios"
 ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
-VLLM = "policy.generation.vllm"
+VLLM, WAY = "policy.generation.vllm", "policy.generation.weight_transport"
 ON_GPUS = (
     *("policy.generation.backend=vllm", "cluster.num_nodes=2", "cluster.gpus_per_node=4"),
     "policy.train_micro_batch_size=16",
@@ -66,6 +66,21 @@ BROKEN = [
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 0}"),
         "engines_have_places",
         "cluster.roles.generation.gpus_per_node: got 0, expected GPUs, as the policy has",
+    ),
+    (
+        ("policy.generation.backend=vllm", f"{WAY}=nccl"),
+        "weights_can_travel",
+        f"{WAY}: got nccl, expected files or gloo on CPUs (cluster.gpus_per_node 0)",
+    ),
+    (
+        (*ON_GPUS, f"{WAY}=nccl"),
+        "weights_can_travel",
+        f"{WAY}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own (cluster.roles.generation)",
+    ),
+    (
+        (*ON_GPUS, f"{WAY}=cuda_ipc"),
+        "weights_can_travel",
+        f"{WAY}: got cuda_ipc, expected files or gloo: engines do not lie on the trainer's GPUs, on one machine",
     ),
     (
         ("grpo.num_prompts_per_step=15",),

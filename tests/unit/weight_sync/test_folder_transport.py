@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.weight_sync import carriers
 from nemo_rl_moe.weight_sync import folder as folder_module
 from nemo_rl_moe.weight_sync.bucket import BucketLabel, write_bucket
 from nemo_rl_moe.weight_sync.folder import FolderTransfer, FolderTransport, folder_of_one_machine
@@ -155,7 +156,7 @@ def test_a_buckets_size_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         sizes.append((len(content), sum(tensor.nbytes for tensor in content.values())))
         path.touch()
 
-    monkeypatch.setattr(folder_module, "write_bucket", record)
+    monkeypatch.setattr(carriers, "write_bucket", record)
     spec = FolderTransfer(tmp_path, VERSION, num_senders=1, num_receivers=0, bucket_bytes=100)
     spec.send(
         [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (40, 60, 1, 300, 100, 99, 1, 1)], 0, VERSION
@@ -286,7 +287,7 @@ def robbed_send(spec: FolderTransfer, sender: int) -> None:
     def tensors() -> Iterator[NamedTensor]:
         yield "first", torch.zeros(BUCKET_BYTES // 4)
         yield "second", torch.zeros(BUCKET_BYTES // 4)
-        (spec.folder / "0000-000000.safetensors").unlink()
+        (spec.folder / "0000-000000.bucket").unlink()
         yield "third", torch.zeros(1)
 
     spec.send(tensors(), sender, VERSION)
@@ -298,7 +299,7 @@ def test_a_lost_bucket_is_told(tmp_path: Path) -> None:
         return receive(spec, 0)
 
     found = transfer(tmp_path, [partial(robbed_send, sender=0)], [wait_and_receive])
-    reason = "0000-000000.safetensors is gone before receivers [0] have taken it"
+    reason = "0000-000000.bucket is gone before receivers [0] have taken it"
     assert found["sender 0"] == found["receiver 0"] == f"WeightSyncError: sender 0: {reason}"
 
 
@@ -310,7 +311,7 @@ def spoiling_send(spec: FolderTransfer, sender: int, *, spoil: Callable[[Path, F
         if label.number == 1:
             spoil(path, spec)
 
-    original, folder_module.write_bucket = folder_module.write_bucket, write  # of this process alone
+    original, carriers.write_bucket = carriers.write_bucket, write  # of this process alone
     quarter = BUCKET_BYTES // 16
     return spec.send([(f"weight {index}", torch.full((quarter,), index + 1.0)) for index in range(12)], sender, VERSION)
 
@@ -355,18 +356,18 @@ def as_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path, FolderTransfer], None], str]] = {
     "one bit of a tensor": (
         replaced(b"\0\0\xc0\x40", b"\0\0\xc0\x41", last=True),
-        "0000-000001.safetensors is damaged in weight 5: not what sender 0 has sent",
+        "0000-000001.bucket is damaged in weight 5: not what sender 0 has sent",
     ),
     "a name": (replaced(b'"weight 6":{', b'"weight x":{'), "is damaged in weight x, weight 6: not what"),
     "a checksum": (replaced(b'\\"weight 7\\": \\"', b'\\"weight 7\\"; \\"'), "cannot be read: "),
-    "the header": (replaced(b"F32", b"F23"), "0000-000001.safetensors cannot be read: "),
+    "the header": (replaced(b"F32", b"F23"), "0000-000001.bucket cannot be read: "),
     "an end that is missing": (
         lambda path, spec: os.truncate(path, path.stat().st_size - 1),
-        "0000-000001.safetensors cannot be read: ",
+        "0000-000001.bucket cannot be read: ",
     ),
     "no bucket": (
         lambda path, spec: path.write_bytes(b"\x10\0\0\0\0\0\0\0 no manifest"),
-        "0000-000001.safetensors cannot be read: ",
+        "0000-000001.bucket cannot be read: ",
     ),
     "no label": (lambda path, spec: save_file(load_file(path), path), "cannot be read: it has no label"),
     "another dtype": (rewritten(as_bfloat16), "is damaged in weight 5: "),
@@ -386,17 +387,17 @@ DAMAGES: dict[str, tuple[Callable[[Path, FolderTransfer], None], str]] = {
     ),
     "the version before": (
         of_another(version=VERSION - 1),
-        "0000-000001.safetensors is bucket 1 of sender 0, version 6, transfer nemo_rl_moe-weights-",
+        "0000-000001.bucket is bucket 1 of sender 0, version 6, transfer nemo_rl_moe-weights-",
     ),
     "an earlier transfer": (
         of_another(transfer="earlier"),
-        "0000-000001.safetensors is bucket 1 of sender 0, version 7, transfer earlier; expected bucket 1 of sender 0",
+        "0000-000001.bucket is bucket 1 of sender 0, version 7, transfer earlier; expected bucket 1 of sender 0",
     ),
     "the bucket before": (
-        lambda path, spec: path.write_bytes((spec.folder / "0000-000000.safetensors").read_bytes()),
-        "0000-000001.safetensors is bucket 0 of sender 0, version 7",
+        lambda path, spec: path.write_bytes((spec.folder / "0000-000000.bucket").read_bytes()),
+        "0000-000001.bucket is bucket 0 of sender 0, version 7",
     ),
-    "another sender's": (of_another(sender=1), "0000-000001.safetensors is bucket 1 of sender 1, version 7"),
+    "another sender's": (of_another(sender=1), "0000-000001.bucket is bucket 1 of sender 1, version 7"),
 }
 
 
@@ -413,7 +414,7 @@ def test_a_damaged_bucket_is_told(damage: str, tmp_path: Path) -> None:
     # The bucket before it is still there.
     found = transfer(tmp_path, [partial(spoiling_send, sender=0, spoil=spoil)], [receiving], max_unacknowledged=3)
     reason, names = found["receiver 0"]
-    assert reason.startswith("receiver 0: 0000-000001.safetensors ")
+    assert reason.startswith("receiver 0: 0000-000001.bucket ")
     assert problem in reason
     assert found["sender 0"] == f"WeightSyncError: {reason}"
     assert names == [f"weight {index}" for index in range(4)], "the loader gets nothing of it"
@@ -427,7 +428,7 @@ def forgetful_send(spec: FolderTransfer, sender: int) -> None:
         content.popitem()
         original(path, label, content)
 
-    original, folder_module.write_bucket = folder_module.write_bucket, forget
+    original, carriers.write_bucket = carriers.write_bucket, forget
     spec.send([("one", torch.zeros(3)), ("two", torch.zeros(3))], sender, VERSION)
 
 
@@ -506,7 +507,7 @@ def test_what_a_killed_driver_left_is_removed(tmp_path: Path) -> None:
         "mine",
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "0000-000000.safetensors").touch()
+        (tmp_path / name / "0000-000000.bucket").touch()
     with FolderTransport(tmp_path, 1, lambda spec: 0):
         pass
     left = {path.name for path in tmp_path.iterdir()}
