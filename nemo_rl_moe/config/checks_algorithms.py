@@ -254,7 +254,8 @@ def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
     if config.cluster.gpus_per_node == 0:
         yield f"{key}: got {chosen}, expected files or gloo on CPUs (cluster.gpus_per_node 0)"
     elif chosen == "nccl" and not has_own:
-        yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own (cluster.roles.generation)"
+        own = "cluster.roles.generation"
+        yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own ({own})"
     elif chosen == "cuda_ipc" and (has_own or config.cluster.num_nodes > 1):
         fitting = "nccl, gloo or files" if has_own else "files or gloo"
         yield f"{key}: got cuda_ipc, expected {fitting}: engines do not lie on the trainer's GPUs, on one machine"
