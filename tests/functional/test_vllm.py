@@ -252,7 +252,8 @@ def test_kernels_that_stay_packed_are_found(
     vllm_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "VllmWorker", worker_that_keeps_kernels())
-    trainer = Trainer(tmp_path / "model", expert_size=32)
+    # Experts so large that their memory goes back to the system, and is not the new weights' by luck.
+    trainer = Trainer(tmp_path / "model", expert_size=256)
     engine = start_engine(vllm_cluster, trainer)
     try:
         trainer.refit(engine)
