@@ -98,7 +98,8 @@ def disagreement(
     router = next((shared[each] for each in (f"{block}.gate", f"{block}.router") if each in shared), None)
     if router is not None and topk:
         routes = np.argsort(-router, axis=1)[:, :topk]
-        if guilty := list(guilty_experts(routes, wrong, num_tokens)):
+        guilty = list(guilty_experts(routes, wrong, num_tokens))
+        if 0 < len(guilty) < router.shape[1]:
             experts = f", expert{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}"
     return (
         f"The first module that computes something else is {name}{experts} ({len(wrong)} of {num_tokens} tokens):"
