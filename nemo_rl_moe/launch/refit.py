@@ -36,14 +36,14 @@ def make_refit_check(
         with policy.weight_transport(altered=altered) as transport:
             engine.update_weights(transport, policy.weight_version)
 
-    def explain(copy: int, sequence: Sequence[int]) -> str:
+    def explain(copy: int) -> str:
         if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1:  # a rank has parts of the outputs
             return ""
         with console.phase("comparing the engine's modules with those of transformers"):
             return disagreement(
                 partial(engine.module_outputs, copy),
                 policy.save_weights,
-                sequence,
+                sequences,
                 in_float32=in_float32,
                 topk=getattr(hf_config, "num_experts_per_tok", None),
             )

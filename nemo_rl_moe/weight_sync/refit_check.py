@@ -66,23 +66,20 @@ class Gap:
     Attributes:
         largest: Of one token; infinite where a score is not finite.
         mean: Over all tokens.
-        sequence: Number of the sequence that has the largest.
         copy: Number of the copy of the weights that has it.
     """
 
     largest: float
     mean: float
-    sequence: int = 0
     copy: int = 0
 
 
 def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
     """Difference of the log-probs of all tokens; copy: that of `found`."""
-    differences = [np.abs(one.astype(np.float64) - other) for one, other in zip(found, expected, strict=True)]
-    largest = [float(each.max()) if np.isfinite(each).all() else np.inf for each in differences]
-    sequence = int(np.argmax(largest))
-    mean = float(np.concatenate(differences).mean()) if np.isfinite(largest).all() else np.inf
-    return Gap(largest[sequence], mean, sequence, copy)
+    difference = np.abs(np.concatenate(found).astype(np.float64) - np.concatenate(expected))
+    if not np.isfinite(difference).all():
+        return Gap(np.inf, np.inf, copy)
+    return Gap(float(difference.max()), float(difference.mean()), copy)
 
 
 def coarse_bound(first: Gap) -> Bound:
@@ -106,7 +103,7 @@ class RefitCheck:
         temperature: Of both scorings.
         trainer_scores: Scores of the trainer's weights as they are.
         refit: Sends the trainer's weights; with True, others that are certain to differ in every tensor.
-        explain: Names the tensors that disagree, when the check has failed: of a copy, by a sequence.
+        explain: Names the tensors that disagree, when the check has failed: of a copy.
         in_float32: Number format of the engine's weights and of the trainer's.
         bound_nats: The user's bound of the largest difference; None: this check's own.
         refits_again: Send the weights once more before giving up.
@@ -116,7 +113,7 @@ class RefitCheck:
     temperature: float
     trainer_scores: Callable[[Sequence[Sequence[int]]], Scores]
     refit: Callable[[bool], object]
-    explain: Callable[[int, Sequence[int]], str]
+    explain: Callable[[int], str]
     in_float32: bool
     bound_nats: float | None
     refits_again: bool
@@ -173,7 +170,7 @@ class RefitCheck:
         raise WeightSyncError(
             f"the generation engine does not compute with the trainer's weights: the log-probs of"
             f" {len(self.sequences)} sequences differ by {gap.largest:.2g} nats (mean {gap.mean:.2g}), expected"
-            f" {self._bound} (policy.generation.refit_check). {self._explained(gap)}"
+            f" {self._bound} (policy.generation.refit_check). {self.explain(gap.copy)}"
         )
 
     def _make_round_trip(self, engine: ScoringEngine) -> None:
@@ -190,11 +187,8 @@ class RefitCheck:
                 raise WeightSyncError(
                     f"the generation engine (copy {copy}) keeps something of earlier weights: after other weights and"
                     f" the first ones again its log-probs differ by {gap.largest:.2g} nats, expected 0."
-                    f" {self._explained(gap)}"
+                    f" {self.explain(gap.copy)}"
                 )
-
-    def _explained(self, gap: Gap) -> str:
-        return self.explain(gap.copy, self.sequences[gap.sequence])
 
 
 def first_disagreement(

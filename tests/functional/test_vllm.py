@@ -252,14 +252,15 @@ def test_kernels_that_stay_packed_are_found(
     vllm_cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_module, "VllmWorker", worker_that_keeps_kernels())
-    trainer = Trainer(tmp_path / "model", expert_size=32)
+    # Experts so large that their memory goes back to the system, and is not the new weights' by luck.
+    trainer = Trainer(tmp_path / "model", expert_size=256)
     engine = start_engine(vllm_cluster, trainer)
     try:
         trainer.refit(engine)
         with pytest.raises(WeightSyncError, match=r"that computes something else is model\.layers\.\d\.mlp"):
             check_of(engine, trainer).after_refit(engine)
-        # In 16 bits the round trip would find it.
-        with pytest.raises(WeightSyncError, match=r"does not follow a refit|keeps something of earlier weights"):
+        # The bounds of 16 bits hold too. A round trip alone may come back to the same garbage, in the same memory.
+        with pytest.raises(WeightSyncError, match=r"not follow a refit|keeps something of|does not compute with"):
             check_of(engine, trainer, in_float32=False).after_refit(engine)
     finally:
         engine.shutdown()

@@ -9,14 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.run_folder.metrics import read_metrics
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.functional import grpo_runs, run_kills, sft_runs
+from tests.support.deadly_reward import MARK
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,20 +25,6 @@ pytestmark = [
 
 NUM_STEPS = 4
 LIMIT_S = 400.0
-MARK = "MARK_OF_THE_KILLED_ENGINE"
-ENGINE_TITLE = "ray::VllmWorker"
-
-
-def reward_that_kills_the_engine(item: ScoringItem) -> float:
-    """How many characters are digits; where a run has the variable `MARK`, the first response costs its engine."""
-    mark = os.environ.get(MARK)
-    if mark and not Path(mark).exists():
-        Path(mark).touch()
-        for process in psutil.process_iter():
-            with suppress(psutil.Error, ProcessLookupError):
-                if run_kills.title_of(process).startswith(ENGINE_TITLE) and process.environ().get(MARK) == mark:
-                    os.kill(process.pid, signal.SIGKILL)
-    return grpo_runs.share_of_digits(item)
 
 
 def command(folder: Path, data: Path) -> list[str]:
@@ -52,7 +37,7 @@ def command(folder: Path, data: Path) -> list[str]:
         checkpointing__checkpoint_dir=folder / "checkpoints",
         checkpointing__save_period=1,
         env__name="callable",
-        env__callable={"function": f"{__name__}:{reward_that_kills_the_engine.__name__}"},
+        env__callable={"function": "tests.support.deadly_reward:share_of_digits"},
         **sft_runs.only_jsonl(),
     )
     script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"

@@ -166,8 +166,8 @@ def check_of(engine: VllmEngine, trainer: Trainer, **changes: object) -> RefitCh
         1.0,
         trainer.scores,
         lambda altered: trainer.refit(engine, altered=altered),
-        lambda copy, sequence: disagreement(
-            partial(engine.module_outputs, copy), trainer.save_to, sequence, in_float32=True, topk=2
+        lambda copy: disagreement(
+            partial(engine.module_outputs, copy), trainer.save_to, sequences, in_float32=True, topk=2
         ),
         in_float32=True,
         bound_nats=None,

@@ -49,7 +49,9 @@ def outputs_noted(model: nn.Module) -> Iterator[dict[str, Float[np.ndarray, "tok
             hook.remove()
 
 
-def reference_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
+def reference_outputs(
+    folder: Path, sequences: Sequence[Sequence[int]]
+) -> dict[str, Float[np.ndarray, "tokens features"]]:
     """The same of transformers' model in float32, from a folder of weights; in a process of its own."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -57,14 +59,14 @@ def reference_outputs(folder: Path, token_ids: Sequence[int]) -> dict[str, Float
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with outputs_noted(model) as outputs, torch.no_grad():
-        model(input_ids=torch.tensor([list(token_ids)]))
+        model(input_ids=torch.tensor(sequences))
     return outputs
 
 
 def disagreement(
     engine_outputs: Callable[[Sequence[int]], Outputs],
     save_weights: Callable[[Path], object],
-    token_ids: Sequence[int],
+    sequences: Sequence[Sequence[int]],
     *,
     in_float32: bool,
     topk: int | None,
@@ -74,15 +76,17 @@ def disagreement(
     Args:
         engine_outputs: Outputs of the engine's modules for a sequence.
         save_weights: Writes the trainer's weights as a Hugging Face folder.
-        token_ids: The sequence.
+        sequences: Of one length; the more, the fewer experts are under suspicion.
         in_float32: Number format of the engine.
         topk: Experts of a token; None: no experts.
     """
     with tempfile.TemporaryDirectory(prefix="nemo_rl_moe-diagnosis-") as parent:
         folder = Path(parent, "model")
         save_weights(folder)
-        expected: Outputs = ray.get(ray.remote(reference_outputs).options(num_cpus=0).remote(folder, token_ids))
-    found = engine_outputs(token_ids)
+        expected: Outputs = ray.get(ray.remote(reference_outputs).options(num_cpus=0).remote(folder, sequences))
+    by_sequence = [engine_outputs(tokens) for tokens in sequences]
+    found = {name: np.concatenate([outputs[name] for outputs in by_sequence]) for name in by_sequence[0]}
+    num_tokens = sum(map(len, sequences))
     # vLLM's decoder layers give what transformers' add up: the branch and the residual stream apart.
     shared = {name: output for name, output in expected.items() if name in found and not _DECODER_LAYER.search(name)}
     first = first_disagreement(found, shared, TOLERANCE if in_float32 else COARSE_TOLERANCE)
@@ -94,9 +98,10 @@ def disagreement(
     router = next((shared[each] for each in (f"{block}.gate", f"{block}.router") if each in shared), None)
     if router is not None and topk:
         routes = np.argsort(-router, axis=1)[:, :topk]
-        if guilty := list(guilty_experts(routes, wrong, len(token_ids))):
+        guilty = list(guilty_experts(routes, wrong, num_tokens))
+        if 0 < len(guilty) < router.shape[1]:
             experts = f", expert{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}"
     return (
-        f"The first module that computes something else is {name}{experts} ({len(wrong)} of {len(token_ids)} tokens):"
+        f"The first module that computes something else is {name}{experts} ({len(wrong)} of {num_tokens} tokens):"
         f" its weights, or those of the norm before it, are not the trainer's."
     )

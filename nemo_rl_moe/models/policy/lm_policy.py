@@ -156,7 +156,13 @@ class ModelWorkers:
     def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
         # The workers need the tokens, and what else the model reads.
         inputs = replace(batch, columns=batch.columns_for(Destination.MODEL))
-        plan, filled = self._plan_forward(inputs, self._logprob_batching)
+        batching = self._logprob_batching
+        if isinstance(batching, PlainBatching):
+            # Fillers cost what sequences cost: microbatches of a few sequences, such as the refit check's, are small.
+            num_shares = self._data_parallel_size * self._microbatch_multiple
+            fitting = -(-len(batch) // batch.group_size // num_shares)
+            batching = PlainBatching(min(batching.micro_batch_size, fitting))
+        plan, filled = self._plan_forward(inputs, batching)
         shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
         by_rank = self._call_reporting("logprobs", shares, reference)
         result = torch.zeros(filled.input_ids.shape)

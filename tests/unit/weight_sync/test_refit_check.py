@@ -63,7 +63,7 @@ def check_of(
         0.7,
         lambda sequences: as_scores(sequences, 0.0),
         engine.refit,
-        lambda copy, sequence: f"It is expert 3 of copy {copy}, by {sequence}.",
+        lambda copy: f"It is expert 3 of copy {copy}.",
         in_float32=in_float32,
         bound_nats=bound_nats,
         refits_again=refits_again,
@@ -74,8 +74,7 @@ def test_the_gap_is_that_of_the_worst_token_and_of_all() -> None:
     found = [np.array([-1.0, -2.0]), np.array([-3.0])]
     expected = [np.array([-1.0, -2.5]), np.array([-2.9])]
     gap = gap_between(found, expected, copy=3)
-    assert gap == Gap(pytest.approx(0.5), pytest.approx(0.2), sequence=0, copy=3)
-    assert gap_between(expected[::-1], found[::-1]).sequence == 1
+    assert gap == Gap(pytest.approx(0.5), pytest.approx(0.2), copy=3)
 
 
 @pytest.mark.parametrize("wrong", [np.nan, -np.inf])
@@ -111,7 +110,7 @@ def test_in_float32_the_worst_copy_decides() -> None:
     assert str(error.value) == (
         "the generation engine does not compute with the trainer's weights: the log-probs of 2 sequences differ by"
         " 0.00011 nats (mean 0.00011), expected at most 0.0001 nats (policy.generation.refit_check). It is expert 3"
-        " of copy 1, by [1, 2, 3]."
+        " of copy 1."
     )
     assert check.num_failed == 1
 

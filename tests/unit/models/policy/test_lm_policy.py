@@ -187,6 +187,17 @@ def test_logprobs_stand_at_their_places(
     assert torch.equal(policy.reference_logprobs(batch), expected)
 
 
+@pytest.mark.parametrize(("num_sequences", "rows"), [(3, 2), (4, 2), (5, 3), (1, 1), (8, 4)])
+def test_few_sequences_are_not_filled_up_to_a_microbatch(
+    num_sequences: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, workers = make_policy(monkeypatch, small_config("policy.logprob_batch_size=64"), 2)
+    policy.logprobs(tiny_batch(4).select(range(num_sequences)))
+    _, arguments = workers.calls[-1]
+    sizes = {len(microbatch) for microbatches, *_ in arguments for microbatch in microbatches}
+    assert sizes == {rows}
+
+
 def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
     with policy.weight_transport() as transport:
