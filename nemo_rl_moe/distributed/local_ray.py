@@ -28,8 +28,9 @@ SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
 SHARED_MEMORY = "/dev/shm"
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
-FROZEN_S = 30.0
-"""Time after which a server that has been stopped (SIGSTOP) counts as dead: calls to Ray would wait for it for ever."""
+FROZEN_S = 20.0
+"""Time after which a server that has been stopped (SIGSTOP) counts as dead: calls to Ray would wait for it for ever.
+Shorter than Ray's own half a minute, after which it would end the program without a word of why."""
 UNWINDING_S = 6.0
 """Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
 

@@ -247,6 +247,10 @@ class _Guardian:
             request = self._requests.last
             if request is not None and exit_code < 0:
                 return exit_code_of_signal(request)
+            if request is not None and exit_code == EXIT_RUN_FAILED:
+                # Ray ends a driver so when one of its servers goes before it, as may happen in a stop.
+                _tell_resume(self._supervision)
+                return exit_code_of_signal(request)
             if exit_code not in (EXIT_FAILURE_TOLD, EXIT_RUN_FAILED) and exit_code >= 0:
                 return exit_code
             if exit_code == EXIT_FAILURE_TOLD:

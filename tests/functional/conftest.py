@@ -16,7 +16,7 @@ ORDER = (
     "test_worker_faults",
     "test_sft_run",
     "test_run_failures",
-    "test_environments",
+    "test_environment_workers",
     "test_watch",
     "test_resume",
     "test_golden_curves",

@@ -20,7 +20,7 @@ import psutil
 
 from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
-from tests.functional.drill_moments import Moments, last_step, victims_of
+from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, last_step, victims_of
 from tests.functional.drill_runs import Kind, Logs, Reference
 from tests.support import drill_reward
 from tests.support.two_nodes import TwoNodes
@@ -29,7 +29,6 @@ END_LIMIT_S = 60.0
 PATIENT_END_LIMIT_S = 180.0
 """For a frozen rank, whose call has a time limit, and for a cluster that has lost its head: workers and driver go on
 without it, and Ray ends them after a minute."""
-COMPLETION_LIMIT_S = 600.0
 GOING_ON_LIMIT_S = 90.0
 PAUSE_S = 3.0
 DISK_SIZE = "160m"

@@ -14,6 +14,7 @@ from tests.functional import run_kills
 from tests.functional.drill_faults import Drill
 from tests.functional.drill_runs import VAL_PERIOD, Kind, Logs, Reference
 
+COMPLETION_LIMIT_S = 900.0
 START_LIMIT_S = 400.0
 POLL_S = 0.01
 LATEST_START_MOMENT_S = 1.5
@@ -80,7 +81,7 @@ class Moments:
         if drill.phase == "start":
             return self._wait_in_start(run, drill.victim)
         if drill.phase == "end":
-            run.wait_for(lambda: "saving the final weights" in run.printed, START_LIMIT_S, POLL_S)
+            run.wait_for(lambda: "saving the final weights" in run.printed, COMPLETION_LIMIT_S, POLL_S)
             time.sleep(self._chance.uniform(0.0, 0.05))
             return ""
         if drill.phase == "reference" and "reference" in self._kind.anchors:

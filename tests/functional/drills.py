@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.functional import run_kills, sft_runs
-from tests.functional.drill_chain import COMPLETION_LIMIT_S, END_LIMIT_S, Chain
+from tests.functional.drill_chain import END_LIMIT_S, Chain
 from tests.functional.drill_faults import plan
+from tests.functional.drill_moments import COMPLETION_LIMIT_S
 from tests.functional.drill_runs import KINDS, Kind, Logs, Reference, make_inputs
 from tests.support.two_nodes import TwoNodes
 

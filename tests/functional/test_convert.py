@@ -295,6 +295,7 @@ def test_transformers_loads_a_finished_run(checkpoints: Path) -> None:
     assert loaded.generation_config.temperature == 0.7
 
 
+@pytest.mark.slow
 def test_both_formats_train_alike(checkpoints: Path, model: Path, data: Path, tmp_path: Path) -> None:
     other = train(tmp_path, data, model)
     assert_same_tensors(other / "final", checkpoints / "final")
@@ -306,6 +307,7 @@ def test_both_formats_train_alike(checkpoints: Path, model: Path, data: Path, tm
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_checkpoint_of_another(checkpoints: Path, data: Path, tmp_path: Path) -> None:
     """Its weights alone: `policy.model_name` is a checkpoint's folder."""
     from_checkpoint = train(tmp_path / "checkpoint", data, checkpoints / "step_3")

@@ -148,6 +148,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(whole: Path, data: Path, tmp_path: Path) -> None:
     done = sft_runs.run_here(settings(tmp_path, data, 3), tmp_path)
     assert done.returncode == 0, done.stderr

@@ -209,6 +209,7 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     assert all(sample["response"].endswith("7") and not sample["is_truncated"] for sample in ended)
 
 
+@pytest.mark.slow
 def test_the_divergence_in_the_reward(tmp_path: Path, data: Path) -> None:
     """The first step is the reference model's own; from the second on rewards pay for what has moved."""
     run = finished_run(

@@ -192,6 +192,7 @@ def test_layout_trains_as_one_worker_does(runs: Runs, name: str) -> None:
         assert all(1.0 < factor <= 2.0 for factor in run.values("train/moe/max_overload_factor"))
 
 
+@pytest.mark.slow
 def test_pipeline_stage_without_an_moe_layer(runs: Runs) -> None:
     run = runs(2, DENSE_STAGE, **layout(pp=2), **ZERO_1)
     reference = runs(1, DENSE_STAGE)
@@ -203,15 +204,12 @@ def test_pipeline_stage_without_an_moe_layer(runs: Runs) -> None:
     assert_same_weights(run, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "changes"),
     [
         (1, {"policy__sequence_packing__enabled": True, "policy__sequence_packing__train_mb_tokens": 70}),
-        pytest.param(
-            2,
-            {"policy__dynamic_batching__enabled": True, "policy__dynamic_batching__train_mb_tokens": 80},
-            marks=pytest.mark.slow,
-        ),
+        (2, {"policy__dynamic_batching__enabled": True, "policy__dynamic_batching__train_mb_tokens": 80}),
     ],
     ids=["packed", "dynamic_dp2"],
 )

@@ -79,6 +79,7 @@ def test_a_worker_is_killed_while_it_trains(training_run: run_kills.Run, tmp_pat
     assert not list(checkpoints.glob("[!.]*")), "nothing that looks like a model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training_run", [{"cluster__worker_call_timeout_s": CALL_LIMIT_S}], indirect=True)
 def test_a_worker_is_frozen_while_it_trains(training_run: run_kills.Run) -> None:
     training_run.wait_for_text("step 2/", START_LIMIT_S)
@@ -289,6 +290,7 @@ def test_a_log_folder_that_cannot_be_made(refused: Refused, bad_data: Path, tmp_
     )
 
 
+@pytest.mark.slow
 def test_of_two_starts_of_one_command_one_runs(data: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         **sft_runs.only_jsonl(),
@@ -313,6 +315,7 @@ def test_too_few_samples(refused: Refused, data: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_gpus_on_a_machine_without(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert refused(cluster__gpus_per_node=2) == (

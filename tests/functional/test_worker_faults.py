@@ -322,6 +322,7 @@ def test_frozen_in_a_step(impatient_group: WorkerGroup):
     )
 
 
+@pytest.mark.slow
 def test_frozen_while_its_peer_gives_up(group: WorkerGroup):
     pid = group.process_ids[1]
     text = fail_in_a_step(group, "raise_while_the_peer_is_frozen")
@@ -340,6 +341,7 @@ def test_hanging_in_a_step(impatient_group: WorkerGroup):
     assert "wait_forever_for_a_lock" in text, "the stack of a hanging worker is shown"
 
 
+@pytest.mark.slow
 def test_a_workers_child_is_stopped_too(group: WorkerGroup, tmp_path_factory: pytest.TempPathFactory):
     notes = tmp_path_factory.mktemp("children")
     group.call_all("set_variable", "CHILD_NOTES", str(notes))

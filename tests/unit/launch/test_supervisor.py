@@ -215,6 +215,7 @@ def test_no_restart_after_a_request(start: Start, tmp_path: Path) -> None:
     assert end_of(process, tmp_path) == (1, "go on like this\n")
 
 
+@pytest.mark.slow
 def test_a_driver_that_does_not_follow_is_killed_after_the_second_request(start: Start, tmp_path: Path) -> None:
     process = start(STUBBORN, max_restarts=3)
     wait_for_family(tmp_path)
@@ -227,6 +228,21 @@ def test_a_driver_that_does_not_follow_is_killed_after_the_second_request(start:
     assert 1.0 <= time.monotonic() - second < 6.0
 
 
+def test_a_driver_that_ray_ends_while_it_follows_a_request_was_stopped(start: Start, tmp_path: Path) -> None:
+    """A stop while workers start: Ray's servers may go before the driver, which Ray then ends with exit code 1."""
+    driver = """
+signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+unblock()
+start_family()
+time.sleep(30)
+"""
+    process = start(driver, max_restarts=3)
+    wait_for_family(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert end_of(process, tmp_path) == (143, "go on like this\n")
+
+
+@pytest.mark.slow
 def test_a_request_while_it_waits_to_start_again(start: Start, tmp_path: Path) -> None:
     process = start("note(os.getpid(), 'driver'); sys.exit(70)", max_restarts=30)
     wait_for_family(tmp_path, drivers=6)  # the wait is seconds long then

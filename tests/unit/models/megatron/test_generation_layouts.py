@@ -34,9 +34,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "pp2_ep2": (4, layout(pp=2, ep=2), UNEVEN_SHARES),
 }
 ON_ONE_SPEC = {"dp2", "dp2_empty", "tp2_etp2", "tp2_pp2", "pp2_vpp2"}
-# Stages with experts of their own run with this project's modules, and the modules of both on two ranks.
+# Each dimension runs with Megatron-Core's own modules, its empty shares and combinations with this project's alone.
+QUICK_WITH_STOCK_MODULES = {"ep2", "pp2", "tp2"}
 CASES = [
-    pytest.param(name, spec, marks=pytest.mark.slow if (name, spec) == ("pp2_ep2", "local") else ())
+    pytest.param(name, spec, marks=pytest.mark.slow if spec == "local" and name not in QUICK_WITH_STOCK_MODULES else ())
     for name in LAYOUTS
     for spec in ("local", "auto")
     if spec == "auto" or name not in ON_ONE_SPEC

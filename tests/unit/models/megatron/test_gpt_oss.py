@@ -125,6 +125,7 @@ def test_bfloat16_trains_as_float32_does(world_size: int, sizes: dict[str, int],
     assert found.grad_norms == pytest.approx(one_rank().grad_norms, rel=5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [

@@ -112,7 +112,13 @@ def test_pipeline_stage_without_experts(sizes: dict[str, int], layer_spec: str) 
 @pytest.mark.parametrize("what", ["full", "moe"])
 @pytest.mark.parametrize(
     ("world_size", "sizes", "layer_spec"),
-    [(1, {}, "local"), (1, {}, "auto"), (2, {"pp": 2}, "local"), (2, {"ep": 2}, "auto"), (2, {"tp": 2}, "local")],
+    [
+        pytest.param(1, {}, "local", marks=pytest.mark.slow),
+        (1, {}, "auto"),
+        (2, {"pp": 2}, "local"),
+        (2, {"ep": 2}, "auto"),
+        pytest.param(2, {"tp": 2}, "local", marks=pytest.mark.slow),
+    ],
     ids=["single-local", "single-auto", "pp2-local", "ep2-auto", "tp2-local"],
 )
 def test_recomputed_activations_change_nothing(

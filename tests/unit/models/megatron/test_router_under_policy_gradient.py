@@ -221,9 +221,9 @@ def checked_loss(inputs: LossInputs) -> LossOutputs:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
-        (2, layout(ep=2)),
+        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("is_frozen", [True, False])
