@@ -27,8 +27,8 @@ NUM_STEPS = 4
 LIMIT_S = 400.0
 
 
-def command(folder: Path, data: Path) -> list[str]:
-    """A run of some seconds a step that writes below `folder`."""
+def command(folder: Path, data: Path, *more: str) -> list[str]:
+    """A run of some seconds a step that writes below `folder`, with further overrides."""
     overrides = grpo_runs.settings(
         folder,
         data,
@@ -41,12 +41,12 @@ def command(folder: Path, data: Path) -> list[str]:
         **sft_runs.only_jsonl(),
     )
     script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
-    return [sys.executable, str(script), "--config", "grpo_tiny_moe_vllm.yaml", *overrides]
+    return [sys.executable, str(script), "--config", "grpo_tiny_moe_vllm.yaml", *overrides, *more]
 
 
-def run_to_its_end(folder: Path, data: Path, environment: dict[str, str] | None = None) -> str:
+def run_to_its_end(folder: Path, data: Path, *more: str, environment: dict[str, str] | None = None) -> str:
     """What it has printed; nothing of it is left."""
-    with run_kills.running(command(folder, data), folder, environment) as run:
+    with run_kills.running(command(folder, data, *more), folder, environment) as run:
         assert run.wait_for_end(LIMIT_S) == 0, run.printed + run.errors
         run.wait_until_nothing_runs(20.0)
         assert not leftovers(run)
@@ -111,7 +111,16 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(unharmed: Path,
 
 def test_a_run_outlives_its_engine_and_counts_nothing_twice(unharmed: Path, data: Path, tmp_path: Path) -> None:
     mark = tmp_path / "killed"
-    printed = run_to_its_end(tmp_path, data, {MARK: str(mark)})
+    printed = run_to_its_end(tmp_path, data, environment={MARK: str(mark)})
     assert mark.exists()
     assert "vLLM engine 0 died; " in printed
+    assert untimed(tmp_path) == untimed(unharmed)
+
+
+def test_engines_with_places_of_their_own_get_their_weights_over_the_network(
+    unharmed: Path, data: Path, tmp_path: Path
+) -> None:
+    places = "+cluster.roles.generation={cpu_workers_per_node: 2}"
+    run_to_its_end(tmp_path, data, places, "policy.generation.weight_transport=gloo")
+    # A response depends on its request alone, not on the engine.
     assert untimed(tmp_path) == untimed(unharmed)
