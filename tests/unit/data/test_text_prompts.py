@@ -8,16 +8,14 @@ import pytest
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.prompts import PromptDataset, load_prompts
-from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import DataError
-
-MODEL = Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe"
+from tests.support.byte_tokenizer import make_byte_tokenizer
 
 
 def load(path: Path, *overrides: str) -> PromptDataset:
     chosen = ["policy.model_name=x", f"data.train.path={path}", *overrides]
     config = load_grpo_config("grpo_generate.yaml", chosen, check_paths=False)
-    return load_prompts(config.data.train, config.data, load_tokenizer(str(MODEL)), 64, None)
+    return load_prompts(config.data.train, config.data, make_byte_tokenizer(), 64, None)
 
 
 def test_each_line_is_a_prompt_and_repeats_stay(tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--temperature", "-1"], "--temperature: got -1 (int), expected a number, 0 or more"),
-        (["--temperature", "hot"], "--temperature: got 'hot' (str), expected a number, 0 or more"),
-        (["--top-p", "2"], "--top-p: got 2 (int), expected a number above 0 and at most 1"),
+        (["--temperature", "-1"], "--temperature: got -1 (int), expected a number from 0 up"),
+        (["--temperature", "hot"], "--temperature: got 'hot' (str), expected a number from 0 up"),
+        (["--top-p", "2"], "--top-p: got 2 (int), expected a number above 0 and up to 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens: got 0 (int), expected a whole number above 0"),
         (
             ["--max-new-tokens", "4096"],
