@@ -92,14 +92,17 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
     Raises:
         ConfigurationError: One of them is wrong.
     """
-    given = _given(options)
-    # What overrides say comes last, as on the command line of a run.
-    words = [OPTIONS[name].override(value) for name, value in given.items()]
     with told_by_option(options):
-        config = load_grpo_config(BASE_CONFIG, [*words, *overrides])
+        # What overrides say comes last, as on the command line of a run.
+        config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])
     if options.output is not None:
         _check_output(Path(options.output))
     return config
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """The options that were given as overrides of `BASE_CONFIG`."""
+    return [OPTIONS[name].override(value) for name, value in _given(options).items()]
 
 
 def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
