@@ -67,7 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
     with one_rank(make_policy(options.layer_spec)) as policy, ExitStack() as stack:
-        trainer = MegatronTrainer(policy, Qwen3MoeConfig(**MODEL), None, num_steps=1)
+        hf_config = Qwen3MoeConfig(**MODEL, architectures=["Qwen3MoeForCausalLM"])
+        trainer = MegatronTrainer(policy, hf_config, None, num_steps=1)
         contestants = make_contestants(trainer, options, stack)
         # Greedy needs no random numbers: there everyone must find the same.
         expected = contestants["plain_greedy"].run()
