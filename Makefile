@@ -36,7 +36,7 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install vllm test-vllm demo test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install vllm test-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -53,6 +53,13 @@ demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say 
 	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never
 	@echo "[demo] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never
+
+demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
+	@[ -f data/addition/grpo.jsonl ] || $(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0
+	@[ -f results/sft_tiny_moe/final/config.json ] || { echo "[demo-vllm] the fine-tuned model of make demo is missing: making it"; \
+		$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never; }
+	@echo "[demo-vllm] nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never"
+	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never
 
 test: lint types test-unit test-functional ## what to run before a change; continuous integration runs all targets
 	@echo "[test] all passed"

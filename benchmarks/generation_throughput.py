@@ -4,7 +4,8 @@
 
 The engine runs on a small Qwen3-MoE (4 layers, 8 experts, top 2) in turns with the same model written in plain PyTorch
 with a key-value cache, all in one process, so that whatever else the machine does slows both. Both draw tokens and
-compute their log-probabilities with the same function.
+compute their log-probabilities with the same function. With --with-vllm an engine of vLLM runs in turns with them, on
+the same weights, as `policy.generation.backend: vllm` starts it: in a process of its own, with one thread.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,19 +28,24 @@ from small_model import MODEL, REPOSITORY, VOCABULARY, positive
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.interface import GenerationBatch, GenerationEngine, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.registry import EngineSetup, find_engine
+from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
 from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 
 EXAMPLES = """\
 examples:
   python benchmarks/generation_throughput.py
   python benchmarks/generation_throughput.py --with-transformers     transformers' generate as well
+  python benchmarks/generation_throughput.py --with-vllm             vLLM as well (make vllm)
   python benchmarks/generation_throughput.py --layer-spec local      Megatron-Core's own modules, for comparison
   taskset -c 0 python benchmarks/generation_throughput.py            on one core
 
@@ -60,9 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     torch.set_num_threads(1)
-    with one_rank(make_policy(options.layer_spec)) as policy:
-        trainer = MegatronTrainer(policy, Qwen3MoeConfig(**MODEL), None, num_steps=1)
-        contestants = make_contestants(trainer, options)
+    with one_rank(make_policy(options.layer_spec)) as policy, ExitStack() as stack:
+        hf_config = Qwen3MoeConfig(**MODEL, architectures=["Qwen3MoeForCausalLM"])
+        trainer = MegatronTrainer(policy, hf_config, None, num_steps=1)
+        contestants = make_contestants(trainer, options, stack)
         # Greedy needs no random numbers: there everyone must find the same.
         expected = contestants["plain_greedy"].run()
         agreement = {
@@ -77,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "tokens_per_second": {name: speeds(contestant, tokens) for name, contestant in contestants.items()},
         "to_plain": ratios(contestants, "plain"),
         "to_transformers": ratios(contestants, "transformers") if options.with_transformers else None,
+        "to_vllm": ratios(contestants, "vllm") if options.with_vllm else None,
         "same_greedy_tokens_as_plain": agreement,
         "prompts": options.prompts,
         "prompt_tokens": options.prompt_tokens,
@@ -101,6 +109,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="of each (default: 32)")
     parser.add_argument("--new-tokens", type=positive, default=64, metavar="N", help="of each (default: 64)")
     parser.add_argument("--with-transformers", action="store_true", help="run transformers' generate as well")
+    parser.add_argument("--with-vllm", action="store_true", help="run an engine of vLLM as well")
     parser.add_argument(
         "--layer-spec",
         choices=("auto", "local"),
@@ -132,8 +141,14 @@ def one_rank(policy: PolicyConfig) -> Iterator[PolicyConfig]:
         destroy_parallel_state()
 
 
-def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace) -> dict[str, Contestant]:
-    """The engine and the others, sampling at temperature 1 and greedy, all with the same weights."""
+def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace, stack: ExitStack) -> dict[str, Contestant]:
+    """The engine and the others, sampling at temperature 1 and greedy, all with the same weights.
+
+    Args:
+        trainer: Holds the weights.
+        options: The command line's.
+        stack: Ends what is started.
+    """
     prompts = np.random.default_rng(0).integers(VOCABULARY, size=(options.prompts, options.prompt_tokens))
     rows, count = torch.from_numpy(prompts), options.new_tokens
     weights = dict(tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config))
@@ -148,7 +163,69 @@ def make_contestants(trainer: MegatronTrainer, options: argparse.Namespace) -> d
         model = transformers_model(weights, trainer.hf_config)
         for name, sampled in (("sampled", True), ("greedy", False)):
             contestants[f"transformers_{name}"] = Contestant(transformers_run(model, rows, count, sampled=sampled))
+    if options.with_vllm:
+        other = stack.enter_context(vllm_engine(weights, trainer.hf_config, options.prompt_tokens + count))
+        for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
+            how = SamplingParameters(max_new_tokens=count, temperature=temperature)
+            contestants[f"vllm_{name}"] = Contestant(vllm_run(other, prompts, how))
     return contestants
+
+
+@contextmanager
+def vllm_engine(weights: Mapping[str, Tensor], hf_config: Qwen3MoeConfig, longest: int) -> Iterator[GenerationEngine]:
+    """An engine of vLLM with the weights, as a training run starts it."""
+    overrides = [
+        f"policy.max_total_sequence_length={longest}",
+        f"policy.generation.max_new_tokens={longest - 1}",
+        "cluster.cpu_workers_per_node=1",
+        "policy.train_micro_batch_size=1",
+    ]
+    path = REPOSITORY / "examples" / "configs" / "grpo_tiny_moe_vllm.yaml"
+    config = load_grpo_config(path, overrides, check_paths=False)
+    make_engine = find_engine("vllm", on_gpus=False)
+    trainer: Any = SentWeights(weights, {"config.json": hf_config.to_json_string().encode()})
+    cluster = RayCluster(config.cluster)
+    try:
+        source = ModelSource(None, None)  # all that the engine needs comes from the trainer
+        engine = make_engine(EngineSetup(config, cluster, source, hf_config, None, trainer, print))
+        try:
+            with trainer.weight_transport() as transport:
+                engine.update_weights(transport, 0)
+            yield engine
+        finally:
+            engine.shutdown()
+    finally:
+        cluster.shutdown()
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """The trainer as an engine with a copy of the weights sees it.
+
+    Attributes:
+        weights: All tensors by their Hugging Face names.
+        model_files: The model's folder without them.
+        weight_version: Of the weights.
+    """
+
+    weights: Mapping[str, Tensor]
+    model_files: Mapping[str, bytes]
+    weight_version: int = 0
+
+    def weight_transport(self) -> FolderTransport:
+        """A transfer of them."""
+        return FolderTransport(folder_of_one_machine(1), 1, lambda spec: spec.send(self.weights.items(), 0, 0))
+
+
+def vllm_run(engine: GenerationEngine, prompts: np.ndarray, how: SamplingParameters) -> Run:
+    """Generates as a training run does."""
+    requests = [GenerationRequest(tuple(prompt), seed, how) for seed, prompt in enumerate(prompts.tolist())]
+
+    def run() -> Tensor:
+        sequences = dict(engine.generate(requests))
+        return torch.from_numpy(np.stack([sequences[index].token_ids for index in range(len(requests))]))
+
+    return run
 
 
 def engine_run(engine: MegatronGenerator, prompts: np.ndarray, how: SamplingParameters) -> Run:

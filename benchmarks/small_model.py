@@ -80,7 +80,7 @@ def write_model(folder: Path, **changes: int) -> int:
     """Writes the model's `config.json`, with other values if asked for, and returns its number of parameters."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(**{**MODEL, **changes})
+    config = Qwen3MoeConfig(**{**MODEL, **changes}, architectures=["Qwen3MoeForCausalLM"])
     config.save_pretrained(folder)
     with torch.device("meta"):
         model = Qwen3MoeForCausalLM(config)

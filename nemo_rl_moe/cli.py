@@ -19,6 +19,7 @@ from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
     ConfigurationError,
+    GenerationError,
     TrainingDivergedError,
     UserError,
     WeightSyncError,
@@ -26,6 +27,7 @@ from nemo_rl_moe.errors import (
     escape_log_messages,
     tell,
 )
+from nemo_rl_moe.launch import evaluate_command, generate_command
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
 from nemo_rl_moe.report import command as report_command
 from nemo_rl_moe.report import watch as watch_command
@@ -52,6 +54,8 @@ examples:
   nemo-rl-moe run --config my_run.yaml
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
   nemo-rl-moe data --config my_run.yaml --show 5
+  nemo-rl-moe evaluate --config grpo_tiny_moe.yaml policy.model_name=results/grpo_tiny_moe/step_30
+  nemo-rl-moe generate --model results/grpo_tiny_moe/final --prompts prompts.txt
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe verify logs/sft_tiny_moe/exp_001
@@ -135,11 +139,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in _OF_RUN_FOLDERS:
         return _told(lambda: _look_at_run_folders(options, rest))
     overrides = [*options.overrides, *rest]  # argparse leaves over those that stand behind an option
+    if options.command in _WITHOUT_TRAINING:
+        words = list(sys.argv[1:] if arguments is None else arguments)
+        return _told(lambda: _run_without_training(options, overrides, words))
     return _told(lambda: _run_with_config(options, overrides))
 
 
 def _look_at_run_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
     _OF_RUN_FOLDERS[options.command].run(options, rest)
+    return 0
+
+
+def _run_without_training(options: argparse.Namespace, overrides: Sequence[str], words: Sequence[str]) -> int:
+    """Runs a command that has workers and trains nothing, in a process of its own that this one watches over."""
+    command = _WITHOUT_TRAINING[options.command]
+    if options.run_id is None:
+        command.load(options, overrides)
+        from nemo_rl_moe.launch.supervisor import Supervision, supervise
+
+        driver = _driver_words(words, uuid.uuid4().hex)
+        return supervise(Supervision(lambda restart_number: driver, environment=_search_path()))
+    with StopSignals():
+        command.run(options, overrides)
     return 0
 
 
@@ -168,7 +189,7 @@ def _told(run: Callable[[], int]) -> int:
         for problem in error.problems:
             tell(problem)
         return error.exit_code
-    except (WorkerDiedError, WeightSyncError, TrainingDivergedError) as error:
+    except (WorkerDiedError, WeightSyncError, GenerationError, TrainingDivergedError) as error:
         tell(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -218,8 +239,7 @@ def _build_parser() -> argparse.ArgumentParser:
                 "--show", type=_number, default=3, metavar="N", help="samples to show, from the first on (default: 3)"
             )
         elif name not in _COMMANDS:
-            # For the process that runs the command, see `_driver_command`.
-            command.add_argument("--run-id", help=argparse.SUPPRESS)
+            _add_run_id(command)
             command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
     for name, module in _OF_RUN_FOLDERS.items():
@@ -233,8 +253,25 @@ def _build_parser() -> argparse.ArgumentParser:
                 allow_abbrev=False,
             )
         )
+    for name, module in _WITHOUT_TRAINING.items():
+        command = commands.add_parser(
+            name,
+            help=module.SUMMARY,
+            description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
+            epilog=f"{module.EXAMPLES}\n{_OVERRIDES_HELP}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
+        _add_run_id(command)
     _add_convert(commands)
     return parser
+
+
+def _add_run_id(command: argparse.ArgumentParser) -> None:
+    """Adds what tells the process that runs the command from the one that a user has started."""
+    command.add_argument("--run-id", help=argparse.SUPPRESS)
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -293,19 +330,27 @@ def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
     run_id, started = uuid.uuid4().hex, time.monotonic()
 
     def driver_command(restart_number: int) -> list[str]:
-        which = ["--run-id", run_id, "--restart-number", str(restart_number), "--started", str(started)]
-        arguments = [command, "--config", config_path, *overrides, *which]
-        # -P: modules are looked for where this process does, and that is not always the working folder.
-        return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments]
+        launch = ["--restart-number", str(restart_number), "--started", str(started)]
+        return [*_driver_words([command, "--config", config_path, *overrides], run_id), *launch]
 
     return supervise(
         Supervision(
             driver_command,
-            environment={"PYTHONPATH": os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))},
+            environment=_search_path(),
             max_restarts=config.cluster.max_restarts,
             resume_hint=lambda: _resume_hint(config, run_id),
         )
     )
+
+
+def _driver_words(arguments: Sequence[str], run_id: str) -> list[str]:
+    """The command line of the process that runs a command."""
+    # -P: modules are looked for where this process does, and that is not always the working folder.
+    return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments, "--run-id", run_id]
+
+
+def _search_path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))}
 
 
 def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
@@ -368,6 +413,7 @@ def _number(text: str) -> int:
 _CONVERT = "convert"
 _DATA = "data"
 _COMMANDS = {"config": _print_config, "plan": _print_plan}
+_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
 _OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command, "verify": verify_command}
 _RUN = "run"
 _HELP_OF = {_RUN: _RUN_HELP, _DATA: _DATA_HELP}

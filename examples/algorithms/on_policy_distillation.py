@@ -55,14 +55,15 @@ def policy_is_sampled_as_it_is(config: DistillationMasterConfig) -> Iterator[str
 def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None:
     """Runs on-policy distillation from start to end."""
     prepared, teacher_model = prepare_rollouts(config, run), run.prepare_role("teacher")
-    run.begin(num_training_steps(config.grpo, len(prepared.loader)), prepared.fingerprints(config))
+    loader = prepared.loader(config)
+    run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
         return
     policy = run.start_policy()
     teacher = run.start_role("teacher", teacher_model)
     worker = start_rollouts(config, run, policy, prepared)
     run.restore()
-    source = SynchronousSource(config.grpo, worker, prepared.loader, prepared.sampling)
+    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling)
     distillation = Distillation(config, policy, teacher, worker.engine, source, pad_token_id(prepared.model.tokenizer))
     run.end(distillation.train(run.open()))
 

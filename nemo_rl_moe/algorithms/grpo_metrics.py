@@ -135,9 +135,10 @@ def pass_at_k_metrics(is_correct: Bool[Tensor, "prompts generations"]) -> dict[s
     """
     num_generations = is_correct.shape[1]
     correct = is_correct.sum(dim=1)
-    return {f"pass_at_{k}": float(pass_at_k(correct, num_generations, k).mean()) for k in _values_of_k(num_generations)}
+    return {f"pass_at_{k}": float(pass_at_k(correct, num_generations, k).mean()) for k in values_of_k(num_generations)}
 
 
-def _values_of_k(num_generations: int) -> list[int]:
+def values_of_k(num_generations: int) -> list[int]:
+    """Powers of two from 2 up to the number of responses to a prompt, and that number; none for one response."""
     powers_of_two = {2**exponent for exponent in range(1, num_generations.bit_length())}
     return sorted(powers_of_two | {num_generations} - {1})

@@ -193,7 +193,7 @@ def _folder_problem(key: str, name: str, needs: str | None = None) -> Iterator[s
 
 
 def _data_problem(key: str, source: DataSourceConfig | PromptSourceConfig) -> Iterator[str]:
-    if source.path is not None and source.path.endswith(".jsonl") and not Path(source.path).is_file():
+    if source.path is not None and source.path.endswith((".jsonl", ".txt")) and not Path(source.path).is_file():
         yield f"{key}: {_not_found(Path(source.path))}"
 
 

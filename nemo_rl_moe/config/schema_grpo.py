@@ -254,9 +254,10 @@ class PromptSourceConfig(StrictModel):
     """Source of one set of prompts."""
 
     path: PathText | None
-    """A `.jsonl` file, or a name or folder that `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`.
-    A prompt that stands there several times is taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts
-    that are training prompts too are left out, unless both paths are the same."""
+    """A `.jsonl` file, a `.txt` file of one prompt a line (for rewards without an answer), or a name or folder that
+    `datasets.load_dataset` takes; null: drawn from `env.reasoning_gym`. A prompt that stands there several times is
+    taken once: `grpo.max_num_epochs` repeats all of them. Held-out prompts that are training prompts too are left out,
+    unless both paths are the same."""
     split: Text
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
     num_items: PositiveInt | None

@@ -51,7 +51,7 @@ def apply_template(messages: Sequence[Message], template: str | None) -> tuple[M
     return (*messages[: asked[-1]], wrapped, *messages[asked[-1] + 1 :])
 
 
-def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[object, str], PromptRecord]:
+def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Callable[[object, str], PromptRecord]:
     """Makes the function that checks records.
 
     The record that an environment later sees is the data's own, with two keys set: `answer`, from `data.answer_key`
@@ -61,11 +61,13 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
 
     Args:
         data: Where in a record prompt and answer are.
-        env: What will score the responses.
+        env: What will score the responses; None: nothing, so that a record needs no answer.
 
     Returns:
         A function of a decoded record and where it is, which raises `RecordError`.
     """
+
+    env_name = "callable" if env is None else env.name
 
     def parse(record: object, sample_id: str) -> PromptRecord:
         if not isinstance(record, Mapping):
@@ -78,8 +80,8 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
                 f"expected {' or '.join(ANSWERED)}: a model answers it"
             )
         question = text_of(messages)
-        complete = {"question": question, **record, "answer": _answer(record, data.answer_key, env.name)}
-        if env.name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
+        complete = {"question": question, **record, "answer": _answer(record, data.answer_key, env_name)}
+        if env_name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
             raise RecordError(
                 f"metadata is {kind_of(record['metadata'])}, expected an object"
                 if "metadata" in record
@@ -91,10 +93,12 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[o
     return parse
 
 
-def prompt_columns(data: PromptDataConfig, env: EnvironmentConfig) -> Callable[[str, Sequence[str]], Sequence[str]]:
+def prompt_columns(
+    data: PromptDataConfig, env: EnvironmentConfig | None
+) -> Callable[[str, Sequence[str]], Sequence[str]]:
     """Makes the function that checks the columns of a table, all of which are read."""
     keys = {"data.prompt_key": data.prompt_key}
-    if env.name != "callable":
+    if env is not None and env.name != "callable":
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:

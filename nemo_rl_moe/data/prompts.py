@@ -15,7 +15,7 @@ from nemo_rl_moe.data.length_limit import LengthLimit, cut_text
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
-from nemo_rl_moe.data.sources import LineSource, open_lines
+from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
 from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.environments.reasoning_gym import draw_items
@@ -117,7 +117,7 @@ def load_prompts(
     data: PromptDataConfig,
     tokenizer: "PreTrainedTokenizerBase",
     max_prompt_length: int,
-    env: EnvironmentConfig,
+    env: EnvironmentConfig | None,
 ) -> PromptDataset:
     """Reads one set of prompts, or draws it from the environment's task, and tokenizes it.
 
@@ -130,7 +130,8 @@ def load_prompts(
         data: How its records are read.
         tokenizer: A Hugging Face tokenizer.
         max_prompt_length: Most tokens of a prompt; longer ones are left out and counted.
-        env: What will score the responses: decides what a record needs, and is what prompts are drawn from.
+        env: What will score the responses: decides what a record needs, and is what prompts are drawn from. None:
+            nothing scores them; repeated prompts stay, and records need no answer.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
@@ -139,7 +140,7 @@ def load_prompts(
     lines, num_redrawn = (
         _drawn(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
     )
-    repeats = RepeatFilter(env.name)
+    repeats = RepeatFilter(env.name) if env is not None else None
     kind = ItemKind(
         WORDS,
         _prompt_tokenizer(tokenizer, max_prompt_length, run_wide_inputs(data.tools, data.chat_template_kwargs)),
@@ -149,9 +150,10 @@ def load_prompts(
             "policy.max_total_sequence_length less policy.generation.max_new_tokens"
         ),
     )
-    distinct = replace(lines, lines=islice(repeats.first_of_each(lines.lines), source.num_items))
-    prompts, report = read_items(distinct, kind, data.on_bad_line)
-    return PromptDataset(prompts, replace(report, num_repeated=num_redrawn + repeats.num_repeated))
+    kept = repeats.first_of_each(lines.lines) if repeats is not None else lines.lines
+    prompts, report = read_items(replace(lines, lines=islice(kept, source.num_items)), kind, data.on_bad_line)
+    num_repeated = num_redrawn + (repeats.num_repeated if repeats is not None else 0)
+    return PromptDataset(prompts, replace(report, num_repeated=num_repeated))
 
 
 class PromptLoader:
@@ -194,16 +196,18 @@ class PromptLoader:
 
 
 def _read(
-    path: str, source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig
+    path: str, source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> LineSource[PromptRecord]:
+    if path.endswith(TEXT_SUFFIX):
+        return open_text(path, data.prompt_key, prompt_parser(data, env))
     return open_lines(path, source.split, prompt_parser(data, env), prompt_columns(data, env))
 
 
 def _drawn(
-    source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig
+    source: PromptSourceConfig, data: PromptDataConfig, env: EnvironmentConfig | None
 ) -> tuple[LineSource[PromptRecord], int]:
     """Prompts drawn from the task, and the number of repeats among the draws."""
-    if env.reasoning_gym is None or source.num_items is None:
+    if env is None or env.reasoning_gym is None or source.num_items is None:
         raise ConfigurationError(
             "data: a path of null draws prompts from env.reasoning_gym, and needs that section and num_items"
         )

@@ -67,6 +67,23 @@ def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[P
                 yield BadLine(sample_id, "the record is nested too deeply")
 
 
+def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> Iterator[Parsed | BadLine]:
+    """The same of a plain text file, whose every line is a record with one key.
+
+    Args:
+        path: The file.
+        key: The key under which the line stands in the record.
+        parse: Gets a record and its `file:line`; raises `RecordError` for one that cannot be used.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(_lines(file), start=1):
+            sample_id = f"{path}:{number}"
+            try:
+                yield parse({key: _text(line, is_first=number == 1)}, sample_id)
+            except RecordError as error:
+                yield BadLine(sample_id, str(error))
+
+
 def _lines(file: BinaryIO) -> Iterator[bytes | int]:
     """The lines of a file; of one that is longer than a line may be, its number of bytes."""
     while line := file.readline(LONGEST_LINE_BYTES + 1):
@@ -79,7 +96,8 @@ def _lines(file: BinaryIO) -> Iterator[bytes | int]:
         yield size
 
 
-def _decode(line: bytes | int, *, is_first: bool) -> object:
+def _text(line: bytes | int, *, is_first: bool) -> str:
+    """Text of a line, without its end."""
     if isinstance(line, int):
         raise RecordError(f"the line has {line:,} bytes, expected at most {LONGEST_LINE_BYTES:,}")
     if is_first:
@@ -87,9 +105,13 @@ def _decode(line: bytes | int, *, is_first: bool) -> object:
     if not line.strip():
         raise RecordError("the line is empty")
     try:
-        text = line.decode("utf-8").rstrip("\r\n")  # or a line that is cut short would end in column 1 of the next
+        return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
         raise RecordError(f"not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1}") from None
+
+
+def _decode(line: bytes | int, *, is_first: bool) -> object:
+    text = _text(line, is_first=is_first)  # with its end, a line that is cut short would end in column 1 of the next
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -228,6 +250,18 @@ def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: Choo
     table = load_table(path, split)
     table = table.select_columns(list(choose_columns(path, table.column_names)))
     return LineSource(f"{path}[{split}]", len(table), read_table(table, path, split, parse))
+
+
+TEXT_SUFFIX = ".txt"
+
+
+def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
+    """Opens a plain text file, whose every line is a record with one key.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, noting_samples(parse)))
 
 
 def _example_columns(path: str, names: Sequence[str]) -> list[str]:

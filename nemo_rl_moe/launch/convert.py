@@ -4,8 +4,6 @@
 
 import math
 import os
-import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_rl_moe.atomic_writes import put_in_place
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
+from nemo_rl_moe.launch.output_folder import require_free, staged
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
@@ -113,8 +111,7 @@ def _check_folders(conversion: Conversion) -> None:
         raise ConfigurationError(
             f"--from: got {conversion.source_format}, but {source} holds {what}{_hint(source, found)}"
         )
-    if not _is_free(target):
-        raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
+    require_free(target)
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigurationError(f"--output: {target} lies in the input's folder; choose another place")
 
@@ -193,31 +190,15 @@ def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
         )
 
 
-def _is_free(target: Path) -> bool:
-    """True where nothing is, or a folder with nothing in it, such as `mktemp -d` makes."""
-    if target.is_symlink() or not target.is_dir():
-        return not target.exists() and not target.is_symlink()
-    return next(target.iterdir(), None) is None
-
-
 @contextmanager
 def _staged(target: Path) -> Iterator[Path]:
-    """Folder in which the output is put together; it gets its name when it is whole.
-
-    After a full disk or an interrupt nothing stays.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield own / target.name
-        if not _is_free(target):
-            raise ConfigurationError(f"--output: {target} has appeared meanwhile; nothing is written")
-        put_in_place(own / target.name, target, own / "replaced")
-    except CheckpointError as error:
-        reason = str(error).removeprefix(f"{own / target.name}: ")
-        raise ConfigurationError(f"--output: {target}: {reason}; nothing is left") from error
-    finally:
-        shutil.rmtree(own, ignore_errors=True)
+    """Folder in which the output is put together, as `staged` has it, whose errors are told of the output."""
+    with staged(target) as staging:
+        try:
+            yield staging
+        except CheckpointError as error:
+            reason = str(error).removeprefix(f"{staging}: ")
+            raise ConfigurationError(f"--output: {target}: {reason}; nothing is left") from error
 
 
 def _announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:

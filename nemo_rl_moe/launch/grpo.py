@@ -24,6 +24,7 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
+from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.launch.training_run import TrainingRun
@@ -45,7 +46,6 @@ class PreparedRollouts:
         make_engine: Makes the generation engine.
         sampling: How training responses are drawn.
         training: The prompts to train on.
-        loader: The same in the order of the steps.
         held_out: The prompts to validate with; empty: no validation.
     """
 
@@ -54,8 +54,15 @@ class PreparedRollouts:
     make_engine: EngineFactory
     sampling: SamplingParameters
     training: PromptDataset
-    loader: PromptLoader
     held_out: Sequence[Prompt]
+
+    def loader(self, config: GRPOMasterConfig) -> PromptLoader:
+        """The prompts to train on in the order of the steps.
+
+        Raises:
+            DataError: They do not fill one step.
+        """
+        return PromptLoader(self.training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
         """Fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from it."""
@@ -73,14 +80,15 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         WorkerDiedError: A worker failed.
     """
     prepared = prepare_rollouts(config, run)
-    run.begin(num_training_steps(config.grpo, len(prepared.loader)), prepared.fingerprints(config))
+    loader = prepared.loader(config)
+    run.begin(num_training_steps(config.grpo, len(loader)), prepared.fingerprints(config))
     if run.is_complete:
         return
     policy = run.start_policy()
     worker = start_rollouts(config, run, policy, prepared)
     run.restore()
     recorder = run.open()
-    source = SynchronousSource(config.grpo, worker, prepared.loader, prepared.sampling)
+    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling)
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling) if held_out else None
     padding = pad_token_id(prepared.model.tokenizer)
@@ -93,7 +101,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
         )
 
 
-def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRollouts:
+def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollouts:
     """Checks environment, engine and model, and reads the prompts; starts nothing.
 
     Raises:
@@ -105,7 +113,6 @@ def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRoll
     model = run.prepare_model()
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console)
-    loader = PromptLoader(training, config.grpo.num_prompts_per_step, config.grpo.seed, config.data.shuffle)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
         is_overfitting = is_same_file(config.data.train, config.data.validation)
@@ -113,21 +120,28 @@ def prepare_rollouts(config: GRPOMasterConfig, run: TrainingRun) -> PreparedRoll
             run.console.message("validating with the training prompts: data.validation.path is data.train.path")
         left_out = () if is_overfitting else training
         held_out = read_prompts(config, config.data.validation, model.tokenizer, run.console, left_out)
-    return PreparedRollouts(model, environment, make_engine, sampling, training, loader, held_out)
+    return PreparedRollouts(model, environment, make_engine, sampling, training, held_out)
+
+
+def start_engine(
+    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, model: PreparedModel, make_engine: EngineFactory
+) -> GenerationEngine:
+    """Starts the generation engine for the rest of the run; one that keeps a copy of the weights has none yet."""
+    own_cluster = run.start_places(GENERATION_ROLE) if GENERATION_ROLE in config.cluster.roles else None
+    setup = EngineSetup(
+        config, run.cluster, model.source, model.hf_config, model.tokenizer, policy, run.console.warn, own_cluster
+    )
+    return run.use(running_engine(make_engine, setup, run.console))
 
 
 def start_rollouts(
-    config: GRPOMasterConfig, run: TrainingRun, policy: MegatronPolicy, prepared: PreparedRollouts
+    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, prepared: PreparedRollouts
 ) -> RolloutWorker:
     """Starts the environment's workers and the generation engine for the rest of the run."""
     scorer = run.use(running_scorer(config, run.console))
-    model, tokenizer = prepared.model, prepared.model.tokenizer
-    own_cluster = run.start_places(GENERATION_ROLE) if GENERATION_ROLE in config.cluster.roles else None
-    setup = EngineSetup(
-        config, run.cluster, model.source, model.hf_config, tokenizer, policy, run.console.warn, own_cluster
-    )
+    tokenizer = prepared.model.tokenizer
     return RolloutWorker(
-        run.use(running_engine(prepared.make_engine, setup, run.console)),
+        start_engine(config, run, policy, prepared.model, prepared.make_engine),
         scorer,
         prepared.environment,
         tokenizer.decode,
@@ -186,8 +200,18 @@ def read_prompts(
     tokenizer: Any,
     console: ConsoleLogger,
     training: Iterable[Prompt] = (),
+    *,
+    is_scored: bool = True,
 ) -> PromptDataset:
     """Reads, or draws, and tokenises one set of prompts, without the training prompts, and tells what was left out.
+
+    Args:
+        config: The whole configuration.
+        source: Which set.
+        tokenizer: The model's.
+        console: Shows the phase and the report.
+        training: Prompts to leave out.
+        is_scored: False: prompts need no answer, and repeated ones stay.
 
     Raises:
         DataError: A file is missing, a line cannot be used, or no prompt is left.
@@ -195,7 +219,7 @@ def read_prompts(
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "drawn prompts"):
-        prompts = load_prompts(source, config.data, tokenizer, longest, config.env)
+        prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None)
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts

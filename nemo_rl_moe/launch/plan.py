@@ -2,16 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layout, parameters and memory of a run by arithmetic, without starting it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_run import model_folder_exists
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
+from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, bytes_on_the_way, engine_memory
 from nemo_rl_moe.models.megatron.model.memory_estimate import (
     WorkerMemory,
     active_parameters,
@@ -34,6 +36,7 @@ from nemo_rl_moe.models.position_limit import too_long_sequences
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+_GPU_SIZES_GB = (80, 141)
 _UNITS = {"GB": 10**9, "MB": 10**6}
 _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels and of communication, the driver's own"
 
@@ -56,9 +59,11 @@ def print_plan(config: MasterConfig) -> None:
     console = ConsoleLogger(total_steps=0, live="never")
     for line in [*layout_lines(config, transformer), "", *parameter_lines(config, transformer, hf_config), ""]:
         console.message(line)
-    for line in memory_lines(config, transformer, hf_config):
+    for line in [*memory_lines(config, transformer, hf_config), ""]:
         console.message(line)
-    console.message("")
+    if isinstance(config, GRPOMasterConfig) and config.policy.generation.backend == "vllm":
+        for line in [*engine_lines(config, transformer, hf_config), ""]:
+            console.message(line)
     sources = setting_sources(config.policy, hf_config, config_json, transformer)
     announce_moe(console, effective_moe_configuration(transformer), sources)
     for line in model_warnings(config.policy, hf_config, config_json, transformer):
@@ -150,7 +155,7 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[
         steps = "+ in the optimizer: gradients (float32)"
         rows.append((steps, [worker.float32_gradients for worker in workers]))
     algorithm = algorithm_of(config)
-    if algorithm.generates:
+    if generation_batch_size(config):
         sequences = f"{generation_batch_size(config)} x {config.policy.max_total_sequence_length} tokens"
         cache = f"+ while generating, {sequences}: key-value cache"
         rows.append((cache, [worker.key_value_cache for worker in workers]))
@@ -158,6 +163,69 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[
     if algorithm.needs_reference(config):
         rows.append(("in the host's memory: reference weights", [worker.reference_weights for worker in workers]))
     return rows
+
+
+def engine_lines(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
+    """Lines on the engines of `backend: vllm`: their places, their memory, and what lies beside them meanwhile."""
+    chosen, longest = config.policy.generation.vllm, config.policy.max_total_sequence_length
+    memory = engine_memory(config, transformer, hf_config)
+    on_the_way = bytes_on_the_way(config, transformer, hf_config)
+    stages = range(transformer.pipeline_model_parallel_size)
+    held = max(worker_memory(config, transformer, hf_config, stage).always for stage in stages)
+    unit = "GB" if memory.weights >= 10**8 else "MB"
+
+    def shown(value: float) -> str:
+        return f"{value / _UNITS[unit]:.2f}"
+
+    number, ranks = num_engines(config), chosen.tensor_parallel_size
+    gpus = f", of {ranks} {'GPU' if ranks == 1 else 'GPUs'} each" if _on_gpus(config) else ""
+    rows = [
+        ("engines", f"{number}{gpus}"),
+        (f"weights of each rank ({chosen.dtype or config.policy.precision})", shown(memory.weights)),
+        (f"key-value cache of a sequence, {longest} tokens", shown(memory.cache_of_a_token * longest)),
+    ]
+    if _on_gpus(config):
+        rows += _device_rows(chosen.gpu_memory_utilization, memory, held, longest)
+    else:
+        rows.append(
+            (
+                "key-value cache of each engine (policy.generation.vllm.cpu_cache_gib)",
+                shown(chosen.cpu_cache_gib * 2**30),
+            )
+        )
+    where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
+    rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
+    heading = f"Engines of vLLM, by arithmetic, in {unit} of {_UNITS[unit]:,} bytes:"
+    return [heading, *_aligned(rows), "  not counted: the engines' activations, buffers and graphs"]
+
+
+def _device_rows(utilization: float, memory: EngineMemory, held: int, longest: int) -> list[tuple[str, str]]:
+    """Rows on a GPU that an engine shares with the trainer, in GB."""
+    least = memory.fits_from(held, utilization) / _UNITS["GB"]
+    rows = [
+        ("a GPU's share for its engine (policy.generation.vllm.gpu_memory_utilization)", f"{utilization:g}"),
+        ("beside it while it generates: held by the trainer, in GB", f"{held / _UNITS['GB']:.2f}"),
+        ("while training: engines sleep, without weights and cache", "0.00"),
+        ("GPUs on which both fit, from so many GB on", f"{least:.0f}" if math.isfinite(least) else "none"),
+    ]
+    for size in _GPU_SIZES_GB:
+        cache = memory.cache(size * _UNITS["GB"], utilization)
+        fits = size >= least and cache > 0
+        sequences = f", {cache // (memory.cache_of_a_token * longest):,} such sequences"
+        value = f"{cache / _UNITS['GB']:.2f}{sequences}" if fits else "they do not fit"
+        rows.append((f"GPUs with {size} GB: key-value cache, in GB", value))
+    return rows
+
+
+def num_engines(config: GRPOMasterConfig) -> int:
+    """Engines of `backend: vllm`: as many as are asked for, or as the GPUs give; one on CPUs."""
+    chosen, cluster = config.policy.generation.vllm, config.cluster
+    places = cluster.gpus_per_node // chosen.tensor_parallel_size * cluster.num_nodes if cluster.gpus_per_node else 1
+    return chosen.num_engines or places
+
+
+def _on_gpus(config: MasterConfig) -> bool:
+    return config.cluster.gpus_per_node > 0
 
 
 def _pipeline(transformer: TransformerConfig) -> str:

@@ -189,10 +189,10 @@ def running_policy(
     model: PreparedModel,
     *,
     seed: int,
-    num_steps: int,
+    num_steps: int | None,
     keep_reference: bool = False,
 ) -> Iterator[MegatronPolicy]:
-    """Starts the workers, and stops them whatever happens.
+    """Starts the workers, for forward passes alone where there are no optimizer steps; stops them whatever happens.
 
     Raises:
         ConfigurationError: The model's weights cannot be used.

@@ -4,11 +4,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.best_metric import choice_in_force
@@ -28,17 +27,15 @@ from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
-from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
+from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
     MOE_SOURCES_FILE,
     PreparedModel,
     announce,
     prepare_model,
-    running_cluster,
-    running_policy,
     running_role,
     summarise,
 )
@@ -58,8 +55,6 @@ FINAL_RUN_FILE = "training_run.json"
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_SAVED = -1
 """A step before the first one, for a restart of a run that has saved nothing."""
-
-Opened = TypeVar("Opened")
 
 
 def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals) -> None:
@@ -82,7 +77,7 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
         entry_point(config, run)
 
 
-class TrainingRun:
+class TrainingRun(ModelRun):
     """One run of any algorithm, around its loop. An algorithm's entry point calls, in this order:
 
     `prepare_model`, then `begin` with what it has made of the data; `start_policy`, `restore`, `open`; the loop, with
@@ -106,18 +101,13 @@ class TrainingRun:
     """
 
     def __init__(self, config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals):
-        self.config = config
+        super().__init__(config, ConsoleLogger(total_steps=0, live=config.logger.console.live))
         self.algorithm = algorithm_of(config)
-        self.console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
         self.num_steps = 0
         self.resume: ResumePoint | None = None
         self._launch, self._stop_signals = launch, stop_signals
         self._fingerprints: Mapping[str, str] = {}
-        self._opened = ExitStack()
         self._store: CheckpointStore | None = None
-        self._model: PreparedModel | None = None
-        self._cluster: RayCluster | None = None
-        self._policy: MegatronPolicy | None = None
         self._folder: Path | None = None
         self._ending: str | None = None
 
@@ -139,19 +129,6 @@ class TrainingRun:
             if self._cluster is not None:
                 self._cluster.let_die()
             self.console.message(self._ending)
-
-    def use(self, context: AbstractContextManager[Opened]) -> Opened:
-        """Opens something for the rest of the run."""
-        return self._opened.enter_context(context)
-
-    def prepare_model(self) -> PreparedModel:
-        """Fetches and checks the model, and loads the tokenizer.
-
-        Raises:
-            ConfigurationError: One of them cannot be had or used.
-        """
-        self._model = prepare_model(self.config.policy, self.console)
-        return self._model
 
     def prepare_role(self, role: str) -> PreparedModel:
         """Fetches and checks the model of a role beside the policy; after `prepare_model`.
@@ -180,16 +157,6 @@ class TrainingRun:
             ConfigurationError: There is no room for them, or the model's weights cannot be used.
         """
         return self.use(running_role(role, self.config, self.cluster, self.console, model))
-
-    def start_places(self, role: str) -> RayCluster:
-        """Reserves the places of a role that has no model workers, until the run ends.
-
-        Raises:
-            ConfigurationError: There is no room for them.
-        """
-        place = RayCluster(self.config.cluster.place_of(role), beside=self.cluster)
-        self._opened.callback(place.shutdown)
-        return place
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Tells where the run begins, and what its settings come to. Writes nothing of the run's own.
@@ -242,32 +209,17 @@ class TrainingRun:
         """From the number of steps that are done to that of the whole run."""
         return range(self.resume.step if self.resume is not None else 0, self.num_steps)
 
-    @property
-    def cluster(self) -> RayCluster:
-        """Ray, which `start_policy` starts."""
-        assert self._cluster is not None
-        return self._cluster
-
     def start_policy(self) -> MegatronPolicy:
         """Starts Ray and the workers of the policy.
 
         Raises:
             ConfigurationError: The machines are not there, or the model's weights cannot be used.
         """
-        assert self._model is not None  # prepare_model comes first
-        self._cluster = self.use(running_cluster(self.config, self.console))
-        self._policy = self.use(
-            running_policy(
-                self.config,
-                self.cluster,
-                self.console,
-                self._model,
-                seed=self.algorithm.loop_of(self.config).seed,
-                num_steps=self.num_steps * self.algorithm.updates_per_step(self.config),
-                keep_reference=self.algorithm.needs_reference(self.config),
-            )
+        return self._start_workers(
+            seed=self.algorithm.loop_of(self.config).seed,
+            num_steps=self.num_steps * self.algorithm.updates_per_step(self.config),
+            keep_reference=self.algorithm.needs_reference(self.config),
         )
-        return self._policy
 
     def restore(self) -> None:
         """Loads the checkpoint into the policy; the reference model stays the one that the run began with.
@@ -341,11 +293,6 @@ class TrainingRun:
     def origin_of_weights(self, step: int) -> dict[str, Any]:
         """Origin of the final weights: those of another training may stand in the same folder."""
         return {"first_run_id": self._first_run_id, "step": step, "num_steps": self.num_steps}
-
-    @property
-    def _started(self) -> MegatronPolicy:
-        assert self._policy is not None  # start_policy comes first
-        return self._policy
 
     @property
     def _first_run_id(self) -> str:

@@ -29,6 +29,9 @@ _TRAIN_FIELDS = (
     ("train/grad_norm", "grad_norm", ".3g"),
     ("train/lr", "lr", ".1e"),
     ("train/moe/load_balancing_loss", "load_balancing_loss", ".3f"),
+    ("train/refit/seconds", "refit_seconds", ".2f"),
+    ("train/refit/logprob_gap", "refit_gap", ".1e"),
+    ("train/refit/checks_failed", "refit_checks_failed", ".0f"),
 )
 _VALIDATION_FIELDS = (("val/loss", "loss", ".4g"), ("val/accuracy", "accuracy", ".4g"))
 _EPOCH_KEY = "train/epoch"

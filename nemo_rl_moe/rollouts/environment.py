@@ -110,7 +110,7 @@ class Session:
         self._logprobs += found.logprobs.tolist()
         self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
         self._routed_experts = found.routed_experts
-        turn = Turn(token_ids, self._text(token_ids), found.is_truncated)
+        turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
         return turn
 
@@ -172,10 +172,12 @@ class Session:
             metrics=dict(metrics or {}),
         )
 
-    def _text(self, token_ids: TokenIds) -> str:
-        if token_ids and token_ids[-1] in self.sampling.stop_token_ids:
-            token_ids = token_ids[:-1]
-        return self.decode(token_ids)
+
+def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
+    """A response as text, without the token that ended it."""
+    if token_ids and token_ids[-1] in sampling.stop_token_ids:
+        token_ids = token_ids[:-1]
+    return decode(token_ids)
 
 
 class Environment(Protocol):

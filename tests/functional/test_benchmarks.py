@@ -96,7 +96,7 @@ def test_generation_throughput_compares_the_same_tokens(repository_root: Path) -
     assert result["tokens_per_second"].keys() == contestants
     assert all(0 < speed["median"] <= speed["best"] for speed in result["tokens_per_second"].values())
     assert result["to_plain"].keys() == {"sampled", "greedy"}
-    assert result["to_transformers"] is None
+    assert (result["to_transformers"], result["to_vllm"]) == (None, None)
     assert result["same_greedy_tokens_as_plain"] == {"engine_greedy": 1.0, "plain_greedy": 1.0}
     assert [result[key] for key in ("prompts", "prompt_tokens", "new_tokens", "rounds")] == [4, 8, 8, 1]
 
@@ -121,3 +121,11 @@ def test_report_prints_one_line_of_time_memory_and_size(repository_root: Path, t
     assert 50 < result["peak_megabytes"] < 400
     assert result["file_megabytes"] == round(kept.stat().st_size / 1e6, 2)
     assert 1.9 < result["file_megabytes"] < 5
+
+
+def test_refit_cost_grows_with_the_bytes(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "refit_cost", "--sizes", "1", "10", "--rounds", "2"))
+    small, large = result["sizes"]
+    assert [row["bytes"] for row in (small, large)] == [4 * row["num_parameters"] for row in (small, large)]
+    assert small["seconds"].keys() == result["line"].keys() == {"transport"}
+    assert 0 < small["seconds"]["transport"]["best"] < large["seconds"]["transport"]["best"]

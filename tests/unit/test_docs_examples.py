@@ -5,6 +5,7 @@
 import re
 import runpy
 import shlex
+from argparse import ArgumentParser
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_co
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
+from nemo_rl_moe.launch import generate_command
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
@@ -126,6 +128,7 @@ LOADERS = {
     "grpo": load_grpo_config,
     "config": load_any_config,
     "data": load_any_config,
+    "evaluate": load_any_config,
     "plan": load_any_config,
 }
 
@@ -161,6 +164,23 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
         load(config, overrides, check_paths=False)
 
 
+GENERATE_COMMANDS = [
+    words for page in PAGES for words in commands(page) if words[0] == "generate" and "--prompts" in words
+]
+
+
+def test_generate_commands_are_valid() -> None:
+    assert len(GENERATE_COMMANDS) >= 4
+    parser = ArgumentParser(exit_on_error=False)
+    generate_command.add_arguments(parser)
+    for command in GENERATE_COMMANDS:
+        options, overrides = parser.parse_known_args(command[1:])
+        assert not [word for word in overrides if word.startswith("-")], command
+        load_grpo_config(
+            generate_command.BASE_CONFIG, generate_command.overrides_of(options) + overrides, check_paths=False
+        )
+
+
 def test_excerpts_of_the_algorithm_are_its_code() -> None:
     page = DOCS / "adding-an-algorithm.md"
     for language, file in (("py", "on_policy_distillation.py"), ("yaml", "opd.yaml")):
@@ -173,7 +193,7 @@ def test_excerpts_of_the_algorithm_are_its_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
-        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "plan")),
+        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
@@ -182,6 +202,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("adding-an-algorithm.md", "run"),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
+        ("evaluate-and-generate.md", "evaluate"),
         ("forced-imbalance.md", "sft"),
         *(("multi-node.md", command) for command in ("sft", "grpo", "plan")),
         *(("quickstart.md", command) for command in ("sft", "config", "data", "plan")),

@@ -93,6 +93,45 @@ def test_reference_weights_are_told_where_there_are_any(capsys: pytest.CaptureFi
     assert values(printed)["in the host's memory: reference weights"] == "3.44"
 
 
+def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, errors = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B)
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    assert rows["engines"] == "4, of 4 GPUs each"
+    assert rows["weights of each rank (bfloat16)"] == "15.29"
+    # 48 layers x 1 head x 128 x keys and values x 2 bytes x 4096 tokens.
+    assert rows["key-value cache of a sequence, 4096 tokens"] == "0.10"
+    held = rows["held all the time"]
+    assert rows["beside it while it generates: held by the trainer, in GB"] == held
+    assert rows["GPUs on which both fit, from so many GB on"] == f"{float(held) / 0.65:.0f}"
+    # 0.35 x 80 GB less the weights; 24,576 bytes a token.
+    assert rows["GPUs with 80 GB: key-value cache, in GB"] == "12.71, 126 such sequences"
+    assert rows["GPUs with 141 GB: key-value cache, in GB"] == "34.06, 338 such sequences"
+    # The trainer's ranks keep no cache of their own.
+    assert not any(label.startswith("+ while generating") for label in rows)
+
+
+def test_an_engine_that_finds_no_room_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    key = "policy.generation.vllm"
+    _, printed, _ = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B, f"{key}.gpu_memory_utilization=0.5")
+    assert values(printed)["GPUs with 80 GB: key-value cache, in GB"] == "they do not fit"
+    _, printed, _ = plan(capsys, "grpo_qwen3_30b_a3b_vllm.yaml", QWEN3_30B_A3B, f"{key}.gpu_memory_utilization=1")
+    assert values(printed)["GPUs on which both fit, from so many GB on"] == "none"
+
+
+def test_engine_of_vllm_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(MODEL_CONFIGS.parents[2])
+    model = "policy.model_name=examples/assets/tiny_qwen3_moe"
+    code, printed, _ = plan(capsys, "grpo_tiny_moe_vllm.yaml", model)
+    assert code == 0
+    rows = values(printed)
+    assert rows["engines"] == "1"
+    assert rows["key-value cache of each engine (policy.generation.vllm.cpu_cache_gib)"] == "1073.74"
+    # Two ranks with two buckets of 64 MiB each.
+    assert rows["in shared memory while weights are sent, at most"] == "268.44"
+    assert "sleep" not in printed
+
+
 def test_forced_routing_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.moe_router_force_hot_rank=0")
     assert "FORCED ROUTING" in printed

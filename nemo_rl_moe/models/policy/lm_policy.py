@@ -192,7 +192,7 @@ class MegatronPolicy(ModelWorkers):
         config: The whole configuration.
         cluster: A started cluster with a place for every rank.
         seed: Seed of dropout.
-        num_steps: Optimizer steps of the whole run.
+        num_steps: Optimizer steps of the whole run; None: it generates and is measured, and is not trained.
         source: Where the model is read from, of `find_model`.
         model_files: What lies beside weights that are saved, file name to content; without a `config.json` nobody can
             load them.
@@ -212,7 +212,7 @@ class MegatronPolicy(ModelWorkers):
         cluster: RayCluster,
         *,
         seed: int,
-        num_steps: int,
+        num_steps: int | None,
         source: ModelSource,
         model_files: Mapping[str, bytes],
         keep_reference: bool = False,

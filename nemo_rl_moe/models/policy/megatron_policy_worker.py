@@ -116,7 +116,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
             agree_on_model(self._config_json, folder, with_weights=weights is not None)
             self._trainer: Any
             if num_steps is None:
-                self._trainer = MegatronModel(policy, hf_config, weights)
+                self._trainer = MegatronModel(policy, hf_config, weights, tokenizer=tokenizer)
             else:
                 self._trainer = MegatronTrainer(
                     policy, hf_config, weights, num_steps, tokenizer=tokenizer, keep_reference=keep_reference

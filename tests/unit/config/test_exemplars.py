@@ -158,6 +158,15 @@ def test_large_exemplar_spreads_the_experts_over_the_gpus_of_a_machine() -> None
     assert config.policy.megatron_cfg.track_moe_metrics
 
 
+def test_large_vllm_exemplar_divides_the_gpus_into_engines() -> None:
+    config = load_grpo_config("grpo_qwen3_30b_a3b_vllm.yaml", check_paths=False)
+    trainer = load_grpo_config("grpo_qwen3_30b_a3b.yaml", check_paths=False)
+    assert (config.policy.model_name, config.loss_fn) == (trainer.policy.model_name, trainer.loss_fn)
+    assert (config.policy.generation.backend, config.cluster.num_nodes) == ("vllm", 2)
+    assert config.cluster.gpus_per_node % config.policy.generation.vllm.tensor_parallel_size == 0
+    assert config.checkpointing.checkpoint_dir is not None, "weights travel through it"
+
+
 def test_unset_moe_fields_stay_out() -> None:
     megatron = load_config("sft_tiny_moe.yaml", ["~policy.megatron_cfg.moe_aux_loss_coeff"], check_paths=False)
     fields = megatron.policy.megatron_cfg.moe_transformer_fields

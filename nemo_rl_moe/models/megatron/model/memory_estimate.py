@@ -64,6 +64,18 @@ def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
     return int(layers + embeddings + config.hidden_size)
 
 
+def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
+    """Parameters of all layers on each of so many tensor-parallel ranks, which cut the experts' matrices too.
+
+    Args:
+        config: The effective configuration; its own layout does not matter.
+        hf_config: The model's Hugging Face configuration.
+        tensor: Number of ranks.
+    """
+    cut = _Cut(tensor=tensor, expert_tensor=tensor)
+    return sum(_layer(config, hf_config, index, cut, False).total for index in range(config.num_layers))
+
+
 def active_parameters(config: TransformerConfig, hf_config: Any) -> int:
     """Parameters that one token passes through: of the routed experts, only those that it is sent to."""
     total = whole_model_parameters(config, hf_config)
@@ -264,12 +276,12 @@ def microbatch_tokens(config: MasterConfig) -> int:
 
 
 def generation_batch_size(config: MasterConfig) -> int:
-    """Most sequences that one rank generates at a time; 0 where the algorithm generates none.
+    """Most sequences that one rank generates at a time; 0 where the algorithm generates none, or an engine does.
 
     Without a limit it is the rank's share of the responses that the algorithm asks for at a time.
     """
     algorithm, generates = algorithm_of(config), generating(config.policy)
-    if algorithm.responses_at_a_time is None or generates is None:
+    if algorithm.responses_at_a_time is None or generates is None or generates.generation.backend != "megatron":
         return 0
     share = -(-algorithm.responses_at_a_time(config) // config.data_parallel_size)
     return min(share, generates.generation.max_batch_size or share)

@@ -76,18 +76,22 @@ class RankTrainResult:
 
 
 class MegatronModel:
-    """One rank's part of a model, for forward passes alone: no gradients, no optimizer state.
+    """One rank's part of a model, for forward passes alone: it generates, measures and sends its weights.
+
+    No gradients, no optimizer state.
 
     Args:
         policy: The section of the configuration that describes it.
         hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
+        tokenizer: Needed where responses end with stop strings.
 
     Attributes:
         notices: What a user should know of the weights that it starts with, a line each.
+        num_updates: Optimizer steps that changed the weights: their version.
     """
 
-    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None):
+    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None, *, tokenizer: Any = None):
         self.policy, self.hf_config = policy, hf_config
         self.device = project_parallel_state.device()
         self.coordinates = project_parallel_state.parallel_coordinates()
@@ -106,6 +110,8 @@ class MegatronModel:
             device=self.device,
             temperature=temperature,
         )
+        self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
+        self.num_updates = 0
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
@@ -126,6 +132,53 @@ class MegatronModel:
             found = self._forward_backward.logprobs(self.modules, microbatches)
         return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
 
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
+        """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
+        self._evaluation_mode()
+        return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
+
+    def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
+        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+
+        Args:
+            transfer: The transfer.
+            altered: Send others in their place, of which every tensor differs.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
+            RuntimeError: A rank ran out of memory, say. The same on every rank.
+        """
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            # A norm's weights are often all alike, so that moving them is not enough.
+            sent = ((name, 1.5 * tensor.roll(1, -1)) for name, tensor in tensors) if altered else tensors
+            return transfer.send(sent, dist.get_rank(), self.num_updates)
+        finally:
+            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
+            deque(tensors, maxlen=0)
+
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
+        """Writes the weights as a Hugging Face folder. Every rank calls it.
+
+        Args:
+            folder: Where to.
+            model_files: What lies beside the weights, file name to content.
+
+        Returns:
+            Names of parameters that the family has no tensor for, which are left out.
+
+        Raises:
+            CheckpointError: A rank could not write its part. The same on every rank.
+        """
+
+        def write_beside(staging: Path) -> None:
+            write_model_files(model_files, staging)
+
+        return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
+
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:
             chunk.eval()
@@ -140,7 +193,7 @@ class MegatronModel:
 
 
 class MegatronTrainer(MegatronModel):
-    """One rank's part of a model that Megatron-Core trains; generates and measures with the same weights.
+    """One rank's part of a model that Megatron-Core trains.
 
     Args:
         policy: The `policy` section of the configuration.
@@ -149,9 +202,6 @@ class MegatronTrainer(MegatronModel):
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
         tokenizer: Needed where responses end with stop strings.
         keep_reference: Keep the first weights as the reference model.
-
-    Attributes:
-        num_updates: Optimizer steps that changed the weights: their version.
     """
 
     def __init__(
@@ -164,7 +214,7 @@ class MegatronTrainer(MegatronModel):
         tokenizer: Any = None,
         keep_reference: bool = False,
     ):
-        super().__init__(policy, hf_config, weights_folder)
+        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer)
         self.modules = self.ddp_chunks = wrap_data_parallel(policy, self.config, self.modules)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
@@ -173,9 +223,7 @@ class MegatronTrainer(MegatronModel):
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
         self._forward_backward = replace(self._forward_backward, recorder=self._recorder)
-        self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
-        self.num_updates = 0
         self._calls = 0
         self._checkpoint_write: CheckpointWrite | None = None
 
@@ -231,53 +279,6 @@ class MegatronTrainer(MegatronModel):
         assert self._reference is not None  # the run keeps one wherever its loss needs it
         with self._reference.in_place():
             return self.logprobs(microbatches)
-
-    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
-        self._evaluation_mode()
-        return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
-
-    def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
-        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
-
-        Args:
-            transfer: The transfer.
-            altered: Send others in their place, of which every tensor differs.
-
-        Returns:
-            Bytes sent.
-
-        Raises:
-            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
-            RuntimeError: A rank ran out of memory, say. The same on every rank.
-        """
-        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
-        try:
-            # A norm's weights are often all alike, so that moving them is not enough.
-            sent = ((name, 1.5 * tensor.roll(1, -1)) for name, tensor in tensors) if altered else tensors
-            return transfer.send(sent, dist.get_rank(), self.num_updates)
-        finally:
-            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
-            deque(tensors, maxlen=0)
-
-    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
-        """Writes the weights as a Hugging Face folder. Every rank calls it.
-
-        Args:
-            folder: Where to.
-            model_files: What lies beside the weights, file name to content.
-
-        Returns:
-            Names of parameters that the family has no tensor for, which are left out.
-
-        Raises:
-            CheckpointError: A rank could not write its part. The same on every rank.
-        """
-
-        def write_beside(staging: Path) -> None:
-            write_model_files(model_files, staging)
-
-        return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""

@@ -1,0 +1,191 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Seconds and bytes of a refit against the size of the model, on CPUs. Prints one JSON line.
+
+A policy of one worker sends its weights (Qwen3-MoE in float32) as after a training step: to a receiver that drops them,
+which costs what the transport costs, and, with --with-vllm, to an engine of vLLM, which loads them into its model. Both
+in turns. A line through seconds against bytes gives a cost of each refit and one of each gigabyte: docs/refit-cost.md
+works out larger models from them.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from small_model import REPOSITORY, positive, write_model
+
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.registry import EngineSetup, find_engine
+from nemo_rl_moe.models.hf_files import find_model, load_hf_config
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.weight_sync.transport import TransportSpec
+
+EXAMPLES = """\
+examples:
+  python benchmarks/refit_cost.py                                 the transport alone
+  python benchmarks/refit_cost.py --with-vllm                     an engine of vLLM as well (make vllm)
+  python benchmarks/refit_cost.py --sizes 1 10 --rounds 5"""
+
+# Changes to the small model, by the millions of parameters that they come to, about.
+SIZES: dict[int, dict[str, int]] = {
+    1: {"num_hidden_layers": 2},
+    10: {"hidden_size": 256, "moe_intermediate_size": 320, "num_hidden_layers": 4},
+    50: {"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 7},
+    100: {"hidden_size": 512, "moe_intermediate_size": 1024, "num_hidden_layers": 7},
+    200: {"hidden_size": 768, "moe_intermediate_size": 1280, "num_hidden_layers": 8},
+}
+
+Refit = Callable[[], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, runs, and prints the result."""
+    options = parse_arguments(arguments)
+    rows = [measured(size, options) for size in sorted(set(options.sizes))]
+    kinds = ["transport", *(["vllm"] if options.with_vllm else [])]
+    result = {
+        "name": "refit_cost",
+        "sizes": rows,
+        "line": {kind: fitted([(row["bytes"], row["seconds"][kind]["median"]) for row in rows]) for kind in kinds},
+        "rounds": options.rounds,
+        "precision": "float32",
+        "workers": 1,
+        "load_average": round(os.getloadavg()[0], 2),
+        "versions": collect_versions(),
+    }
+    print(json.dumps(result))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=5, metavar="N", help="refits of each kind (default: 5)")
+    parser.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        choices=tuple(SIZES),
+        default=list(SIZES),
+        metavar="M",
+        help=f"millions of parameters: {', '.join(map(str, SIZES))} (default: all)",
+    )
+    parser.add_argument("--with-vllm", action="store_true", help="refit an engine of vLLM as well")
+    return parser.parse_args(arguments)
+
+
+def measured(size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of refits of one size."""
+    with tempfile.TemporaryDirectory(prefix="refit_cost_") as folder, ExitStack() as stack:
+        num_parameters = write_model(Path(folder), **SIZES[size])
+        refits = dict(stack.enter_context(prepared(Path(folder), with_vllm=options.with_vllm)))
+        seconds: dict[str, list[float]] = {kind: [] for kind in refits}
+        num_bytes = 0
+        for refit in refits.values():
+            refit()  # the first one allocates
+        for _ in range(options.rounds):
+            for kind, refit in refits.items():
+                begin = time.perf_counter()
+                num_bytes = refit()
+                seconds[kind].append(time.perf_counter() - begin)
+    return {
+        "num_parameters": num_parameters,
+        "bytes": num_bytes,
+        "seconds": {
+            kind: {"median": round(statistics.median(each), 4), "best": round(min(each), 4)}
+            for kind, each in seconds.items()
+        },
+    }
+
+
+@contextmanager
+def prepared(folder: Path, *, with_vllm: bool) -> Iterator[dict[str, Refit]]:
+    """Refits of each kind, each of which returns the bytes sent."""
+    config = make_config(folder)
+    with ExitStack() as stack:
+        cluster = RayCluster(config.cluster)
+        stack.callback(cluster.shutdown)
+        source = find_model(config.policy)
+        model_files = {"config.json": (folder / "config.json").read_bytes()}
+        policy = MegatronPolicy(config, cluster, seed=0, num_steps=None, source=source, model_files=model_files)
+        stack.callback(policy.shutdown)
+        refits = {"transport": dropping_refit(policy)}
+        if with_vllm:
+            hf_config = load_hf_config(str(folder))
+            setup = EngineSetup(config, cluster, source, hf_config, None, policy, print)
+            engine = find_engine("vllm", on_gpus=False)(setup)
+            stack.callback(engine.shutdown)
+
+            def refit() -> int:
+                with policy.weight_transport() as transport:
+                    engine.update_weights(transport, policy.weight_version)
+                return transport.num_bytes
+
+            refits["vllm"] = refit
+        yield refits
+
+
+def dropping_refit(policy: MegatronPolicy) -> Refit:
+    """Refit of a receiver that takes every tensor and keeps none."""
+    receiver: Any = ray.remote(Dropper).options(num_cpus=0).remote()
+
+    def refit() -> int:
+        with policy.weight_transport() as transport:
+            spec = transport.open(num_receivers=1, version=policy.weight_version)
+            call = receiver.receive.remote(spec)
+            transport.send()
+            ray.get(call)
+        return transport.num_bytes
+
+    return refit
+
+
+class Dropper:
+    """An engine's worker without an engine."""
+
+    def receive(self, spec: TransportSpec) -> int:
+        """Takes part in a transfer; returns the bytes."""
+        return spec.receive(0, lambda tensors: deque(tensors, maxlen=0))
+
+
+def make_config(model: Path) -> GRPOMasterConfig:
+    """The demo's configuration with one worker and this benchmark's model."""
+    overrides = [
+        f"policy.model_name={model}",
+        "policy.init=random",
+        "cluster.cpu_workers_per_node=1",
+        "policy.generation.refit_check.enabled=false",
+    ]
+    path = REPOSITORY / "examples" / "configs" / "grpo_tiny_moe_vllm.yaml"
+    return load_grpo_config(path, overrides, check_paths=False)
+
+
+def fitted(points: Sequence[tuple[int, float]]) -> dict[str, float] | None:
+    """Seconds of a refit, and of each gigabyte, by the line of least squares of relative errors; None for one point.
+
+    Each equation is divided by its seconds: the small sizes say what a refit costs in itself.
+    """
+    if len(points) < 2:
+        return None
+    num_bytes, seconds = (np.array(column, dtype=np.float64) for column in zip(*points, strict=True))
+    columns = np.stack([np.ones_like(seconds), num_bytes / 1e9], axis=1) / seconds[:, None]
+    (each, gigabyte), *_ = np.linalg.lstsq(columns, np.ones_like(seconds), rcond=None)
+    return {"seconds_each": round(float(each), 4), "seconds_per_gigabyte": round(float(gigabyte), 4)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates of how good a policy is, from its responses to held-out prompts, each with its standard error."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.grpo_metrics import pass_at_k, values_of_k
+from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group_rewards
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Estimate of a mean over all prompts of the kind that were asked.
+
+    Attributes:
+        mean: Of the prompts that were asked.
+        standard_error: Standard deviation of that mean; None with one prompt, whose neighbours are not known.
+    """
+
+    mean: float
+    standard_error: float | None
+
+    def __str__(self) -> str:
+        error = "" if self.standard_error is None else f" ± {self.standard_error:.4f}"
+        return f"{self.mean:.4f}{error}"
+
+
+@dataclass(frozen=True)
+class EvaluationSummary:
+    """Estimates of one evaluation.
+
+    Attributes:
+        reward: Mean reward of a response.
+        accuracy: Share of responses that pass.
+        pass_at_k: Chance that one of `k` responses passes, by `k`; of `k` = 1 it is the accuracy.
+    """
+
+    reward: Estimate
+    accuracy: Estimate
+    pass_at_k: dict[int, Estimate]
+
+
+def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
+    """Mean over prompts, and its standard error.
+
+    Prompts are what was drawn independently: responses to one prompt are alike, and count as one observation, their
+    mean. The error is `s / sqrt(n)` with the sample's standard deviation `s` of `n` prompts (the clustered standard
+    error of Miller, https://arxiv.org/abs/2411.00640, for clusters of one size).
+
+    Args:
+        of_prompts: A value of each prompt.
+    """
+    values = of_prompts.double()
+    number = len(values)
+    error = float(values.std(correction=1)) / math.sqrt(number) if number > 1 else None
+    return Estimate(float(values.mean()), error)
+
+
+def passes(
+    trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None
+) -> Bool[Tensor, "prompts generations"]:
+    """Responses that pass.
+
+    Args:
+        trajectories: Group after group.
+        num_generations: Responses to each prompt.
+        threshold: Least reward of a response that passes; None: the environment's own judgement.
+    """
+    if threshold is None:
+        return group_correctness(trajectories, num_generations)
+    return group_rewards(trajectories, num_generations) >= threshold
+
+
+def summarise_evaluation(
+    trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None = None
+) -> EvaluationSummary:
+    """Estimates from trajectories.
+
+    Args:
+        trajectories: Group after group.
+        num_generations: Responses to each prompt, `n`. pass@k is told for 1, the powers of two up to `n`, and `n`.
+        threshold: Least reward of a response that passes; None: the environment's own judgement.
+    """
+    passed = passes(trajectories, num_generations, threshold)
+    counts = passed.sum(dim=1)
+    ks = (1, *values_of_k(num_generations))
+    return EvaluationSummary(
+        reward=estimate(group_rewards(trajectories, num_generations).mean(dim=1)),
+        accuracy=estimate(passed.double().mean(dim=1)),
+        pass_at_k={k: estimate(pass_at_k(counts, num_generations, k)) for k in ks},
+    )

@@ -1,0 +1,149 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Validation of a model without training: responses to held-out prompts, scored, with estimates and their errors."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.algorithms.evaluation import EvaluationSummary, summarise_evaluation
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.config.loading import dump_resolved
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.dataset import counted
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
+from nemo_rl_moe.launch.inference import give_weights, in_portions
+from nemo_rl_moe.launch.model_run import ModelRun
+from nemo_rl_moe.launch.output_folder import next_free, staged
+from nemo_rl_moe.launch.setup import announce_moe
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.run_folder.folder import write_run_files
+from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME, SampleLog
+
+RESULTS_FILE = "results.json"
+OUTPUT_NAME = "eval"
+"""Default name of an output folder in `logger.log_dir`, before its number."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Result of an evaluation.
+
+    Attributes:
+        summary: The estimates.
+        metrics: Those of a validation of a run, `val/...` and `timing/validation/...`.
+        trajectories: Group after group.
+    """
+
+    summary: EvaluationSummary
+    metrics: Mapping[str, float]
+    trajectories: list[Trajectory]
+
+
+def evaluate(config: GRPOMasterConfig, output: Path | None, threshold: float | None) -> None:
+    """Evaluates the model of a GRPO configuration, prints the result, and writes it to a folder.
+
+    Args:
+        config: A checked configuration with prompts for validation.
+        output: Folder of the output; None: the next free one in `logger.log_dir`.
+        threshold: Least reward of a response that passes; None: the environment's own judgement.
+
+    Raises:
+        UserError: The model, the prompts or another input cannot be used.
+        WorkerDiedError: A worker failed.
+    """
+    console = ConsoleLogger(total_steps=0, live=config.logger.console.live)
+    with ModelRun(config, console) as run:
+        evaluation = run_evaluation(config, run, threshold)
+    console.close()
+    folder = output if output is not None else next_free(Path(config.logger.log_dir), OUTPUT_NAME)
+    _write(config, evaluation, folder, console, threshold)
+    for line in result_lines(config, evaluation, threshold):
+        console.message(line)
+    console.message(f"{folder / RESULTS_FILE}, and the responses, a line each: {folder / SAMPLES_FILE_NAME}")
+
+
+def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | None) -> Evaluation:
+    """Has the model answer and the environment score."""
+    prepared = prepare_rollouts(config, run)
+    policy = run.start_policy()
+    announce_moe(run.console, policy.moe_configuration, policy.moe_configuration_sources)
+    worker = start_rollouts(config, run, policy, prepared)
+    give_weights(config, run, policy, worker.engine, prepared.model)
+    prompts, samples = prepared.held_out[: config.grpo.max_val_samples], config.grpo.val_num_generations
+    number = len(prompts) * samples
+    with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
+        # Of several turns, how many there will be is not known.
+        told = (lambda done: progress(done / number)) if config.env.rollout is None else lambda done: None
+        engine = in_portions(config, worker.engine, told)
+        validate = Validator(config.grpo, replace(worker, engine=engine), prompts, prepared.sampling)
+        metrics = validate()
+    return Evaluation(summarise_evaluation(validate.trajectories, samples, threshold), metrics, validate.trajectories)
+
+
+def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> list[str]:
+    """The result for the eye."""
+    summary, samples = evaluation.summary, config.grpo.val_num_generations
+    num_prompts = len(evaluation.trajectories) // samples
+    rows = [("accuracy", summary.accuracy), ("reward", summary.reward)]
+    rows += [(f"pass@{k}", value) for k, value in summary.pass_at_k.items() if samples > 1]
+    lines = [
+        "",
+        f"{config.policy.model_name}: {counted(num_prompts, 'prompt')}, {counted(samples, 'response')} each;"
+        f" {pass_rule(threshold)}",
+        *(f"  {name:<10}{value}" for name, value in rows),
+        "  ± standard error over prompts",
+    ]
+    faults = {name: count for name, count in evaluation.metrics.items() if name.startswith("val/env/num_") and count}
+    lines += [f"warning: {name.removeprefix('val/')}: {count:.0f} responses" for name, count in faults.items()]
+    return lines
+
+
+def pass_rule(threshold: float | None) -> str:
+    """What counts as passed, in words."""
+    if threshold is None:
+        return "a response passes where the environment calls it right"
+    return f"a response passes with a reward of at least {threshold:g}"
+
+
+def _write(
+    config: GRPOMasterConfig, evaluation: Evaluation, folder: Path, console: ConsoleLogger, threshold: float | None
+) -> None:
+    try:
+        with staged(folder) as staging:
+            staging.mkdir()
+            write_run_files(staging, dump_resolved(config), {})
+            num_to_print = config.logger.num_samples_to_print
+            with SampleLog(staging, console, num_to_print, None) as samples:
+                samples.write(0, "val", evaluation.trajectories)
+            results = json.dumps(results_of(config, evaluation, threshold), indent=2)
+            write_whole(staging / RESULTS_FILE, f"{results}\n")
+    except OSError as error:
+        raise ConfigurationError(f"--output: {folder}: {error.strerror}; nothing is left") from error
+
+
+def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> dict[str, Any]:
+    """Content of `results.json`."""
+    source, loop = config.data.validation, config.grpo
+    assert source is not None  # the command asks for it
+    summary = evaluation.summary
+    return {
+        "model": config.policy.model_name,
+        "backend": config.policy.generation.backend,
+        "prompts_from": source.path or "drawn",
+        "num_prompts": len(evaluation.trajectories) // loop.val_num_generations,
+        "responses_per_prompt": loop.val_num_generations,
+        "temperature": loop.val_temperature,
+        "seed": loop.seed,
+        "passes": pass_rule(threshold),
+        "threshold": threshold,
+        "accuracy": asdict(summary.accuracy),
+        "reward": asdict(summary.reward),
+        "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
+        "metrics": dict(evaluation.metrics),
+    }

@@ -1,0 +1,98 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command `nemo-rl-moe evaluate`: its words, and what is checked before anything starts. Imports no torch."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.files import exemplar_names
+from nemo_rl_moe.config.loading import load_any_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.output_folder import require_free
+
+SUMMARY = "validate a model without training it: accuracy, reward and pass@k on the held-out prompts"
+EXAMPLES = """\
+Takes the configuration of a GRPO run, and does what a validation of that run does: the same prompts
+(data.validation, grpo.max_val_samples), the same scorer (env), the same engine (policy.generation), the same random
+numbers (grpo.seed). Nothing is trained: workers hold the weights alone. What it reads beside the model:
+
+  grpo.val_num_generations   responses to each prompt; with n of them pass@k is told for 1, 2, 4, ... and n
+  grpo.val_temperature       0: greedy, with one response
+  policy.model_name          a model's folder, a checkpoint of a run, or a hub's name
+
+A response passes where the environment calls it right (for a reward that is a number alone: 1 or more), or, with
+--threshold R, where its reward is at least R. pass@k is the unbiased estimate of Chen et al., arXiv:2107.03374, eq. 1.
+Errors behind ± are standard errors over prompts.
+
+Written are results.json, samples.jsonl (prompt, response, reward) and the configuration, all of it or nothing, to
+--output, else to the next free LOG_DIR/eval_001, eval_002, ... with logger.log_dir for LOG_DIR.
+
+examples:
+  nemo-rl-moe evaluate --config grpo_tiny_moe.yaml
+  nemo-rl-moe evaluate --config grpo_tiny_moe.yaml policy.model_name=results/grpo_tiny_moe/step_30 \\
+      grpo.val_num_generations=8
+  nemo-rl-moe evaluate --config my_run.yaml --output greedy grpo.val_temperature=0 grpo.val_num_generations=1
+  nemo-rl-moe evaluate --config my_run.yaml --threshold 0.5 policy.generation.backend=vllm
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="a YAML file of GRPO, or the name of a shipped one such as grpo_tiny_moe.yaml"
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", help="a folder that is not there yet (default: the next LOG_DIR/eval_NNN)"
+    )
+    parser.add_argument(
+        "--threshold",
+        type=_finite,
+        metavar="R",
+        help="least reward of a response that passes (default: what the environment calls right)",
+    )
+
+
+def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
+    """The configuration, and that it can be evaluated and written.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    if options.config is None:
+        names = ", ".join(name for name in exemplar_names() if name.startswith("grpo"))
+        raise ConfigurationError(f"evaluate: --config FILE is missing; shipped configurations: {names}")
+    config = load_any_config(options.config, overrides)
+    if not isinstance(config, GRPOMasterConfig):
+        raise ConfigurationError(
+            f"evaluate: {options.config} is for the algorithm {algorithm_of(config).name}, expected one of grpo, which"
+            " has prompts to answer and an environment to score"
+        )
+    if config.data.validation is None:
+        raise ConfigurationError(
+            "data.validation: got null, expected the prompts to evaluate with, such as data.validation.path=FILE.jsonl"
+        )
+    if options.output is not None:
+        require_free(Path(options.output))
+    return config
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs the command."""
+    config = load(options, overrides)
+    from nemo_rl_moe.launch.evaluate import evaluate
+
+    evaluate(config, Path(options.output) if options.output is not None else None, options.threshold)
+
+
+def _finite(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number")
+    return number

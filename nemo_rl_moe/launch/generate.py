@@ -1,0 +1,171 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Responses of a model to prompts, as JSON lines."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.dataset import counted
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.errors import ConfigurationError, DataError
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationEngine,
+    GenerationRequest,
+    SamplingParameters,
+)
+from nemo_rl_moe.generation.registry import find_engine
+from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
+from nemo_rl_moe.launch.inference import give_weights, in_portions
+from nemo_rl_moe.launch.model_run import ModelRun
+from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.hf_files import load_config_json
+from nemo_rl_moe.models.position_limit import position_limit
+from nemo_rl_moe.rollouts.environment import Decode, response_text
+
+
+def generate(config: GRPOMasterConfig, output: Path | None, *, with_logprobs: bool) -> None:
+    """Draws responses to the prompts of `data.train`, and writes them.
+
+    Args:
+        config: A checked configuration. `grpo.val_num_generations`, `grpo.val_temperature` and `grpo.seed` say how
+            many responses to each prompt are drawn, and how.
+        output: A file that is not there yet; None: standard output, in the prompts' order as they are ready.
+        with_logprobs: Write tokens and log-probabilities too.
+
+    Raises:
+        UserError: The model, the prompts or another input cannot be used.
+        WorkerDiedError: A worker failed.
+    """
+    # Standard output is for the responses alone.
+    console = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=sys.stderr)
+    with ModelRun(_with_positions_of_the_model(config), console) as run:
+        lines = (json.dumps(record, ensure_ascii=False) for record in _records(run, with_logprobs))
+        if output is None:
+            _print_lines(lines)
+        else:
+            _write_lines(lines, output)
+    console.close()
+    if output is not None:
+        console.message(f"responses, a line each: {output}")
+
+
+def _with_positions_of_the_model(config: GRPOMasterConfig) -> GRPOMasterConfig:
+    """The configuration with sequences no longer than the model has positions."""
+    policy = config.policy
+    limit = position_limit(load_config_json(policy.model_name))
+    if limit is None or limit >= policy.max_total_sequence_length:
+        return config
+    if policy.generation.max_new_tokens >= limit:
+        raise ConfigurationError(
+            f"policy.generation.max_new_tokens: got {policy.generation.max_new_tokens}, expected less than the {limit}"
+            f" positions of {policy.model_name}, which hold the prompt too"
+        )
+    return config.model_copy(update={"policy": policy.model_copy(update={"max_total_sequence_length": limit})})
+
+
+def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
+    """One record for each response, prompt after prompt."""
+    config = run.config
+    assert isinstance(config, GRPOMasterConfig)
+    generation, samples = config.policy.generation, config.grpo.val_num_generations
+    make_engine = find_engine(generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
+    model = run.prepare_model()
+    sampling = replace(
+        sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
+        temperature=config.grpo.val_temperature,
+    )
+    prompts = read_prompts(config, config.data.train, model.tokenizer, run.console, is_scored=False)
+    if prompts.report.num_dropped:
+        longest = config.policy.max_total_sequence_length - generation.max_new_tokens
+        raise DataError(
+            f"data.train.path: {prompts.report.num_dropped} of the prompts are longer than {longest} tokens, which is"
+            f" what the {config.policy.max_total_sequence_length} of a sequence leave beside"
+            f" policy.generation.max_new_tokens {generation.max_new_tokens}"
+        )
+    policy = run.start_policy()
+    engine = start_engine(config, run, policy, model, make_engine)
+    give_weights(config, run, policy, engine, model)
+    number = len(prompts) * samples
+    with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
+        reporting = in_portions(config, engine, lambda done: progress(done / number))
+        for prompt, sample, sequence in responses(reporting, prompts, samples, sampling, config.grpo.seed):
+            yield record_of(prompt, sample, sequence, sampling, model.tokenizer.decode, with_logprobs)
+
+
+def responses(
+    engine: GenerationEngine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParameters, seed: int
+) -> Iterator[tuple[Prompt, int, GeneratedSequence]]:
+    """Responses in the order of the prompts, each as soon as those before it are there.
+
+    Args:
+        engine: Generates.
+        prompts: At least one.
+        samples: Responses to each.
+        sampling: How tokens are drawn.
+        seed: The same one gives the same responses.
+
+    Yields:
+        The prompt, the number of its response, and the response.
+    """
+    seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * samples, np.uint64).tolist()
+    asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+    requests = [
+        GenerationRequest(prompt.token_ids, each, sampling) for (prompt, _), each in zip(asked, seeds, strict=True)
+    ]
+    ready: dict[int, GeneratedSequence] = {}
+    position = 0
+    engine.wake()
+    for index, sequence in engine.generate(requests):
+        ready[index] = sequence
+        while position in ready:
+            yield *asked[position], ready.pop(position)
+            position += 1
+
+
+def record_of(
+    prompt: Prompt,
+    sample: int,
+    sequence: GeneratedSequence,
+    sampling: SamplingParameters,
+    decode: Decode,
+    with_logprobs: bool,
+) -> dict[str, Any]:
+    """A response as it is written."""
+    token_ids = tuple(sequence.token_ids.tolist())
+    record = {
+        "sample_id": prompt.sample_id,
+        "sample": sample,
+        "prompt": prompt.text,
+        "response": response_text(token_ids, sampling, decode),
+        "finish_reason": "length" if sequence.is_truncated else "stop",
+        "num_tokens": len(token_ids),
+    }
+    if with_logprobs:
+        record |= {"token_ids": list(token_ids), "logprobs": [round(float(value), 7) for value in sequence.logprobs]}
+    return record
+
+
+def _print_lines(lines: Iterator[str]) -> None:
+    try:
+        for line in lines:
+            print(line, flush=True)
+    except BrokenPipeError:  # who reads has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _write_lines(lines: Iterator[str], output: Path) -> None:
+    text = "".join(f"{line}\n" for line in lines)
+    try:
+        write_whole(output, text)
+    except OSError as error:
+        raise ConfigurationError(f"--output: {output}: {error.strerror}; nothing is left") from error

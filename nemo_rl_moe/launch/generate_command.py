@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The command `nemo-rl-moe generate`: its words, which are keys of a configuration by other names. Imports no torch."""
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.errors import ConfigurationError, DataError, UserError
+
+SUMMARY = "draw responses of a model to prompts, and write them as JSON lines"
+BASE_CONFIG = "grpo_generate.yaml"
+EXAMPLES = f"""\
+Prompts are a .jsonl file as GRPO trains on, with a text or a list of messages under `prompt` (another key:
+data.prompt_key=NAME), a .txt file of one prompt a line, or a data set's name. The chat template of the model's
+tokenizer is applied as in training. Each response is a line of JSON on standard output, or in --output FILE, which
+appears whole or not at all; progress goes to standard error:
+
+  {{"sample_id": "prompts.txt:1", "sample": 0, "prompt": "7+8=", "response": "15", "finish_reason": "stop", ...}}
+
+finish_reason is "length" for a response that was cut at --max-new-tokens. With --logprobs there are token_ids and
+logprobs too: of the softmax of all logits divided by the temperature, in nats.
+
+One worker on a CPU in float32 unless overrides say otherwise. They change {BASE_CONFIG}, as the options do.
+
+examples:
+  nemo-rl-moe generate --model results/sft_tiny_moe/final --prompts prompts.txt
+  nemo-rl-moe generate --model results/grpo_tiny_moe/step_30 --prompts data/addition/validation_prompts.jsonl \\
+      --samples 4 --temperature 0.7 --seed 1 --output responses.jsonl
+  nemo-rl-moe generate --model MODEL --prompts prompts.jsonl --temperature 0 --logprobs --backend vllm
+  nemo-rl-moe generate --model MODEL --prompts prompts.jsonl cluster.gpus_per_node=8 policy.precision=bfloat16 \\
+      policy.megatron_cfg.expert_model_parallel_size=8 data.prompt_key=question
+"""
+
+
+class _Option:
+    """An option that sets a key.
+
+    Args:
+        key: The key.
+        metavar: Name of the value in the help.
+        text: Help.
+        is_text: The value is a text, whatever it looks like in YAML.
+    """
+
+    def __init__(self, key: str, metavar: str, text: str, *, is_text: bool = False):
+        self.key, self.metavar, self.text, self.is_text = key, metavar, text, is_text
+
+    def override(self, value: str) -> str:
+        """The option as an override of the configuration."""
+        return f"{self.key}={json.dumps(value) if self.is_text else value}"
+
+
+OPTIONS = {
+    "--model": _Option(
+        "policy.model_name", "DIR", "a model's folder, a checkpoint of a run, or a hub's name", is_text=True
+    ),
+    "--prompts": _Option("data.train.path", "FILE", "the prompts: .jsonl, .txt, or a data set", is_text=True),
+    "--backend": _Option(
+        "policy.generation.backend", "NAME", "megatron, vllm, or an engine of your own (default: megatron)"
+    ),
+    "--max-new-tokens": _Option(
+        "policy.generation.max_new_tokens", "N", "most tokens of a response, its end token included (default: 256)"
+    ),
+    "--temperature": _Option("grpo.val_temperature", "T", "divides the logits; 0: greedy (default: 1.0)"),
+    "--top-k": _Option("policy.generation.top_k", "N", "draw from the so many most likely tokens (default: all)"),
+    "--top-p": _Option(
+        "policy.generation.top_p", "P", "draw from the fewest tokens whose probabilities add up to this (default: 1.0)"
+    ),
+    "--samples": _Option("grpo.val_num_generations", "N", "responses to each prompt (default: 1)"),
+    "--seed": _Option("grpo.seed", "N", "the same seed draws the same responses (default: 42)"),
+}
+_REQUIRED = ("--model", "--prompts")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
+    for name, option in OPTIONS.items():
+        parser.add_argument(name, metavar=option.metavar, help=option.text, required=name in _REQUIRED)
+    parser.add_argument("--logprobs", action="store_true", help="write the tokens and their log-probabilities too")
+    parser.add_argument("--output", metavar="FILE", help="a file that is not there yet (default: standard output)")
+
+
+def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterConfig:
+    """The configuration, and that the output can be written.
+
+    Raises:
+        ConfigurationError: One of them is wrong.
+    """
+    with told_by_option(options):
+        # What overrides say comes last, as on the command line of a run.
+        config = load_grpo_config(BASE_CONFIG, [*overrides_of(options), *overrides])
+    if options.output is not None:
+        _check_output(Path(options.output))
+    return config
+
+
+def overrides_of(options: argparse.Namespace) -> list[str]:
+    """The options that were given as overrides of `BASE_CONFIG`."""
+    return [OPTIONS[name].override(value) for name, value in _given(options).items()]
+
+
+def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs the command."""
+    config = load(options, overrides)
+    from nemo_rl_moe.launch.generate import generate
+
+    with told_by_option(options):
+        generate(config, Path(options.output) if options.output is not None else None, with_logprobs=options.logprobs)
+
+
+@contextmanager
+def told_by_option(options: argparse.Namespace) -> Iterator[None]:
+    """Context whose errors name the options that were given instead of the keys that they set."""
+    try:
+        yield
+    except (ConfigurationError, DataError) as error:
+        raise _renamed(error, options) from error
+
+
+def _renamed(error: UserError, options: argparse.Namespace) -> UserError:
+    problems = error.problems
+    for name in _given(options):
+        # The key itself, and no longer one that begins or ends with it.
+        key = re.compile(rf"(?<![\w.]){re.escape(OPTIONS[name].key)}(?![\w.]*\w)")
+        problems = [key.sub(name, problem) for problem in problems]
+    return type(error)(problems)
+
+
+def _given(options: argparse.Namespace) -> dict[str, str]:
+    values = {name: getattr(options, name.removeprefix("--").replace("-", "_")) for name in OPTIONS}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _check_output(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise ConfigurationError(f"--output: {path} is there already; name a file that is not")
+    if not path.absolute().parent.is_dir():
+        raise ConfigurationError(f"--output: got {path}, and there is no folder {path.parent}")

@@ -1,0 +1,58 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Output folders of commands: they appear whole or not at all, and never in place of something."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_rl_moe.atomic_writes import put_in_place
+from nemo_rl_moe.errors import ConfigurationError
+
+
+def is_free(target: Path) -> bool:
+    """True where nothing is, or a folder with nothing in it, such as `mktemp -d` makes."""
+    if target.is_symlink() or not target.is_dir():
+        return not target.exists() and not target.is_symlink()
+    return next(target.iterdir(), None) is None
+
+
+def require_free(target: Path) -> None:
+    """Checks that an output has its place.
+
+    Raises:
+        ConfigurationError: There is something already.
+    """
+    if not is_free(target):
+        raise ConfigurationError(f"--output: {target} is there already; name a folder that is not")
+
+
+def next_free(parent: Path, name: str) -> Path:
+    """The first of `NAME_001`, `NAME_002`, ... that is not there."""
+    number = 1
+    while not is_free(folder := parent / f"{name}_{number:03d}"):
+        number += 1
+    return folder
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """Folder in which the output is put together; it gets its name when it is whole.
+
+    After a full disk or an interrupt nothing stays.
+
+    Raises:
+        ConfigurationError: Something has appeared in its place.
+        OSError: The disk did not take it.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield own / target.name
+        if not is_free(target):
+            raise ConfigurationError(f"--output: {target} has appeared meanwhile; nothing is written")
+        put_in_place(own / target.name, target, own / "replaced")
+    finally:
+        shutil.rmtree(own, ignore_errors=True)

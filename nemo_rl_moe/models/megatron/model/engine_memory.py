@@ -1,0 +1,101 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Memory of a generation engine with a copy of the weights, by arithmetic: of each rank, and on the way to it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.models.megatron.model.memory_estimate import parameters_of_layers
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.weight_sync.folder import BUCKET_BYTES, MAX_UNACKNOWLEDGED
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+_VOCABULARY_STEP = 64
+"""vLLM pads the vocabulary to a multiple of this."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Bytes of one rank of an engine.
+
+    Attributes:
+        weights: Its part of the weights.
+        cache_of_a_token: Keys and values of one token in all layers, its heads' part.
+    """
+
+    weights: int
+    cache_of_a_token: int
+
+    def cache(self, total: int, utilization: float) -> int:
+        """What is left for keys and values of its share of a device; the engine's own buffers are not counted.
+
+        Args:
+            total: Bytes of the device.
+            utilization: Share that the engine may take.
+        """
+        return max(0, int(total * utilization) - self.weights)
+
+    def fits_from(self, held_beside: int, utilization: float) -> float:
+        """Bytes of the smallest device that holds the engine's share and what lies beside it; infinite for none.
+
+        Args:
+            held_beside: Bytes of others on the device while the engine generates.
+            utilization: Share that the engine may take.
+        """
+        rest = 1 - utilization
+        beside = 0.0 if held_beside == 0 else float("inf") if rest == 0 else held_beside / rest
+        return max(beside, self.weights / utilization)
+
+
+def engine_memory(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> EngineMemory:
+    """Memory of each rank of the engines that the configuration asks for.
+
+    Every tensor-parallel rank has its part of each matrix; norms and routers are whole, and so are key and value heads
+    where there are more ranks than heads. Experts come to the same, cut or divided among the ranks.
+
+    Args:
+        config: The run's configuration.
+        transformer: What `build_transformer_config` made of it.
+        hf_config: The model's Hugging Face configuration.
+    """
+    chosen = config.policy.generation.vllm
+    ranks, itemsize = chosen.tensor_parallel_size, _BYTES[chosen.dtype or config.policy.precision]
+    vocabulary = -(-hf_config.vocab_size // _VOCABULARY_STEP) * _VOCABULARY_STEP // ranks
+    num_ends = 1 if hf_config.tie_word_embeddings else 2
+    parameters = parameters_of_layers(transformer, hf_config, ranks)
+    parameters += (num_ends * vocabulary + 1) * transformer.hidden_size
+    groups, layers = transformer.num_query_groups, transformer.num_layers
+    if transformer.multi_latent_attention:
+        # Latents, the same on every rank.
+        of_a_token = layers * (transformer.kv_lora_rank + transformer.qk_pos_emb_head_dim)
+    else:
+        held = max(1, groups // ranks)
+        keys_and_values = 2 * groups * transformer.kv_channels * transformer.hidden_size
+        parameters += layers * (keys_and_values * held // groups - keys_and_values // ranks)
+        of_a_token = layers * held * 2 * transformer.kv_channels
+    return EngineMemory(int(parameters * itemsize), int(of_a_token * itemsize))
+
+
+def bytes_on_the_way(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> int:
+    """Most bytes of buckets that lie between trainer and engines while weights are sent.
+
+    Each trainer rank has `MAX_UNACKNOWLEDGED` buckets there, of the largest matrix of a layer where that is more than
+    a bucket holds; embedding and output layer, which are larger still, once.
+
+    Args:
+        config: The run's configuration.
+        transformer: What `build_transformer_config` made of it.
+        hf_config: The model's Hugging Face configuration.
+    """
+    itemsize = transformer.params_dtype.itemsize
+    widths = [transformer.num_attention_heads * transformer.kv_channels, transformer.moe_ffn_hidden_size or 0]
+    if len(moe_layer_indices(transformer)) < transformer.num_layers:
+        widths.append(transformer.ffn_hidden_size)
+    bucket = max(BUCKET_BYTES, transformer.hidden_size * max(widths) * itemsize)
+    embedding = hf_config.vocab_size * transformer.hidden_size * itemsize
+    num_ends = 1 if hf_config.tie_word_embeddings else 2
+    return int(config.cluster.world_size * MAX_UNACKNOWLEDGED * bucket + num_ends * max(0, embedding - bucket))

@@ -1,0 +1,80 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Estimates of an evaluation, worked out by hand, and their standard error against many evaluations."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.evaluation import Estimate, estimate, passes, summarise_evaluation
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+
+
+def trajectory(reward: float, is_correct: bool) -> Trajectory:
+    return Trajectory(
+        sample_id="p:1",
+        group_id="p:1#0",
+        token_ids=np.array([3, 4]),
+        loss_mask=np.array([False, True]),
+        logprobs=np.zeros(2, dtype=np.float32),
+        weight_versions=np.array([-1, 0]),
+        reward=reward,
+        is_correct=is_correct,
+        finish_reason="stop",
+    )
+
+
+def groups(rewards: Sequence[float]) -> list[Trajectory]:
+    return [trajectory(reward, reward >= 1) for reward in rewards]
+
+
+def test_three_prompts_of_four_responses() -> None:
+    summary = summarise_evaluation(groups([1, 0, 0, 0, *[1, 1, 0.5, 0], *[0, 0, 0, 0]]), 4)
+    # Shares of the prompts: 1/4, 2/4, 0; their mean 1/4; s = 1/4.
+    assert summary.accuracy.mean == pytest.approx(0.25)
+    assert summary.accuracy.standard_error == pytest.approx(0.25 / 3**0.5)
+    # Means of the rewards: 2/8, 5/8, 0.
+    assert summary.reward.mean == pytest.approx(7 / 24)
+    # Of 6 pairs of responses, 3 hold the one right one; of two right ones all but one pair do.
+    assert summary.pass_at_k.keys() == {1, 2, 4}
+    assert summary.pass_at_k[1] == summary.accuracy
+    assert summary.pass_at_k[2].mean == pytest.approx((3 / 6 + 5 / 6 + 0) / 3)
+    assert summary.pass_at_k[4].mean == pytest.approx(2 / 3)
+    assert summary.pass_at_k[4].standard_error == pytest.approx((1 / 3) ** 0.5 / 3**0.5)
+
+
+def test_one_response_has_pass_at_1_alone() -> None:
+    assert summarise_evaluation(groups([1, 0]), 1).pass_at_k.keys() == {1}
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"), [(None, [True, False, False]), (0.5, [False, True, False]), (0.3, [True, True, False])]
+)
+def test_what_passes(threshold: float | None, expected: list[bool]) -> None:
+    # An environment may call a response right whatever its reward.
+    responses = [trajectory(0.3, True), trajectory(0.5, False), trajectory(-1.0, False)]
+    assert passes(responses, 1, threshold)[:, 0].tolist() == expected
+
+
+def test_one_prompt_has_no_standard_error() -> None:
+    assert estimate(torch.tensor([0.5])) == Estimate(0.5, None)
+    assert str(estimate(torch.tensor([0.5]))) == "0.5000"
+
+
+def test_standard_error_is_the_spread_of_many_evaluations() -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def evaluation() -> torch.Tensor:
+        # Prompts of different difficulty, eight responses each: the responses are not independent.
+        difficulty = torch.rand(50, 1, generator=generator).square()
+        return (torch.rand(50, 8, generator=generator) < difficulty).double().mean(dim=1)
+
+    many = [estimate(evaluation()) for _ in range(2000)]
+    spread = float(torch.tensor([each.mean for each in many]).std())
+    told = float(torch.tensor([each.standard_error for each in many]).mean())
+    assert told == pytest.approx(spread, rel=0.05)
+    # Taken for 400 independent responses, the error would be told too small by far.
+    mean = float(torch.tensor([each.mean for each in many]).mean())
+    assert (mean * (1 - mean) / 400) ** 0.5 < 0.7 * spread

@@ -1,0 +1,168 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`nemo-rl-moe evaluate` and `generate` before anything starts: their words, their messages, their outputs' places."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_rl_moe import cli
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.vllm.releases import installed_release
+from nemo_rl_moe.launch import supervisor
+from nemo_rl_moe.launch.generate import _with_positions_of_the_model, generate
+from nemo_rl_moe.launch.generate_command import EXAMPLES, OPTIONS
+from nemo_rl_moe.launch.output_folder import next_free
+from nemo_rl_moe.launch.supervisor import Supervision
+
+MODEL = str(Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe")
+GENERATE = ["generate", "--model", MODEL, "--prompts", "prompts.txt"]
+EVALUATE = ["evaluate", "--config", "grpo_tiny_moe.yaml", f"policy.model_name={MODEL}"]
+
+
+@pytest.fixture(autouse=True)
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands of driver processes that would be started; the working folder holds prompts."""
+    started: list[list[str]] = []
+
+    def supervise(supervision: Supervision) -> int:
+        started.append(list(supervision.driver_command(0)))
+        return 0
+
+    monkeypatch.setattr(supervisor, "supervise", supervise)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.txt").write_text("7+8=\n")
+    (tmp_path / "data/addition").mkdir(parents=True)
+    for name in ("grpo", "validation_prompts"):
+        (tmp_path / f"data/addition/{name}.jsonl").write_text('{"prompt": "7+8=", "answer": "15", "metadata": {}}\n')
+    return started
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--temperature", "-1"], "--temperature: got -1 (int), expected a number from 0 up"),
+        (["--temperature", "hot"], "--temperature: got 'hot' (str), expected a number from 0 up"),
+        (["--top-p", "2"], "--top-p: got 2 (int), expected a number above 0 and up to 1"),
+        (["--max-new-tokens", "0"], "--max-new-tokens: got 0 (int), expected a whole number above 0"),
+        (
+            ["--max-new-tokens", "4096"],
+            "--max-new-tokens: got 4096, expected less than policy.max_total_sequence_length",
+        ),
+        (["--samples", "2", "--temperature", "0"], "--samples: got 2, expected 1 with --temperature 0"),
+        (["--seed", "1.5"], "--seed: got 1.5"),
+        (["--backend", "vlm"], "--backend: got 'vlm'"),
+        (["--prompts", "promts.txt"], "--prompts: promts.txt not found"),
+        (["--model", "./nothing"], "--model: nothing not found"),
+        (["--output", "prompts.txt"], "--output: prompts.txt is there already; name a file that is not"),
+        (
+            ["--output", "no/such/folder/file"],
+            "--output: got no/such/folder/file, and there is no folder no/such/folder",
+        ),
+        (["policy.generation.max_new_token=3"], "policy.generation.max_new_token: unknown key; did you mean"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_words_of_generate_are_told_by_the_option(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], driver: list[list[str]]
+) -> None:
+    assert cli.main([*GENERATE, *words]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, driver) == ("", [])
+    assert errors.startswith(f"error: {problem}")
+    assert errors.count("\n") == 1
+
+
+def test_nearest_file_and_engine_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.main([*GENERATE, "--prompts", "promts.txt"])
+    assert "did you mean prompts.txt?" in capsys.readouterr().err
+    cli.main([*GENERATE, "--backend", "vlm"])
+    assert "did you mean vllm?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--output", "data"], "--output: data is there already; name a folder that is not"),
+        (["data.validation=null"], "data.validation: got null, expected the prompts to evaluate with"),
+        (["grpo.val_temperature=0"], "grpo.val_num_generations: got 4, expected 1 with grpo.val_temperature 0"),
+        (["grpo.val_num_generation=8"], "grpo.val_num_generation: unknown key; did you mean grpo.val_num_generations?"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_words_of_evaluate(
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], driver: list[list[str]]
+) -> None:
+    assert cli.main([*EVALUATE, *words]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, driver) == ("", [])
+    assert errors.startswith(f"error: {problem}")
+    assert errors.count("\n") == 1
+
+
+def test_evaluate_wants_prompts_and_a_scorer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["evaluate"]) == 2
+    assert "--config FILE is missing; shipped configurations: grpo_dapo17k.yaml" in capsys.readouterr().err
+    data = [f"data.{name}.path=prompts.txt" for name in ("train", "validation")]
+    assert cli.main(["evaluate", "--config", "sft_tiny_moe.yaml", f"policy.model_name={MODEL}", *data]) == 2
+    assert "is for the algorithm sft, expected one of grpo" in capsys.readouterr().err
+
+
+def test_threshold_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([*EVALUATE, "--threshold", "nan"])
+    assert caught.value.code == 2
+    assert "--threshold: got 'nan', expected a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [GENERATE, EVALUATE], ids=lambda words: words[0])
+def test_the_process_that_works_gets_the_same_words(words: list[str], driver: list[list[str]]) -> None:
+    assert cli.main(words) == 0
+    (started,) = driver
+    assert started[3:-2] == ["nemo_rl_moe.cli", *words]
+    assert started[-2] == "--run-id"
+
+
+def test_prompts_may_be_called_anything(tmp_path: Path, driver: list[list[str]]) -> None:
+    for name in ("2024.txt", "[a].txt", "a: b.txt", "null.txt"):
+        (tmp_path / name).write_text("7+8=\n")
+        assert cli.main([*GENERATE, "--prompts", name]) == 0, name
+
+
+def test_help_tells_the_defaults_that_the_configuration_has(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load_grpo_config("grpo_generate.yaml", ["policy.model_name=x", "data.train.path=y"], check_paths=False)
+    with pytest.raises(SystemExit):
+        cli.main(["generate", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for option in OPTIONS.values():
+        value = config
+        for part in option.key.split("."):
+            value = getattr(value, part)
+        told = option.text.partition("(default: ")[2].rstrip(")")
+        assert told == {"x": "", "y": "", "None": "all"}.get(str(value), str(value)), option.key
+    assert "nemo-rl-moe generate --model results/sft_tiny_moe/final --prompts prompts.txt" in printed
+    assert EXAMPLES.count("nemo-rl-moe generate") == 4
+
+
+def test_default_output_is_the_next_free_folder(tmp_path: Path) -> None:
+    assert next_free(tmp_path / "logs", "eval") == tmp_path / "logs/eval_001"
+    (tmp_path / "logs/eval_001/x").mkdir(parents=True)
+    assert next_free(tmp_path / "logs", "eval") == tmp_path / "logs/eval_002"
+
+
+def generate_config(*overrides: str):  # type: ignore[no-untyped-def]
+    chosen = [f"policy.model_name={MODEL}", "policy.init=random", "data.train.path=prompts.txt", *overrides]
+    return load_grpo_config("grpo_generate.yaml", chosen)
+
+
+def test_sequences_are_no_longer_than_the_model_has_positions() -> None:
+    assert _with_positions_of_the_model(generate_config()).policy.max_total_sequence_length == 512
+    with pytest.raises(ConfigurationError, match="max_new_tokens: got 512, expected less than the 512 positions of"):
+        _with_positions_of_the_model(generate_config("policy.generation.max_new_tokens=512"))
+
+
+@pytest.mark.skipif(installed_release() is not None, reason="vLLM is installed")
+def test_vllm_that_is_not_installed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="vllm, which is not installed; install it with: make vllm"):
+        generate(generate_config("policy.generation.backend=vllm"), None, with_logprobs=False)
