@@ -420,11 +420,7 @@ class FolderTransport:
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
-        self._parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(self._parent)
-        self._folder = Path(
-            tempfile.mkdtemp(prefix=f"{_PREFIX}-{socket.gethostname()}-{os.getpid()}-", dir=self._parent)
-        )
+        self._folder = folder_of_this_process(self._parent, _PREFIX)
         return self
 
     def __exit__(
@@ -482,9 +478,12 @@ def folder_of_one_machine(num_senders: int) -> Path:
     return SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
 
 
-def _remove_leftovers(parent: Path) -> None:
-    """Deletes the folders of drivers of this machine that run no more."""
-    for folder in parent.glob(f"{_PREFIX}-{socket.gethostname()}-*-*"):
+def folder_of_this_process(parent: Path, prefix: str) -> Path:
+    """A new folder whose name tells the machine and the process; those of processes that run no more are deleted."""
+    parent.mkdir(parents=True, exist_ok=True)
+    mine = f"{prefix}-{socket.gethostname()}-"
+    for folder in parent.glob(f"{mine}*-*"):
         pid = folder.name.rsplit("-", 2)[1]
         if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}-", dir=parent))

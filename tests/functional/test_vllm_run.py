@@ -5,6 +5,7 @@
 import os
 import signal
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -54,8 +55,8 @@ def run_to_its_end(folder: Path, data: Path, *more: str, environment: dict[str, 
 
 
 def leftovers(run: run_kills.Run) -> list[Path]:
-    """Folders of transfers in shared memory that are the run's."""
-    folders = SHARED_MEMORY.glob("nemo_rl_moe-weights-*")
+    """Folders of transfers in shared memory, and of models for engines, that are the run's."""
+    folders = [*SHARED_MEMORY.glob("nemo_rl_moe-weights-*"), *Path(tempfile.gettempdir()).glob("nemo_rl_moe-vllm-*")]
     return [folder for folder in folders if int(folder.name.split("-")[-2]) in run.process_ids]
 
 

@@ -322,7 +322,11 @@ class VllmEngine:
             ray.get([engine.actor.wake.remote(part) for engine in self._engines])
 
     def shutdown(self) -> None:
-        """Ends the actors."""
+        """Ends the actors; those that do not answer leave the model's files for the next one to remove."""
+        if self._engines and ray.is_initialized():
+            with suppress(RayError, ValueError):
+                closing = [engine.actor.close.options(concurrency_group=_PROGRESS).remote() for engine in self._engines]
+                ray.wait(closing, num_returns=len(closing), timeout=POLL_S)
         while self._engines:
             _end(self._engines.pop())
 

@@ -3,6 +3,7 @@
 """The Ray actor of one vLLM engine: requests in, sequences out as they finish, weights in place."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.weight_sync.folder import folder_of_this_process
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
 _LONGEST_REASON = 500
@@ -68,6 +70,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._settings = settings
         self._num_steps = 0
         self._engine: Any = None
+        self._folder: Path | None = None
 
     def start(self) -> str | None:
         """Imports vLLM and builds the model with random weights; what went wrong, in one line, or None."""
@@ -90,9 +93,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         from vllm import EngineArgs, LLMEngine
 
         # For as long as this process: tokenizers read theirs late.
-        self._folder = tempfile.TemporaryDirectory(prefix="nemo_rl_moe-vllm-")
+        self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "nemo_rl_moe-vllm")
         for name, content in settings.model_files.items():
-            Path(self._folder.name, name).write_bytes(content)
+            Path(self._folder, name).write_bytes(content)
         more: dict[str, Any] = {"dtype": settings.dtype}
         if settings.max_sequences is not None:
             more["max_num_seqs"] = settings.max_sequences
@@ -104,7 +107,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             }
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=self._folder.name,
+                model=str(self._folder),
                 skip_tokenizer_init=not settings.decodes_text,
                 load_format="dummy",
                 max_model_len=settings.max_tokens,
@@ -121,6 +124,11 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             )
         )
         self._engine.collective_rpc(_prepare)
+
+    def close(self) -> None:
+        """Removes the model's files; the process is killed afterwards."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def process_id(self) -> int:
         """This process."""

@@ -20,7 +20,8 @@ def lines(algorithm: str, *overrides: str, num_steps: int = 1000) -> list[str]:
     return notices(config, num_steps)
 
 
-@pytest.mark.parametrize("name", exemplar_names())
+# What `generate` begins with trains nothing, and validates nothing.
+@pytest.mark.parametrize("name", [name for name in exemplar_names() if name != "grpo_generate.yaml"])
 def test_shipped_configurations_have_none(name: str) -> None:
     config: Any = load_any_config(name, check_paths=False)
     loop = getattr(config, name.split("_")[0].removesuffix(".yaml"))

@@ -30,7 +30,7 @@ def run_of(*overrides: str) -> tuple[Any, Any, Any]:
     [(1, 4), (2, 2), (4, 1), (8, 1)],  # 8 ranks: every head is there twice
 )
 def test_a_rank_of_an_engine(ranks: int, heads_of_keys: int) -> None:
-    memory = engine_memory(*run_of(f"{VLLM}.tensor_parallel_size={ranks}"))
+    memory = engine_memory(*run_of(f"{VLLM}.tensor_parallel_size={ranks}", f"{VLLM}.expert_parallel=false"))
     queries_and_output = 2 * 2048 * 32 * 128 // ranks
     keys_and_values = 2 * 2048 * heads_of_keys * 128
     norms = 2 * 2048 + 2 * 128
@@ -42,7 +42,8 @@ def test_a_rank_of_an_engine(ranks: int, heads_of_keys: int) -> None:
 
 
 def test_one_rank_has_the_whole_model() -> None:
-    config, transformer, hf_config = run_of(f"{VLLM}.tensor_parallel_size=1", f"{VLLM}.dtype=float32")
+    alone = f"{VLLM}.tensor_parallel_size=1", f"{VLLM}.expert_parallel=false"
+    config, transformer, hf_config = run_of(*alone, f"{VLLM}.dtype=float32")
     assert engine_memory(config, transformer, hf_config).weights == 4 * whole_model_parameters(transformer, hf_config)
 
 
