@@ -36,7 +36,7 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install vllm test-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install vllm test-vllm test-slow-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -102,7 +102,7 @@ test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout,
 	@$(PYTEST) tests/unit -m "slow and not drill" $(IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
-	@$(PYTEST) tests/functional -m "slow and not drill" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+	@$(PYTEST) tests/functional -m "slow and not drill and not vllm" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-drills: $(STAMP) ## a dozen drills over all kinds of runs, as continuous integration runs them
 	@$(PYTEST) tests/functional/test_drills.py -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
@@ -115,7 +115,10 @@ drills: $(STAMP) ## runs struck N times in all, in every phase, that must equal 
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 test-vllm: $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
-	@$(PYTEST) tests/functional -m vllm $(PYTEST_ARGUMENTS)
+	@$(PYTEST) tests/functional -m "vllm and not slow" $(PYTEST_ARGUMENTS)
+
+test-slow-vllm: $(VLLM_STAMP) ## vLLM's engines killed, frozen and cut off, and whole runs with them
+	@$(PYTEST) tests/functional -m "vllm and slow" $(PYTEST_ARGUMENTS)
 
 # Not --quiet: a strict build counts the warnings that are shown.
 docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked

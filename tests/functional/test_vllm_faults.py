@@ -19,6 +19,7 @@ from tests.support.vllm_engines import FREE, Trainer, check_of, generated, reque
 
 pytestmark = [
     pytest.mark.vllm,
+    pytest.mark.slow,
     pytest.mark.timeout(600),
     pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
 ]

@@ -96,6 +96,7 @@ def test_the_metrics_say_that_the_weights_arrive(unharmed: Path) -> None:
     assert len({steps[step]["train/loss"] for step in range(1, NUM_STEPS + 1)}) == NUM_STEPS
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(unharmed: Path, data: Path, tmp_path: Path) -> None:
     with run_kills.running(command(tmp_path, data), tmp_path) as run:
         run.wait_for_text("step 2/", LIMIT_S)
@@ -110,6 +111,7 @@ def test_a_run_that_is_killed_goes_on_as_if_nothing_had_happened(unharmed: Path,
     assert untimed(tmp_path) == untimed(unharmed)
 
 
+@pytest.mark.slow
 def test_a_run_outlives_its_engine_and_counts_nothing_twice(unharmed: Path, data: Path, tmp_path: Path) -> None:
     mark = tmp_path / "killed"
     printed = run_to_its_end(tmp_path, data, environment={MARK: str(mark)})
@@ -118,6 +120,7 @@ def test_a_run_outlives_its_engine_and_counts_nothing_twice(unharmed: Path, data
     assert untimed(tmp_path) == untimed(unharmed)
 
 
+@pytest.mark.slow
 def test_engines_with_places_of_their_own_get_their_weights_over_the_network(
     unharmed: Path, data: Path, tmp_path: Path
 ) -> None:
