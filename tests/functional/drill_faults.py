@@ -61,7 +61,8 @@ class Drill:
         """
         if "Traceback" in errors:
             return "a traceback"
-        if self.phase == "end" and code == 0:
+        is_told_late = self.fault == "freeze" and self.victim in ("raylet", "gcs_server")
+        if code == 0 and (self.phase == "end" or is_told_late):
             return ""  # it was quicker
         if self.fault in ("SIGTERM", "SIGINT"):
             at_once = 128 + int(signal.Signals[self.fault])

@@ -272,13 +272,13 @@ def test_a_bucket_that_is_lost_or_damaged_is_named(
     place = FolderTransfer.place
 
     def lose(transfer: FolderTransfer, name: str, write: Callable[[Path], object]) -> None:
-        if name != "0000-000002.safetensors":
+        if name != "0000-000002.bucket":
             place(transfer, name, write)
 
     def damage(transfer: FolderTransfer, name: str, write: Callable[[Path], object]) -> None:
         def spoil(path: Path) -> None:
             write(path)
-            if name == "0000-000002.safetensors":
+            if name == "0000-000002.bucket":
                 content = bytearray(path.read_bytes())
                 content[-1] ^= 1  # one bit, of its last tensor
                 path.write_bytes(content)
@@ -286,8 +286,8 @@ def test_a_bucket_that_is_lost_or_damaged_is_named(
         place(transfer, name, spoil)
 
     for fault, problem in (
-        (lose, r"0000-000002\.safetensors is gone before receivers \[0\] have taken it"),
-        (damage, r"receiver 0: 0000-000002\.safetensors is damaged in (model|lm_head)\.\S+: not what sender 0"),
+        (lose, r"0000-000002\.bucket is gone before receivers \[0\] have taken it"),
+        (damage, r"receiver 0: 0000-000002\.bucket is damaged in (model|lm_head)\.\S+: not what sender 0"),
     ):
         with monkeypatch.context() as patch, pytest.raises(WeightSyncError, match=problem):
             patch.setattr(FolderTransfer, "place", fault)
