@@ -218,12 +218,13 @@ def engines_have_places(config: GRPOMasterConfig) -> Iterator[str]:
     place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
     section = f"cluster.roles.{GENERATION_ROLE}" if has_own else "cluster"
     size, gpus = engines.tensor_parallel_size, place.gpus_per_node
-    if gpus == 0:
+    if (gpus > 0) != (config.cluster.gpus_per_node > 0):
+        expected = "GPUs, as the policy has" if gpus == 0 else "0: the policy is on CPUs (cluster.gpus_per_node 0)"
+        yield f"{section}.gpus_per_node: got {gpus}, expected {expected}"
+    elif gpus == 0:
         if size > 1:
             yield f"{key}.tensor_parallel_size: got {size}, expected 1 on CPUs ({section}.gpus_per_node 0)"
-        if config.cluster.gpus_per_node:
-            yield f"{section}.gpus_per_node: got 0, expected GPUs, as the policy has"
-        elif has_own and (engines.num_engines or 0) > place.world_size:
+        if has_own and (engines.num_engines or 0) > place.world_size:
             yield (
                 f"{key}.num_engines: got {engines.num_engines}, expected at most {place.world_size}:"
                 f" {section}.num_nodes {place.num_nodes} x {section}.cpu_workers_per_node {place.workers_per_node}"
@@ -256,6 +257,9 @@ def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
     elif chosen == "nccl" and not has_own:
         own = "cluster.roles.generation"
         yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own ({own})"
+    elif chosen == "cuda_ipc" and generation.vllm.tensor_parallel_size != config.cluster.gpus_per_node:
+        size = f"policy.generation.vllm.tensor_parallel_size = cluster.gpus_per_node = {config.cluster.gpus_per_node}"
+        yield f"{key}: got cuda_ipc, which needs an engine that sees all GPUs of its machine: {size}"
     elif chosen == "cuda_ipc" and (has_own or config.cluster.num_nodes > 1):
         fitting = "nccl, gloo or files" if has_own else "files or gloo"
         yield f"{key}: got cuda_ipc, expected {fitting}: engines do not lie on the trainer's GPUs, on one machine"

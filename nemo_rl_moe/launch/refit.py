@@ -37,16 +37,20 @@ def make_refit_check(
             engine.update_weights(transport, policy.weight_version)
 
     def explain(copy: int) -> str:
-        if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1:  # a rank has parts of the outputs
+        # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
+        if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1 or config.cluster.num_nodes > 1:
             return ""
-        with console.phase("comparing the engine's modules with those of transformers"):
-            return disagreement(
-                partial(engine.module_outputs, copy),
-                policy.save_weights,
-                sequences,
-                in_float32=in_float32,
-                topk=getattr(hf_config, "num_experts_per_tok", None),
-            )
+        try:
+            with console.phase("comparing the engine's modules with those of transformers"):
+                return disagreement(
+                    partial(engine.module_outputs, copy),
+                    policy.save_weights,
+                    sequences,
+                    in_float32=in_float32,
+                    topk=getattr(hf_config, "num_experts_per_tok", None),
+                )
+        except Exception as error:  # the check's own error is what the user is to see
+            return f"Which module differs cannot be said: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
     return RefitCheck(
         sequences,

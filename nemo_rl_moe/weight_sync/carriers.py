@@ -194,9 +194,7 @@ class CudaMemory:
         uuid = str(torch.cuda.get_device_properties(buffer.device).uuid)
         return {
             "gpu": uuid,
-            "handle": [
-                base64.b64encode(value).decode() if isinstance(value, bytes) else int(value) for value in handle
-            ],
+            "handle": [base64.b64encode(value).decode() if isinstance(value, bytes) else value for value in handle],
             "bytes_at": [index for index, value in enumerate(handle) if isinstance(value, bytes)],
         }
 

@@ -131,7 +131,11 @@ class RefitCheck:
             WeightSyncError: They are not the trainer's, or something of earlier ones stays.
         """
         if self._is_first and not self.in_float32:
-            self._make_round_trip(engine)
+            try:
+                self._make_round_trip(engine)
+            except GenerationError:  # a copy of the weights is lost; the refit makes another one
+                self.refit(False)
+                self._make_round_trip(engine)
         self._is_first = False
         gap = self.gap(engine)
         if self._bound is None:

@@ -112,6 +112,18 @@ def test_an_engine_that_dies_while_it_has_nothing_to_do_is_replaced(vllm_cluster
         engine.shutdown()
 
 
+def test_an_engine_that_freezes_before_it_is_checked_is_replaced(vllm_cluster: RayCluster, trainer: Trainer) -> None:
+    told: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, stall_timeout_s=10.0, warn=told.append)
+    try:
+        trainer.refit(engine)
+        os.kill(engine.process_ids()[0], signal.SIGSTOP)
+        assert check_of(engine, trainer).after_refit(engine).largest < 2e-5
+        assert told == ["vLLM engine 0 does not answer; another one takes its place"]
+    finally:
+        engine.shutdown()
+
+
 def test_an_engine_that_cannot_start_is_one_line(vllm_cluster: RayCluster, trainer: Trainer) -> None:
     started = time.monotonic()
     with pytest.raises(GenerationError, match="vLLM engine 0 of 1 cannot start: ") as error:

@@ -89,6 +89,8 @@ def disagreement(
     num_tokens = sum(map(len, sequences))
     # vLLM's decoder layers give what transformers' add up: the branch and the residual stream apart.
     shared = {name: output for name, output in expected.items() if name in found and not _DECODER_LAYER.search(name)}
+    if not shared:
+        return "Its modules cannot be compared with those of transformers: none of them is called by itself."
     first = first_disagreement(found, shared, TOLERANCE if in_float32 else COARSE_TOLERANCE)
     if first is None:
         return "Every module that engine and transformers have in common computes the same; the output layer differs."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 from jaxtyping import Float
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.distributed.cluster import RayCluster
@@ -248,14 +248,15 @@ class VllmEngine:
         """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
 
         Raises:
-            GenerationError: An engine died; another one takes its place with the next weights.
+            GenerationError: An engine died or does not answer; another one takes its place with the next weights.
         """
+        self._wake("kv_cache")  # a paused engine would wait for it for ever
         calls = [(engine, engine.actor.score.remote(sequences, temperature)) for engine in self._engines]
         scores: list[list[Float[np.ndarray, " tokens"]]] = []
         problem = None
         for engine, call in calls:
             try:
-                scores.append(ray.get(call))
+                scores.append(ray.get(call, timeout=self._stall_timeout_s))
             except RayError as error:
                 problem = f"vLLM engine {engine.number} {_reason(error)} while it scored"
                 self._give_up(engine, _reason(error))
@@ -274,7 +275,8 @@ class VllmEngine:
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
         """Output of every module of an engine for one sequence, by its name in the model; copy: as `score` counts."""
-        return dict(ray.get(self._engines[copy].actor.module_outputs.remote(token_ids)))
+        call = self._engines[copy].actor.module_outputs.remote(token_ids)
+        return dict(ray.get(call, timeout=self._stall_timeout_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.
@@ -285,8 +287,8 @@ class VllmEngine:
         """
         self._version = None
         self._give_up_the_dead()
-        self._start_missing()
         self._wake("weights")
+        self._start_missing()
         ranks = self.ranks_per_engine
         spec = transport.open(ranks * len(self._engines), version, receivers=f"{id(self)}-{self._num_started}")
         calls = [engine.actor.receive.remote(spec, number * ranks) for number, engine in enumerate(self._engines)]
@@ -294,7 +296,7 @@ class VllmEngine:
             transport.send()
             for engine, call in zip(self._engines, calls, strict=True):
                 try:
-                    problem = ray.get(call)
+                    problem = ray.get(call, timeout=self._stall_timeout_s)
                 except RayError as error:
                     problem = f"vLLM engine {engine.number} {_reason(error)} while it received weights"
                 if problem is not None:
@@ -308,7 +310,7 @@ class VllmEngine:
     def sleep(self) -> None:
         """Frees the GPUs that are the trainer's too; on a CPU there is nothing to free."""
         if self._settings.on_gpus and self._placement.is_shared and not self._is_asleep:
-            ray.get([engine.actor.sleep.remote() for engine in self._engines])
+            self._ask_all("sleep")
             self._is_asleep = True
 
     def wake(self) -> None:
@@ -319,7 +321,15 @@ class VllmEngine:
 
     def _wake(self, part: str) -> None:
         if self._is_asleep:
-            ray.get([engine.actor.wake.remote(part) for engine in self._engines])
+            self._ask_all("wake", part)
+
+    def _ask_all(self, method: str, *arguments: Any) -> None:
+        """Calls a method of every engine; those that die or do not answer are given up."""
+        for engine, call in [(each, getattr(each.actor, method).remote(*arguments)) for each in self._engines]:
+            try:
+                ray.get(call, timeout=self._stall_timeout_s)
+            except RayError as error:
+                self._give_up(engine, _reason(error))
 
     def shutdown(self) -> None:
         """Ends the actors; those that do not answer leave the model's files for the next one to remove."""
@@ -410,4 +420,6 @@ def _end(engine: _Engine) -> None:
 
 
 def _reason(error: RayError) -> str:
+    if isinstance(error, GetTimeoutError):
+        return "does not answer"
     return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"

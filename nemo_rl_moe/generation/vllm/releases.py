@@ -29,6 +29,8 @@ CPU_ENVIRONMENT = {
 ENVIRONMENT = {
     # The engine's core in the actor's own process: one in another takes no functions to call on its workers.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # The runner whose sampler is known here; on GPUs vLLM would take the other one.
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",

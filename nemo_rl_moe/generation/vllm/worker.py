@@ -104,6 +104,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
                 "enable_expert_parallel": settings.expert_parallel,
                 "enable_sleep_mode": True,
+                # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
+                "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(

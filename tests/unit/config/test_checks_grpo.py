@@ -80,6 +80,17 @@ BROKEN = [
     (
         (*ON_GPUS, f"{WAY}=cuda_ipc"),
         "weights_can_travel",
+        f"{WAY}: got cuda_ipc, which needs an engine that sees all GPUs of its machine:"
+        f" {VLLM}.tensor_parallel_size = cluster.gpus_per_node = 4",
+    ),
+    (
+        ("policy.generation.backend=vllm", "+cluster.roles.generation={gpus_per_node: 2}"),
+        "engines_have_places",
+        "cluster.roles.generation.gpus_per_node: got 2, expected 0: the policy is on CPUs (cluster.gpus_per_node 0)",
+    ),
+    (
+        (*ON_GPUS, f"{WAY}=cuda_ipc", f"{VLLM}.tensor_parallel_size=4"),
+        "weights_can_travel",
         f"{WAY}: got cuda_ipc, expected files or gloo: engines do not lie on the trainer's GPUs, on one machine",
     ),
     (
