@@ -3,6 +3,7 @@
 """A second engine under GRPO, with weights of its own that come from the trainer's ranks: tokens, versions, memory."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ def refit(engine: GenerationEngine, policy: MegatronPolicy, version: int | None 
     """As the loop does it."""
     with policy.weight_transport() as transport:
         engine.update_weights(transport, policy.weight_version if version is None else version)
-    assert not list(SHARED_MEMORY.glob("nemo_rl_moe-weights-*")), "nothing is left of a transfer"
+    assert not list(SHARED_MEMORY.glob(f"nemo_rl_moe-weights-*-{os.getpid()}-*")), "nothing is left of a transfer"
 
 
 def sequences(engine: GenerationEngine, sampling: SamplingParameters) -> list[GeneratedSequence]:
