@@ -27,7 +27,7 @@ UNUSED = ("triton",)
 
 
 def requirements_of(wheel: Path) -> list[str]:
-    """What a wheel asks for on this machine without its extras, less what is left out."""
+    """Requirements of a wheel on this machine, without its extras and without what is left out."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = HeaderParser().parsestr(archive.read(name).decode())

@@ -31,7 +31,7 @@ class EngineMemory:
     cache_of_a_token: int
 
     def cache(self, total: int, utilization: float) -> int:
-        """What is left for keys and values of its share of a device; the engine's own buffers are not counted.
+        """Bytes of its share of a device that are left for keys and values; the engine's own buffers are not counted.
 
         Args:
             total: Bytes of the device.
