@@ -27,8 +27,14 @@ OTHER_FUNCTIONAL := tests/functional/test_sft_run.py \
 	tests/functional/test_grpo_run.py::test_generation_and_training_agree_about_every_token
 OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 
+# TRL and what it needs beside .venv, for the tests of the callback in its trainers. It stands before .venv in the same way.
+TRL_PACKAGES := trl==1.16.0 accelerate==1.15.0
+TRL_VENV := .venv-trl
+TRL_STAMP := $(TRL_VENV)/.installed-$(shell echo $(TRL_PACKAGES) | cksum | cut -d' ' -f1)
+
 # One thread a process in the tests: they start several at a time, and results must not depend on the machine's cores.
-PYTEST = OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest
+# Bytecode is kept, whatever the user's shell says: the tests' own takes seconds to make, in each process that reads it.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m pytest
 # Two at a time; who is done takes tests from the other. Unit tests of pure functions come first (tests/conftest.py).
 IN_PARALLEL := -n 2 --dist worksteal
 # Two files of runs at a time: half of a run is starting processes, which two cores do side by side.
@@ -36,7 +42,7 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install vllm test-vllm test-slow-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install vllm trl test-vllm test-slow-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -55,8 +61,10 @@ demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say 
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
-	@[ -f data/addition/grpo.jsonl ] || $(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0
-	@[ -f results/sft_tiny_moe/final/config.json ] || { echo "[demo-vllm] the fine-tuned model of make demo is missing: making it"; \
+	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \
+		$(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0; }
+	@[ -f results/sft_tiny_moe/final/config.json ] || { echo "[demo-vllm] the fine-tuned model of make demo is missing:" \
+		"nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never"; \
 		$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never; }
 	@echo "[demo-vllm] nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never
@@ -92,8 +100,13 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 		$(PYTEST_ARGUMENTS)
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(PYTEST) $(OTHER_FUNCTIONAL) $(PYTEST_ARGUMENTS)
 
+trl: $(TRL_STAMP) ## TRL beside .venv, for the tests of the callback in its trainers
+
+test-trl: $(STAMP) $(TRL_STAMP) ## the callback in trainers of transformers and TRL, which it installs first (12 MB)
+	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py -m trl $(PYTEST_ARGUMENTS)
+
 test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
-	@$(PYTEST) -m slow tests/functional/test_report_browser.py $(PYTEST_ARGUMENTS)
+	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
 test-slow: test-slow-unit test-slow-functional test-drills ## tests that `make test` leaves out, for the time that they take
 
@@ -128,7 +141,7 @@ docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's sch
 	@echo "[docs] open build/docs/index.html; with a search: $(VENV)/bin/python -m http.server --directory build/docs"
 
 clean: ## remove the environments and caches; data, logs and results stay
-	rm -rf $(VENV) $(OTHER_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
 $(STAMP): pyproject.toml constraints.txt
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
@@ -154,4 +167,11 @@ $(OTHER_STAMP): $(STAMP)
 	@rm -rf $(OTHER_VENV)
 	@$(PIP_INSTALL) --no-deps --ignore-requires-python --only-binary=:all: --python-version 3.12 \
 		--platform manylinux_2_28_$(shell uname -m) --target $(OTHER_VENV)/site megatron-core==$(OTHER_MEGATRON)
+	@touch $@
+
+# Without what they depend on: all of that is in .venv, in the releases of constraints.txt.
+$(TRL_STAMP): $(STAMP)
+	@echo "[install] $(TRL_PACKAGES), for the tests of the callback"
+	@rm -rf $(TRL_VENV)
+	@$(PIP_INSTALL) --no-deps --target $(TRL_VENV)/site $(TRL_PACKAGES)
 	@touch $@

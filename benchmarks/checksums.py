@@ -1,42 +1,59 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Share of checksums in saving and loading a model: with and without them, in turns. Prints one JSON line.
+"""Share of checksums in saving, in loading and in the start of a run: with and without them, in turns. Prints one
+JSON line.
 
-A small Qwen3-MoE is read and written by `nemo-rl-moe convert` in this process: from Hugging Face's format into
-Megatron-Core's and back, all files flushed to the disk, and read from it, not from memory. Every other time the hash
-functions do nothing and nothing is compared before it is read.
+A small Qwen3-MoE and its optimizer, on one rank in this process, are saved and loaded as a run does it: as a training
+checkpoint in Megatron-Core's format (all of a resume: model, optimizer, schedule, random states), and as an exported
+model in Hugging Face's. Saved files are flushed to the disk. They are loaded from the disk (`load_cold`), as a job that
+starts on a machine does, and from the page cache (`load_warm`). Every other time the hash functions do nothing and
+nothing is compared.
 """
 
 import argparse
 import contextlib
-import io
+import ctypes
 import json
+import math
+import mmap
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from small_model import positive, write_model
-from transformers import AutoConfig, AutoModelForCausalLM
+import torch
+from small_model import REPOSITORY, confine, not_negative, positive, write_model
 
 from nemo_rl_moe import checksums
-from nemo_rl_moe.launch.convert import Conversion, convert
+from nemo_rl_moe.atomic_writes import put_in_place
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model import agreement
-from nemo_rl_moe.models.model_files import WeightsFormat
+from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
 
 EXAMPLES = """\
 examples:
-  python benchmarks/checksums.py                      0.2 gigabytes
-  python benchmarks/checksums.py --hidden-size 1024   0.8 gigabytes
+  python benchmarks/checksums.py                      a model of 0.2 gigabytes, a checkpoint of 0.6
+  python benchmarks/checksums.py --hidden-size 1024   four times as large
+  python benchmarks/checksums.py --cores 2            comparison in two threads
+  python benchmarks/checksums.py --starts 3           besides, runs from the exported model, up to their first step
 
-ratio is the median, over rounds, of the seconds with checksums divided by those without; low and high are its
-quartiles. cpu_ratio is the same of the processor's time. Files go to the folder for temporary files: set TMPDIR to
-measure another disk."""
+cached is the largest share of the files' pages that the system held in memory before a measurement (mincore): 0 where
+all came from the disk, 1 where nothing did. seconds are the median of those with checksums, added_seconds of what they
+add. ratio is the median, over rounds, of the seconds with checksums divided by those without, each pair one after the
+other; low and high bound the median with 95% confidence. cpu_ratio, cpu_low and cpu_high are the same of the
+processor's time. share is what the comparison adds to a start, from the command to the metrics of the first step. Files
+go to the folder for temporary files: set TMPDIR to measure another disk."""
 
 
 class NoHash:
@@ -55,58 +72,186 @@ def without_checksums() -> Iterator[None]:
     """Nothing is hashed, and nothing compared."""
     with (
         mock.patch.object(checksums, "xxh3_128", NoHash),
-        mock.patch.object(checksums, "_compared", return_value=None),
         mock.patch.object(agreement, "find_damage", return_value=[]),
     ):
         yield
 
 
-def seconds(source: Path, target: Path, formats: tuple[WeightsFormat, WeightsFormat]) -> tuple[float, float]:
-    """Seconds on the clock, and of the processor, of one conversion whose input is on the disk alone."""
-    shutil.rmtree(target, ignore_errors=True)
+@contextlib.contextmanager
+def trainer_of(model: Path) -> Iterator[MegatronTrainer]:
+    """The model with its optimizer, on the only rank of a job."""
+    overrides = [
+        f"policy.model_name={model}",
+        "cluster.cpu_workers_per_node=1",
+        "policy.train_global_batch_size=1",
+        "policy.train_micro_batch_size=1",
+    ]
+    policy = load_config("sft_tiny_moe.yaml", overrides, check_paths=False).policy
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    initialize_parallel_state(policy.megatron_cfg, rank=0, world_size=1, local_rank=0, seed=0)
+    try:
+        yield MegatronTrainer(policy, load_hf_config(str(model)), None, num_steps=1000)
+    finally:
+        destroy_parallel_state()
+
+
+class SavedForms:
+    """Both forms in which a trainer is saved, below a folder."""
+
+    def __init__(self, trainer: MegatronTrainer, folder: Path):
+        self._trainer = trainer
+        self.checkpoint, self.model = folder / "step_1", folder / "final"
+
+    def save_checkpoint(self) -> None:
+        """Weights, optimizer and random states, all on the disk under their name."""
+        staging = self.checkpoint.with_name("staging")
+        (staging / "policy").mkdir(parents=True)
+        self._trainer.start_checkpoint(staging / "policy", with_optimizer=True)
+        problem = self._trainer.finish_checkpoint()
+        assert problem is None, problem
+        checksums.write_inventory(staging)
+        put_in_place(staging, self.checkpoint, self.checkpoint.with_name("replaced"))
+
+    def load_checkpoint(self) -> None:
+        """All of it."""
+        self._trainer.load_checkpoint(self.checkpoint / "policy", with_optimizer=True)
+
+    def save_model(self) -> None:
+        """The weights alone, in safetensors files."""
+        self._trainer.save_weights(self.model, {})
+
+    def load_model(self) -> None:
+        """The weights alone, from safetensors files."""
+        load_weights(self._trainer.chunks, self._trainer.config, self._trainer.hf_config, self.model)
+
+
+def cached_share(folder: Path) -> float:
+    """Share of the pages of a folder's files that the system holds in memory."""
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    num_cached = num_pages = 0
+    for path in folder.rglob("*"):
+        if not path.is_file() or not path.stat().st_size:
+            continue
+        # Writable and private: the address of a mapping that is only read cannot be had.
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped:
+            pages = (ctypes.c_ubyte * -(-len(mapped) // mmap.PAGESIZE))()
+            start = ctypes.c_ubyte.from_buffer(mapped)
+            failed = mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(mapped)), pages)
+            del start  # or the mapping could not be closed
+            if failed:
+                raise OSError(ctypes.get_errno(), f"mincore of {path}")
+            num_cached += sum(page & 1 for page in pages)
+            num_pages += len(pages)
+    return num_cached / max(num_pages, 1)
+
+
+def to_disk_alone(folder: Path) -> None:
+    """Has the system forget what it holds of a folder's files in memory, all of which are on the disk then."""
     os.sync()
-    for path in source.rglob("*"):
+    for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def into_memory(folder: Path) -> None:
+    """Has the system hold a folder's files in memory."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.read_bytes()
+
+
+def seconds(action: Callable[[], None]) -> tuple[float, float]:
+    """Seconds on the clock, and of the processor, of an action."""
     began, cpu_began = time.perf_counter(), time.process_time()
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        convert(Conversion(*formats, source, target, None))
+    action()
     return time.perf_counter() - began, time.process_time() - cpu_began
 
 
-def measure(folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Ratios of both directions."""
-    model, megatron = folder / "model", folder / "megatron"
-    # The first conversions write what the others read: with its checksums.
-    seconds(model, megatron, ("hf", "megatron"))
-    shutil.rmtree(model)
-    seconds(megatron, model, ("megatron", "hf"))
-    ways: dict[str, tuple[Path, tuple[WeightsFormat, WeightsFormat]]] = {
-        "hf_to_megatron": (model, ("hf", "megatron")),
-        "megatron_to_hf": (megatron, ("megatron", "hf")),
-    }
-    result: dict[str, Any] = {
-        "megabytes": round(sum(path.stat().st_size for path in model.iterdir()) / 1e6, 1),
-    }
-    for name, (source, formats) in ways.items():
-        rounds = []
-        for number in range(num_rounds):
-            found = {}
-            for is_on in (True, False) if number % 2 else (False, True):
-                with contextlib.nullcontext() if is_on else without_checksums():
-                    found[is_on] = seconds(source, folder / "out", formats)
-            rounds.append([on / off for on, off in zip(found[True], found[False], strict=True)])
-        wall, cpu = zip(*rounds, strict=True)
-        low, middle, high = statistics.quantiles(wall, n=4)
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median, and values between which that of the population lies with 95% confidence (by order statistics)."""
+    ordered, count = sorted(values), len(values)
+    below, outside = 0, 0.5**count
+    while below + 1 < count / 2 and outside + math.comb(count, below + 1) * 0.5**count <= 0.025:
+        below += 1
+        outside += math.comb(count, below) * 0.5**count
+    return statistics.median(ordered), ordered[below], ordered[count - 1 - below]
+
+
+def compared(action: Callable[[], None], prepare: Callable[[], None], folder: Path, num_rounds: int) -> dict[str, Any]:
+    """Ratios of an action with checksums to the same without.
+
+    Args:
+        action: Saves or loads.
+        prepare: Comes before each, outside of the time.
+        folder: What is saved or loaded.
+        num_rounds: Pairs of measurements.
+    """
+    rounds, took, added, cached = [], [], [], 0.0
+    for number in range(num_rounds):
+        found = {}
+        for is_on in (True, False) if number % 2 else (False, True):
+            prepare()
+            cached = max(cached, cached_share(folder))
+            with contextlib.nullcontext() if is_on else without_checksums():
+                found[is_on] = seconds(action)
+        took.append(found[True][0])
+        added.append(found[True][0] - found[False][0])
+        rounds.append([on / off for on, off in zip(found[True], found[False], strict=True)])
+    wall, cpu = (median_interval(ratios) for ratios in zip(*rounds, strict=True))
+    names = ("ratio", "low", "high", "cpu_ratio", "cpu_low", "cpu_high")
+    ratios = {name: round(value, 3) for name, value in zip(names, (*wall, *cpu), strict=True)}
+    medians = {"seconds": round(statistics.median(took), 3), "added_seconds": round(statistics.median(added), 3)}
+    return ratios | medians | {"cached": round(cached, 3)}
+
+
+def measure(forms: SavedForms, num_rounds: int) -> dict[str, Any]:
+    """Ratios of saving and loading both forms."""
+    result: dict[str, Any] = {}
+    for name, path, save, load in (
+        ("training_checkpoint", forms.checkpoint, forms.save_checkpoint, forms.load_checkpoint),
+        ("exported_model", forms.model, forms.save_model, forms.load_model),
+    ):
+        save()  # imports, and the optimizer's state
+
+        def make_room(path: Path = path) -> None:
+            shutil.rmtree(path, ignore_errors=True)
+            os.sync()
+
+        saving = compared(save, make_room, path, num_rounds)
+        make_room()
+        save()  # with its checksums, whichever came last
+        load()
         result[name] = {
-            "ratio": round(middle, 3),
-            "low": round(low, 3),
-            "high": round(high, 3),
-            "cpu_ratio": round(statistics.median(cpu), 3),
-            "seconds": round(found[True][0], 2),
+            "megabytes": round(sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6, 1),
+            "save": saving,
+            "load_cold": compared(load, partial(to_disk_alone, path), path, num_rounds),
+            "load_warm": compared(load, partial(into_memory, path), path, num_rounds),
         }
     return result
+
+
+def seconds_to_first_step(model: Path, folder: Path) -> float:
+    """Seconds from a command to the metrics of its first step, from an exported model that lies on the disk alone."""
+    folder.mkdir()
+    record = {"prompt": "1+2=", "completion": "3"}
+    (folder / "data.jsonl").write_text(f"{json.dumps(record)}\n" * 64)
+    words = [
+        *(f"policy.model_name={model}", f"policy.tokenizer.name={REPOSITORY}/examples/assets/tiny_qwen3_moe"),
+        *("policy.init=pretrained", "cluster.cpu_workers_per_node=1", "policy.train_micro_batch_size=1"),
+        *("policy.train_global_batch_size=8", f"data.train.path={folder}/data.jsonl", "data.validation=null"),
+        *("sft.max_num_steps=1", "checkpointing.enabled=false", f"logger.log_dir={folder}/logs"),
+        *("logger.tensorboard_enabled=false", "logger.wandb_enabled=false", "logger.mlflow_enabled=false"),
+    ]
+    to_disk_alone(model)
+    began = time.time()
+    command = [sys.executable, "-m", "nemo_rl_moe.cli", "sft", "--config", "sft_tiny_moe.yaml", *words]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout + done.stderr)
+    (metrics,) = folder.glob("logs/*/metrics.jsonl")
+    return metrics.stat().st_mtime - began
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -114,15 +259,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=positive, default=8, help="conversions of each kind (default: 8)")
+    parser.add_argument("--rounds", type=positive, default=12, help="pairs of measurements of each kind (default: 12)")
     parser.add_argument("--hidden-size", type=positive, default=512, help="the model's width (default: 512)")
+    parser.add_argument("--cores", type=positive, default=1, help="processor cores that may be used (default: 1)")
+    parser.add_argument("--starts", type=not_negative, default=0, help="runs that are started besides (default: 0)")
     options = parser.parse_args(arguments)
+    confine(options.cores)
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
         folder, width = Path(name, "model"), options.hidden_size
         num_parameters = write_model(folder, hidden_size=width, moe_intermediate_size=2 * width)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
-        result = measure(Path(name), options.rounds)
-    print(json.dumps({"benchmark": "checksums", "parameters": num_parameters, "rounds": options.rounds} | result))
+        with trainer_of(folder) as trainer:
+            forms = SavedForms(trainer, Path(name))
+            result = measure(forms, options.rounds)
+        if options.starts:
+            took = [seconds_to_first_step(forms.model, Path(name, f"start_{k}")) for k in range(options.starts)]
+            start, added = statistics.median(took), result["exported_model"]["load_cold"]["added_seconds"]
+            result["start"] = {"seconds": round(start, 2), "share": round(added / start, 4)}
+    sizes = {"parameters": num_parameters, "rounds": options.rounds, "cores": options.cores}
+    print(json.dumps({"benchmark": "checksums"} | sizes | result))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GenerationBatch, GenerationEngine, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.registry import EngineSetup, find_engine
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
@@ -189,8 +190,7 @@ def vllm_engine(weights: Mapping[str, Tensor], hf_config: Qwen3MoeConfig, longes
         source = ModelSource(None, None)  # all that the engine needs comes from the trainer
         engine = make_engine(EngineSetup(config, cluster, source, hf_config, None, trainer, print))
         try:
-            with trainer.weight_transport() as transport:
-                engine.update_weights(transport, 0)
+            refit(engine, trainer)
             yield engine
         finally:
             engine.shutdown()
@@ -212,8 +212,8 @@ class SentWeights:
     model_files: Mapping[str, bytes]
     weight_version: int = 0
 
-    def weight_transport(self) -> FolderTransport:
-        """A transfer of them."""
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+        """A transfer of them, with nobody to ask for more."""
         return FolderTransport(folder_of_one_machine(1), 1, lambda spec: spec.send(self.weights.items(), 0, 0))
 
 

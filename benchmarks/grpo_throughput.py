@@ -13,7 +13,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,9 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
-from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.generation.registry import EngineSetup, find_engine
 from nemo_rl_moe.launch.grpo import sampling_parameters
+from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import SingleTurn
@@ -53,6 +54,7 @@ from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 from nemo_rl_moe.run_folder.samples import SampleLog
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
 PROMPT_LENGTH, MAX_NEW_TOKENS = 32, 64
@@ -97,10 +99,12 @@ class RandomPrompts:
 
     Args:
         num_steps: Steps of the one epoch.
+        num_prompts: Of a step.
     """
 
-    def __init__(self, num_steps: int):
+    def __init__(self, num_steps: int, num_prompts: int = NUM_PROMPTS):
         self._num_steps = num_steps
+        self._num_prompts = num_prompts
 
     def __len__(self) -> int:
         return self._num_steps
@@ -109,7 +113,7 @@ class RandomPrompts:
         """The prompts of each step."""
         generator = np.random.default_rng(epoch_index)
         for step in range(self._num_steps):
-            tokens = generator.integers(4, 45, size=(NUM_PROMPTS, PROMPT_LENGTH))
+            tokens = generator.integers(4, 45, size=(self._num_prompts, PROMPT_LENGTH))
             yield [
                 Prompt(f"random:{step}.{row}", "", tuple(ids), {"answer": ""})
                 for row, ids in enumerate(tokens.tolist())
@@ -117,7 +121,7 @@ class RandomPrompts:
 
 
 def share_of_one_character(item: ScoringItem) -> float:
-    """How much of the response is the digit 1."""
+    """Share of the response that is the digit 1."""
     return item.response.count("1") / max(1, len(item.response))
 
 
@@ -196,12 +200,21 @@ def make_config(model: Path, options: argparse.Namespace) -> GRPOMasterConfig:
     return load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides, check_paths=False)
 
 
-def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: StepClock, stack: ExitStack) -> None:
-    """Trains in the product's own loop."""
+def run(
+    config: GRPOMasterConfig,
+    prompts: RandomPrompts,
+    folder: Path,
+    clock: StepClock,
+    stack: ExitStack,
+    changed: Callable[[RefitCheck | None], RefitCheck | None] = lambda check: check,
+) -> None:
+    """Trains in the product's own loop; changed: makes another refit check of the configured one."""
     cluster = RayCluster(config.cluster)
     stack.callback(cluster.shutdown)
+    source = find_model(config.policy)
+    model_files = {"config.json": (source.folder() / "config.json").read_bytes()}
     policy = MegatronPolicy(
-        config, cluster, seed=config.grpo.seed, num_steps=len(prompts), source=find_model(config.policy), model_files={}
+        config, cluster, seed=config.grpo.seed, num_steps=len(prompts), source=source, model_files=model_files
     )
     stack.callback(policy.shutdown)
     scorer = EnvironmentScorer(config.env)
@@ -209,9 +222,11 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
     loggers, console = open_loggers(folder, clock, stack)
     samples = stack.enter_context(SampleLog(folder, console, num_to_print=0, num_to_save=None))
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
-    vocabulary_size = load_hf_config(config.policy.model_name).vocab_size
-    sampling = sampling_parameters(config.policy.generation, tokenizer, vocabulary_size)
-    engine = MegatronGeneration(policy)
+    hf_config = load_hf_config(config.policy.model_name)
+    sampling = sampling_parameters(config.policy.generation, tokenizer, hf_config.vocab_size)
+    make_engine = find_engine(config.policy.generation.backend, on_gpus=False)
+    engine = make_engine(EngineSetup(config, cluster, source, hf_config, tokenizer, policy, console.warn))
+    stack.callback(engine.shutdown)
     longest = config.policy.max_total_sequence_length
     worker = RolloutWorker(engine, scorer, SingleTurn(), tokenizer.decode, tokenizer.encode, longest)
     train_grpo(
@@ -224,6 +239,7 @@ def run(config: GRPOMasterConfig, prompts: RandomPrompts, folder: Path, clock: S
         recorder_without_checkpoints(
             config.policy, Observers(loggers, ExpertLoadWriter(folder, console.warn).write, samples.write)
         ),
+        changed(make_refit_check(config, policy, engine, hf_config, console)),
     )
 
 

@@ -27,6 +27,7 @@ from small_model import REPOSITORY, positive, write_model
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.registry import EngineSetup, find_engine
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
@@ -129,13 +130,7 @@ def prepared(folder: Path, *, with_vllm: bool) -> Iterator[dict[str, Refit]]:
             setup = EngineSetup(config, cluster, source, hf_config, None, policy, print)
             engine = find_engine("vllm", on_gpus=False)(setup)
             stack.callback(engine.shutdown)
-
-            def refit() -> int:
-                with policy.weight_transport() as transport:
-                    engine.update_weights(transport, policy.weight_version)
-                return transport.num_bytes
-
-            refits["vllm"] = refit
+            refits["vllm"] = lambda: refit(engine, policy)
         yield refits
 
 
@@ -143,7 +138,7 @@ def dropping_refit(policy: MegatronPolicy) -> Refit:
     """Refit of a receiver that takes every tensor and keeps none."""
     receiver: Any = ray.remote(Dropper).options(num_cpus=0).remote()
 
-    def refit() -> int:
+    def dropped() -> int:
         with policy.weight_transport() as transport:
             spec = transport.open(num_receivers=1, version=policy.weight_version)
             call = receiver.receive.remote(spec)
@@ -151,7 +146,7 @@ def dropping_refit(policy: MegatronPolicy) -> Refit:
             ray.get(call)
         return transport.num_bytes
 
-    return refit
+    return dropped
 
 
 class Dropper:

@@ -12,10 +12,15 @@ from mkdocs.structure.files import File, Files
 
 sys.path.insert(0, str(Path(__file__).parent))
 import make_configuration_reference
+import make_migration_table
 import site_pages
 
 ROOT = Path(__file__).resolve().parent.parent
-PLACE_OF_THE_KEYS = "<!-- every key -->"
+MADE_TEXTS = {
+    "<!-- every key -->": make_configuration_reference.reference,
+    "<!-- every key of NeMo-RL -->": make_migration_table.reference,
+}
+"""What stands in a page where a text is to be put in, and what makes the text."""
 # A warning of a logger below `mkdocs` ends a strict build.
 _log = logging.getLogger("mkdocs.site_hooks")
 
@@ -38,12 +43,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Makes the links those of the site, and puts the keys into the page that waits for them."""
+    """Makes the links those of the site, and puts the tables into the pages that wait for them."""
     source = site_pages.place_in_repository(page.file.src_uri)
     for line in site_pages.shallow_lists(markdown):
         _log.warning("%s: an inner list needs four spaces before it: %s", source, line)
-    if PLACE_OF_THE_KEYS in markdown:
-        markdown = markdown.replace(PLACE_OF_THE_KEYS, make_configuration_reference.reference())
+    for place, made in MADE_TEXTS.items():
+        if place in markdown:
+            markdown = markdown.replace(place, made())
     return site_pages.with_links_of_site(markdown, source)
 
 

@@ -11,9 +11,11 @@ job divide the comparison among them. XXH3 (Collet, xxHash 0.8) with 128 bits re
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import FileIO
+from itertools import groupby
 from pathlib import Path
 from typing import IO, Annotated, Any, NamedTuple
 
@@ -27,8 +29,12 @@ HEADER = "header"
 """Name of a safetensors file's first part: names, shapes and places of its tensors."""
 ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {folder}"
 """Hint for a file that was edited on purpose."""
-_BUFFER_BYTES = 2**22
-_MOST_THREADS = 4
+_BUFFER_BYTES = 2**20
+"""Of a reading thread: the checksum finds in the core's cache what was just read."""
+MOST_THREADS = 4
+"""Of a comparison."""
+_RUN_BYTES = 2**25
+"""One thread compares about so much of a file; another one the next."""
 _MOST_NAMED = 3
 _Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _Size = Annotated[int, Field(ge=0)]
@@ -141,7 +147,7 @@ def add_to_inventory(folder: Path, name: str) -> None:
         InventoryError: `files.json` is missing or damaged.
     """
     num_bytes = (folder / name).stat().st_size
-    entry = FileEntry(num_bytes=num_bytes, checksum=_checksum(folder / name, 0, num_bytes))
+    entry = FileEntry(num_bytes=num_bytes, checksum=_checksum_of_file(folder / name, num_bytes))
     _write(folder, read_inventory(folder) | {name: entry})
 
 
@@ -166,8 +172,37 @@ def write_inventory(folder: Path, parts: Mapping[str, Sequence[Part]] | None = N
         elif _own_inventory(folder, name) is not None:
             entries[name] = FileEntry(num_bytes=num_bytes)
         else:
-            entries[name] = FileEntry(num_bytes=num_bytes, checksum=_checksum(folder / name, 0, num_bytes))
+            entries[name] = FileEntry(num_bytes=num_bytes, checksum=_checksum_of_file(folder / name, num_bytes))
     _write(folder, entries)
+
+
+def accept_files(folder: Path) -> None:
+    """Writes `files.json` anew, of the files as they are now; what it said is not compared.
+
+    A file of the same size as before keeps its parts: they are compared by the ranks, and told by name.
+
+    Raises:
+        OSError: A file cannot be read, or the disk did not take it.
+    """
+    try:
+        former = read_inventory(folder)
+    except InventoryError:  # it is damaged itself
+        former = {}
+    parts = {}
+    for name, entry in former.items():
+        path = folder / name
+        if entry.parts and path.is_file() and path.stat().st_size == entry.num_bytes:
+            parts[name] = _parts_as_they_are(path, entry)
+    write_inventory(folder, parts)
+
+
+def _parts_as_they_are(path: Path, entry: FileEntry) -> list[Part]:
+    with path.open("rb", buffering=0) as file:
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        return [
+            piece.part._replace(checksum=_checksum(file, buffer, piece.start, piece.part.num_bytes))
+            for piece in _pieces(entry)
+        ]
 
 
 def _write(folder: Path, entries: dict[str, FileEntry]) -> None:
@@ -221,11 +256,20 @@ def check_sizes(folder: Path) -> None:
         if present[name] != entry.num_bytes:
             raise InventoryError(f"{folder / name}: got {present[name]} bytes, expected {entry.num_bytes}")
     for name, entry in entries.items():
-        if entry.checksum is not None and (problem := _compared(folder / name, list(_pieces(entry)))):
+        if entry.checksum is not None and (
+            problem := _problem(folder / name, [_compared(folder / name, _pieces(entry))])
+        ):
             raise InventoryError(problem)
 
 
-def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1, prefix: str = "") -> list[str]:
+def find_damage(
+    folder: Path,
+    *,
+    share: int = 0,
+    num_shares: int = 1,
+    in_parts: bool | None = None,
+    most_threads: int = MOST_THREADS,
+) -> list[str]:
     """Files, and tensors in them, that are not what was written: a line each; none where there is no `files.json`.
 
     Folders below that have an inventory of their own are not looked into.
@@ -234,14 +278,17 @@ def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1, prefix: st
         folder: The folder.
         share: The share of the bytes to compare, from 0; each rank of a job takes its own.
         num_shares: Number of shares.
-        prefix: Only files whose name begins so.
+        in_parts: True: only the files that are kept in parts; False: only the others, which are small; None: all.
+        most_threads: Threads that read and compare; the cores are shared with the other ranks.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
     try:
-        entries = {name: entry for name, entry in read_inventory(folder).items() if name.startswith(prefix)}
+        entries = read_inventory(folder)
     except InventoryError as error:
         return [str(error)]
+    if in_parts is not None:
+        entries = {name: entry for name, entry in entries.items() if bool(entry.parts) is in_parts}
     present = _sizes(folder)
     problems, work = [], []
     for name, entry in entries.items():
@@ -252,15 +299,20 @@ def find_damage(folder: Path, *, share: int = 0, num_shares: int = 1, prefix: st
         elif pieces := list(_pieces(entry)):
             work.append((folder / name, pieces))
     total = sum(piece.part.num_bytes for _, pieces in work for piece in pieces) or 1
-    mine, before = [], 0
+    mine: list[tuple[Path, list[_Piece]]] = []
+    before = 0
     for path, pieces in work:
         own = [piece for piece in pieces if (before + piece.start) * num_shares // total == share]
         before += sum(piece.part.num_bytes for piece in pieces)
-        if own:
-            mine.append((path, own))
+        runs = groupby(own, lambda piece: piece.start // _RUN_BYTES)
+        mine += [(path, list(run)) for _, run in runs]
     # Reading from the disk and the checksum both happen outside of Python's lock.
-    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_shares))) as threads:
-        return problems + [problem for problem in threads.map(lambda item: _compared(*item), mine) if problem]
+    with ThreadPoolExecutor(max(1, min(most_threads, (os.cpu_count() or 1) // num_shares))) as threads:
+        found = zip((path for path, _ in mine), threads.map(lambda item: _compared(*item), mine), strict=True)
+        for path, of_runs in groupby(found, lambda item: item[0]):
+            if problem := _problem(path, [outcome for _, outcome in of_runs]):
+                problems.append(problem)
+    return problems
 
 
 @dataclass(frozen=True)
@@ -280,16 +332,27 @@ def _pieces(entry: FileEntry) -> Iterator[_Piece]:
         start += part.num_bytes
 
 
-def _compared(path: Path, pieces: Sequence[_Piece]) -> str | None:
-    """The problem with some pieces of a file; None where they are what was written."""
+def _compared(path: Path, pieces: Iterable[_Piece]) -> list[str] | OSError:
+    """Names of those pieces of a file that are not what was written; or why it cannot be read."""
     try:
-        damaged = [
-            piece.part.name
-            for piece in pieces
-            if _checksum(path, piece.start, piece.part.num_bytes) != piece.part.checksum
-        ]
+        with path.open("rb", buffering=0) as file:
+            buffer = memoryview(bytearray(min(_BUFFER_BYTES, max(1, os.fstat(file.fileno()).st_size))))
+            return [
+                piece.part.name
+                for piece in pieces
+                if _checksum(file, buffer, piece.start, piece.part.num_bytes) != piece.part.checksum
+            ]
     except OSError as error:
-        return f"{path}: cannot be read: {error.strerror}"
+        return error
+
+
+def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
+    """A line about a file whose runs of pieces were compared; None where they are what was written."""
+    damaged: list[str] = []
+    for outcome in outcomes:
+        if isinstance(outcome, OSError):
+            return f"{path}: cannot be read: {outcome.strerror}"
+        damaged += outcome
     if not damaged:
         return None
     names = list(dict.fromkeys(filter(None, damaged)))
@@ -298,16 +361,20 @@ def _compared(path: Path, pieces: Sequence[_Piece]) -> str | None:
     return f"{path}: damaged{where}: not the bytes that were written, by the checksum in {INVENTORY_FILE_NAME}"
 
 
-def _checksum(path: Path, start: int, num_bytes: int) -> str:
-    found, buffer = xxh3_128(), memoryview(bytearray(min(_BUFFER_BYTES, max(1, num_bytes))))
+def _checksum_of_file(path: Path, num_bytes: int) -> str:
     with path.open("rb", buffering=0) as file:
-        file.seek(start)
-        while num_bytes:
-            count = file.readinto(buffer[: min(len(buffer), num_bytes)])
-            if not count:
-                break
-            found.update(buffer[:count])
-            num_bytes -= count
+        return _checksum(file, memoryview(bytearray(min(_BUFFER_BYTES, max(1, num_bytes)))), 0, num_bytes)
+
+
+def _checksum(file: FileIO, buffer: memoryview, start: int, num_bytes: int) -> str:
+    found = xxh3_128()
+    file.seek(start)
+    while num_bytes:
+        count = file.readinto(buffer[: min(len(buffer), num_bytes)])
+        if not count:
+            break
+        found.update(buffer[:count])
+        num_bytes -= count
     return found.hexdigest()
 
 

@@ -1,50 +1,40 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The `nemo-rl-moe` command. Heavy packages are imported only by the command that needs them."""
+"""The `nemo-rl-moe` command. Heavy packages are imported only by the command that needs them.
+
+What looks at the routes of a run works without the packages that training needs.
+"""
 
 import argparse
-import os
 import signal
 import sys
-import time
 import traceback
-import uuid
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from types import ModuleType
 
 from nemo_rl_moe import __version__
-from nemo_rl_moe.checkpoints import verify as verify_command
-from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
+from nemo_rl_moe.audit import command as audit_command
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
     ConfigurationError,
     GenerationError,
+    RoutingTapeError,
     TrainingDivergedError,
     UserError,
     WeightSyncError,
     WorkerDiedError,
     escape_log_messages,
+    exit_code_of_signal,
     tell,
 )
-from nemo_rl_moe.launch import evaluate_command, generate_command
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, exit_code_of_signal
 from nemo_rl_moe.report import command as report_command
 from nemo_rl_moe.report import watch as watch_command
 
-if TYPE_CHECKING:
-    from nemo_rl_moe.config.schema import MasterConfig
-
-_OVERRIDES_HELP = """\
-overrides change the configuration from the command line; values are YAML:
-  sft.max_num_steps=50                          set a key
-  policy.max_grad_norm=null                     null is a value too
-  policy.tokenizer.name='${policy.model_name}'  the value of another key
-  +policy.megatron_cfg.moe_z_loss_coeff=1e-3    set a key whether the file has it or not
-  ~policy.megatron_cfg.moe_aux_loss_coeff       take a key out
-Any moe_* field of Megatron-Core's TransformerConfig can be set under policy.megatron_cfg.
-A wrong key or value ends with one line for each problem and exit code 2, before anything starts.
-"""
+OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert", "verify")
+"""Commands that need what the extra `train` installs."""
+_OF_FOLDERS = {"report": report_command, "watch": watch_command, "audit": audit_command}
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -59,65 +49,14 @@ examples:
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
   nemo-rl-moe verify logs/sft_tiny_moe/exp_001
+  nemo-rl-moe audit tape
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
   nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
-"""
-_RUN_HELP = """\
-The configuration says which algorithm it is for, by the section of one that ships with this package:
-
-{built_in}
-
-or by the key `algorithm` for one of your own, an Algorithm in a module that is installed or in the working folder:
-  algorithm: my_module:ALGORITHM
-Checkpoints, resuming, restarts, loggers, report, watch, config and plan work for it as for the others; see
-docs/adding-an-algorithm.md.
-
-examples:
-  nemo-rl-moe run --config grpo_tiny_moe.yaml grpo.max_num_steps=5     the same as nemo-rl-moe grpo
-  nemo-rl-moe run --config opd.yaml                                    a file with `algorithm: my_module:ALGORITHM`
-""".format(built_in="\n".join(f"  {name:6}{ALGORITHMS[name].summary}" for name in BUILT_IN))
-_DATA_HELP = """\
-Reads the training data with the tokenizer, the chat template and the lengths of the configuration, as a run does before
-it starts workers, and starts nothing. Shown are
-
-  sft   conversations: what is trained on, what is context, and what was cut off at policy.max_total_sequence_length
-  dpo   the chosen and the rejected response of each pair, with their prompt
-  grpo  the prompts as the model gets them
-
-in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out. In a
-terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
-[[ ]] and what was cut off in {{ }}. Control characters of the data are written out.
-
-examples:
-  nemo-rl-moe data --config sft_tiny_moe.yaml
-  nemo-rl-moe data --config my_run.yaml --show 20 policy.max_total_sequence_length=2048
-  nemo-rl-moe data --config my_run.yaml +data.chat_template_kwargs.enable_thinking=false
-  nemo-rl-moe data --config my_run.yaml data.on_bad_line=skip policy.tokenizer.chat_template=mine.jinja | less
-"""
-_CONVERT_DESCRIPTION = """\
-Convert a model's folder between Hugging Face's format and Megatron-Core's.
-
-hf        config.json, tokenizer, and weights in *.safetensors files, with an index where there are several
-megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
-          a checkpoint of a run (results/sft/step_50), or what this command has written
-
-Both can be trained as they are (policy.model_name=DIR policy.init=pretrained). The output appears whole or not at all.
-Works on the host, with as much memory as the weights take. Every tensor is accounted for: a missing or unknown one, a
-wrong shape, or a field of config.json that is not supported ends with a line that names it, and exit code 2.
-"""
-_CONVERT_EXAMPLES = """\
-examples:
-  nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
-  nemo-rl-moe convert --from hf --to megatron --input Qwen3-30B-A3B --output Qwen3-30B-A3B-megatron
-  nemo-rl-moe convert --from hf --to hf --input float32_model --output bfloat16_model --dtype bfloat16
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command.
-
-    A command that trains runs in a process of its own, which this one watches over; see `launch/supervisor.py`. The
-    same command with `--run-id` is that process.
 
     Args:
         arguments: What follows the program's name; None: this process's own.
@@ -127,57 +66,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
         3 for a run whose numbers are no longer numbers; 130 or 143 when SIGINT or SIGTERM ended it at once.
     """
     escape_log_messages()
-    parser = _build_parser()
-    options, rest = parser.parse_known_args(arguments)
-    if options.command == _CONVERT:
-        if rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        return _told(lambda: _convert(options))
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    training, missing = _training_commands()
+    parser = _build_parser(training)
+    options, rest = parser.parse_known_args(words)
+    if training is None and options.command in OF_TRAINING:
+        return _told(lambda: _refuse(options.command, missing))
     flags = [word for word in rest if word.startswith("-")]
-    if flags:
-        parser.error(f"unrecognized arguments: {' '.join(flags)}")
-    if options.command in _OF_RUN_FOLDERS:
-        return _told(lambda: _look_at_run_folders(options, rest))
-    overrides = [*options.overrides, *rest]  # argparse leaves over those that stand behind an option
-    if options.command in _WITHOUT_TRAINING:
-        words = list(sys.argv[1:] if arguments is None else arguments)
-        return _told(lambda: _run_without_training(options, overrides, words))
-    return _told(lambda: _run_with_config(options, overrides))
+    if unknown := rest if options.command == "convert" else flags:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if options.command in _OF_FOLDERS:
+        return _told(lambda: _look_at_folders(options, rest))
+    assert training is not None
+    return _told(partial(training.run, options, rest, words))
 
 
-def _look_at_run_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    _OF_RUN_FOLDERS[options.command].run(options, rest)
-    return 0
+def _training_commands() -> tuple[ModuleType | None, str]:
+    """The commands that train; None without their packages, with the name of the first that is missing."""
+    try:
+        from nemo_rl_moe import training_cli
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("nemo_rl_moe"):
+            raise
+        return None, error.name
+    return training_cli, ""
 
 
-def _run_without_training(options: argparse.Namespace, overrides: Sequence[str], words: Sequence[str]) -> int:
-    """Runs a command that has workers and trains nothing, in a process of its own that this one watches over."""
-    command = _WITHOUT_TRAINING[options.command]
-    if options.run_id is None:
-        command.load(options, overrides)
-        from nemo_rl_moe.launch.supervisor import Supervision, supervise
-
-        driver = _driver_words(words, uuid.uuid4().hex)
-        return supervise(Supervision(lambda restart_number: driver, environment=_search_path()))
-    with StopSignals():
-        command.run(options, overrides)
-    return 0
+def _refuse(command: str, missing: str) -> int:
+    raise ConfigurationError(
+        f"{command}: needs the packages of training, of which {missing} is not installed: "
+        "pip install 'nemo-rl-moe[train]'"
+    )
 
 
-def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    if options.config is None:
-        raise ConfigurationError(_config_is_missing(options.command))
-    if options.command == _DATA:
-        _show_data(options.config, overrides, options.show)
-        return 0
-    if options.command in _COMMANDS:
-        _COMMANDS[options.command](options.config, overrides)
-        return 0
-    if options.run_id is None:
-        return _supervise(options.command, options.config, overrides)
-    with StopSignals() as stop_signals:
-        launch = RunLaunch(options.run_id, options.restart_number, options.started)
-        _drive(options.command, options.config, overrides, launch, stop_signals)
+def _look_at_folders(options: argparse.Namespace, rest: Sequence[str]) -> int:
+    _OF_FOLDERS[options.command].run(options, rest)
     return 0
 
 
@@ -189,7 +112,7 @@ def _told(run: Callable[[], int]) -> int:
         for problem in error.problems:
             tell(problem)
         return error.exit_code
-    except (WorkerDiedError, WeightSyncError, GenerationError, TrainingDivergedError) as error:
+    except (WorkerDiedError, WeightSyncError, GenerationError, RoutingTapeError, TrainingDivergedError) as error:
         tell(error)
         return error.exit_code
     except KeyboardInterrupt:
@@ -201,48 +124,22 @@ def _told(run: Callable[[], int]) -> int:
         raise
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="nemo-rl-moe",
         description="Post-training of Mixture-of-Experts models with Megatron-Core on Ray.",
-        epilog=f"{_EXAMPLES}\n{_OVERRIDES_HELP}",
+        epilog=_EXAMPLES if training is None else f"{_EXAMPLES}\n{training.OVERRIDES_HELP}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"nemo-rl-moe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for name, summary in (
-        *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
-        (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
-        ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
-        (
-            "plan",
-            "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
-            "configuration names, only the model's config.json must exist",
-        ),
-        (_DATA, "show the training data as a run would see it: tokens as text, and which of them are trained on"),
-    ):
-        command = commands.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"{_HELP_OF.get(name, _EXAMPLES)}\n{_OVERRIDES_HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        command.add_argument(
-            "--config", metavar="FILE", help="a YAML file, or the name of a shipped one such as sft_tiny_moe.yaml"
-        )
-        command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
-        if name == _DATA:
-            command.add_argument(
-                "--show", type=_number, default=3, metavar="N", help="samples to show, from the first on (default: 3)"
-            )
-        elif name not in _COMMANDS:
-            _add_run_id(command)
-            command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
-            command.add_argument("--started", type=float, help=argparse.SUPPRESS)
-    for name, module in _OF_RUN_FOLDERS.items():
+    if training is None:
+        for name in OF_TRAINING:
+            commands.add_parser(name, help="needs nemo-rl-moe[train]", add_help=False)
+    else:
+        training.add_commands(commands, _EXAMPLES)
+    for name, module in _OF_FOLDERS.items():
         module.add_arguments(
             commands.add_parser(
                 name,
@@ -253,170 +150,7 @@ def _build_parser() -> argparse.ArgumentParser:
                 allow_abbrev=False,
             )
         )
-    for name, module in _WITHOUT_TRAINING.items():
-        command = commands.add_parser(
-            name,
-            help=module.SUMMARY,
-            description=f"{module.SUMMARY[0].upper()}{module.SUMMARY[1:]}.",
-            epilog=f"{module.EXAMPLES}\n{_OVERRIDES_HELP}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        module.add_arguments(command)
-        command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
-        _add_run_id(command)
-    _add_convert(commands)
     return parser
-
-
-def _add_run_id(command: argparse.ArgumentParser) -> None:
-    """Adds what tells the process that runs the command from the one that a user has started."""
-    command.add_argument("--run-id", help=argparse.SUPPRESS)
-
-
-def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    from nemo_rl_moe.models.model_files import NUMBER_FORMATS, WEIGHTS_FORMATS
-
-    command = commands.add_parser(
-        _CONVERT,
-        help="convert a model's folder between Hugging Face's format and Megatron-Core's",
-        description=_CONVERT_DESCRIPTION,
-        epilog=_CONVERT_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    for option, destination, what in (
-        ("--from", "source_format", "format of the input"),
-        ("--to", "target_format", "format of the output"),
-    ):
-        command.add_argument(option, dest=destination, choices=WEIGHTS_FORMATS, required=True, help=what)
-    command.add_argument("--input", metavar="DIR", required=True, help="the model's folder")
-    command.add_argument("--output", metavar="DIR", required=True, help="a folder that is not there yet, or is empty")
-    command.add_argument("--dtype", choices=NUMBER_FORMATS, help="number format of the weights (default: the input's)")
-
-
-def _convert(options: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from nemo_rl_moe.launch.convert import Conversion, convert
-
-    convert(
-        Conversion(
-            options.source_format, options.target_format, Path(options.input), Path(options.output), options.dtype
-        )
-    )
-    return 0
-
-
-def _config_is_missing(command: str) -> str:
-    from nemo_rl_moe.config.files import exemplar_names
-
-    return f"{command}: --config FILE is missing; shipped configurations: {', '.join(exemplar_names())}"
-
-
-def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterConfig":
-    from nemo_rl_moe.config.loading import load_any_config, load_config_as
-
-    if command == _RUN:
-        return load_any_config(config_path, overrides)
-    return load_config_as(ALGORITHMS[command].config_class, config_path, overrides)
-
-
-def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
-    """Checks the configuration, and has a process of its own run the command; returns that one's exit code."""
-    config = _load(command, config_path, overrides)
-    from nemo_rl_moe.launch.supervisor import Supervision, supervise
-
-    run_id, started = uuid.uuid4().hex, time.monotonic()
-
-    def driver_command(restart_number: int) -> list[str]:
-        launch = ["--restart-number", str(restart_number), "--started", str(started)]
-        return [*_driver_words([command, "--config", config_path, *overrides], run_id), *launch]
-
-    return supervise(
-        Supervision(
-            driver_command,
-            environment=_search_path(),
-            max_restarts=config.cluster.max_restarts,
-            resume_hint=lambda: _resume_hint(config, run_id),
-        )
-    )
-
-
-def _driver_words(arguments: Sequence[str], run_id: str) -> list[str]:
-    """The command line of the process that runs a command."""
-    # -P: modules are looked for where this process does, and that is not always the working folder.
-    return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments, "--run-id", run_id]
-
-
-def _search_path() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))}
-
-
-def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
-    """Hint how to resume, where the driver could not give it itself; None where there is no checkpoint."""
-    from nemo_rl_moe.checkpoints.resume import find_resume_point
-
-    try:
-        point = find_resume_point(config, run_id, 1, lambda problem: None)
-    except (UserError, OSError):
-        return None
-    if point is None:
-        return None
-    how = "the same command" if config.checkpointing.resume == "auto" else "the command with checkpointing.resume=auto"
-    return f"{how} goes on from {point.folder}"
-
-
-def _drive(
-    command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
-) -> None:
-    config = _load(command, config_path, overrides)
-    from nemo_rl_moe.launch.training_run import launch_run
-
-    launch_run(config, launch, stop_signals)
-
-
-def _print_config(config_path: str, overrides: Sequence[str]) -> None:
-    from omegaconf import OmegaConf
-
-    from nemo_rl_moe.config.loading import dump_resolved, load_any_config
-
-    config = load_any_config(config_path, overrides, check_paths=False)
-    print(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))), end="")
-
-
-def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
-    from nemo_rl_moe.config.loading import load_any_config
-
-    config = load_any_config(config_path, overrides, check_paths=False)
-    from nemo_rl_moe.launch.plan import print_plan
-
-    print_plan(config)
-
-
-def _show_data(config_path: str, overrides: Sequence[str], number: int) -> None:
-    from nemo_rl_moe.config.loading import load_any_config
-
-    config = load_any_config(config_path, overrides)
-    from nemo_rl_moe.launch.data_view import show_data
-
-    show_data(config, number)
-
-
-def _number(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number above 0")
-    return int(text)
-
-
-_CONVERT = "convert"
-_DATA = "data"
-_COMMANDS = {"config": _print_config, "plan": _print_plan}
-_WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
-_OF_RUN_FOLDERS = {"report": report_command, "watch": watch_command, "verify": verify_command}
-_RUN = "run"
-_HELP_OF = {_RUN: _RUN_HELP, _DATA: _DATA_HELP}
 
 
 def _main_of_a_process() -> int:

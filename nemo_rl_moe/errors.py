@@ -13,6 +13,12 @@ EXIT_RUN_FAILED = 1
 EXIT_FAILURE_TOLD = 70
 """Exit code of a run's main process that has told the user why it failed; Ray's libraries end a process with 1."""
 EXIT_DIVERGED = 3
+EXIT_SIGNAL_BASE = 128
+
+
+def exit_code_of_signal(number: int) -> int:
+    """Exit code of a program that a signal has ended, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
+    return EXIT_SIGNAL_BASE + number
 
 
 class UserError(Exception):
@@ -51,6 +57,12 @@ class DamageFoundError(UserError):
     exit_code = EXIT_RUN_FAILED
 
 
+class RoutesAuditError(UserError):
+    """Routed experts that were looked at cannot be right. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
 class CheckpointSaveError(CheckpointError):
     """The last checkpoint of a run could not be saved. Exit code 1."""
 
@@ -73,8 +85,18 @@ class WeightSyncError(RuntimeError):
     exit_code = EXIT_RUN_FAILED
 
 
+class ReceiverLostError(WeightSyncError):
+    """A process that received weights died or froze; what the others have is a mixture. Exit code 1."""
+
+
 class GenerationError(RuntimeError):
     """A generation engine cannot start, or fails again and again. Exit code 1."""
+
+    exit_code = EXIT_RUN_FAILED
+
+
+class RoutingTapeError(RuntimeError):
+    """Routed experts that training has replayed are not those of their layers, tokens or sequences. Exit code 1."""
 
     exit_code = EXIT_RUN_FAILED
 

@@ -45,11 +45,14 @@ def compute_advantages(
 ) -> Float[Tensor, "groups generations"]:
     """Advantages of responses over others.
 
+    - `reinforce`: than nothing: the reward itself (REINFORCE, Williams 1992, without a baseline).
     - `grpo`: than the group, the other responses to the same prompt. The baseline is the mean reward of the group
       (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's other responses (RLOO, arXiv:2402.14740),
       which does not depend on the response that it is compared with. What leaving one out gives is the other times
-      `n / (n - 1)`, with `n` generations a group. `normalize_rewards` divides by the sample standard deviation (ddof 1)
-      of the whole group's rewards plus `STANDARD_DEVIATION_FLOOR`, with either baseline.
+      `n / (n - 1)`, with `n` generations a group. `normalize_rewards` divides by a sample standard deviation (ddof 1)
+      plus `STANDARD_DEVIATION_FLOOR`, with either baseline: that of the whole group's rewards or, with `normalize_over:
+      batch`, of all rewards of the batch (arXiv:2508.08221, sec. 4.1), so that a group whose rewards hardly differ is
+      not blown up to the size of the others.
     - `reinforce_plus_plus`: than all responses of the batch (REINFORCE++, arXiv:2501.03262). The baseline is their
       mean, and `normalize_rewards` divides by their sample standard deviation plus the same floor. The paper takes
       both over tokens; here each response counts once.
@@ -62,16 +65,18 @@ def compute_advantages(
 
     Args:
         rewards: One number for each response, in at least two generations a group; for `reinforce_plus_plus`, at least
-            two in all.
+            two in all; for `reinforce`, any number.
         config: The estimator and its switches.
 
     Returns:
         The advantages, of the rewards' type. They sum to 0 up to rounding: over every group, or over the batch for
-        `reinforce_plus_plus`.
+        `reinforce_plus_plus`; those of `reinforce` sum to what the rewards do.
 
     Raises:
         ValueError: A response can be compared with nothing.
     """
+    if config.name == "reinforce":
+        return rewards.clone()
     # Float32 sums of a large batch would lose digits, and this is little work.
     exact = rewards.double()
     if config.name == "reinforce_plus_plus":
@@ -84,9 +89,21 @@ def compute_advantages(
         advantages = advantages * (exact.shape[1] / (exact.shape[1] - 1))
     advantages = advantages.where(informative_groups(exact)[:, None], 0.0)
     if config.normalize_rewards:
-        scale = advantages.std() if config.name == "reinforce_plus_plus_baseline" else exact.std(dim=1, keepdim=True)
+        if config.name == "reinforce_plus_plus_baseline":
+            scale = advantages.std()
+        elif config.normalize_over == "batch":
+            scale = exact.std()
+        else:
+            scale = exact.std(dim=1, keepdim=True)
         advantages = advantages / (scale + STANDARD_DEVIATION_FLOOR)
     return advantages.view_as(rewards).to(rewards.dtype)
+
+
+def clip_advantages(
+    advantages: Float[Tensor, "groups generations"], low: float | None, high: float | None
+) -> Float[Tensor, "groups generations"]:
+    """Advantages held between two bounds, of which either may be None; NaN stays NaN."""
+    return advantages if low is None and high is None else advantages.clamp(low, high)
 
 
 def frac_zero_std_groups(rewards: Float[Tensor, "groups generations"]) -> float:

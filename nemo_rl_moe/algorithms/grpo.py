@@ -6,10 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.advantages import compute_advantages, shape_rewards
+from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, shape_rewards
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
@@ -21,8 +22,11 @@ from nemo_rl_moe.algorithms.step_recorder import (
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence, per_token
 from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.rollouts.faults import TapeWatch
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
 from nemo_rl_moe.rollouts.trajectory import group_rewards, group_sampled_tokens, training_batch
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
@@ -37,6 +41,8 @@ def train_grpo(
     pad_token_id: int,
     recorder: StepRecorder,
     refit_check: RefitCheck | None = None,
+    tape_watch: TapeWatch | None = None,
+    measurements: RoutingMeasurements | None = None,
 ) -> RunSummary:
     """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder.
 
@@ -49,6 +55,8 @@ def train_grpo(
         pad_token_id: What stands after a sequence's end.
         recorder: Records each step, saves, and says when to stop.
         refit_check: Checks each refit; None where the engine shares the weights or cannot be checked.
+        tape_watch: Hears what is wrong with the routed experts of the rollouts; None: nobody does.
+        measurements: Explains the routing of some steps; None: nobody does.
     """
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
@@ -67,17 +75,30 @@ def train_grpo(
             if source.is_used_up:  # dynamic sampling may come to their end before the last step
                 last_step = step
             batch = make_batch(config, groups, pad_token_id)
+            routing = tape_volume(batch)
+            if measurements is not None:
+                routing |= measurements.before_updates(step, batch, groups.trained, clock)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
             with clock.phase("train"):
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
-            refit = update_engine(engine, policy, clock, refit_check)
+            if result.tape_report is not None:
+                recorder.record_tape(result.tape_report)
+                if tape_watch is not None:
+                    tape_watch.observe(result.tape_report.anomalies)
+            if measurements is not None:
+                routing |= measurements.after_updates(clock)
+            refit_metrics = update_engine(engine, policy, clock, refit_check)
+            if measurements is not None:
+                routing |= measurements.after_refit(clock)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
             result=result,
-            training=training_metrics(result, group_metrics(groups) | advantage_metrics(batch) | divergence | refit),
+            training=training_metrics(
+                result, group_metrics(groups) | advantage_metrics(batch) | divergence | refit_metrics, routing
+            ),
             validation={} if due is None else due(),
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | ({} if due is None else {"val": due.trajectories}),
@@ -95,6 +116,14 @@ def ratio_is_one(config: GRPOMasterConfig) -> bool:
     return config.loss_fn.force_on_policy_ratio != "never" and config.updates_per_step == 1
 
 
+def tape_volume(batch: TokenBatch) -> dict[str, float]:
+    """Metric `routing/tape_bytes`: size of the batch's tape of routed experts; empty without one."""
+    tape = batch.stored.get(ROUTED_EXPERTS)
+    if tape is None:
+        return {}
+    return {"routing/tape_bytes": float(sum(rows.num_bytes for rows in tape.rows if rows is not None))}
+
+
 def update_engine(
     engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, check: RefitCheck | None = None
 ) -> dict[str, float]:
@@ -108,9 +137,9 @@ def update_engine(
     """
     if engine.shares_weights:
         return {}
-    with clock.phase("refit"), policy.weight_transport() as transport:
-        engine.update_weights(transport, policy.weight_version)
-    metrics = {"refit/bytes": float(transport.num_bytes)}
+    with clock.phase("refit"):
+        num_bytes = refit(engine, policy) if check is None else refit(engine, policy, then=check.begin)
+    metrics = {"refit/bytes": float(num_bytes)}
     if check is None:
         return metrics
     assert isinstance(engine, ScoringEngine)  # others have no check
@@ -130,9 +159,18 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
     )
 
 
+def advantages_of(
+    config: GRPOMasterConfig, rewards: Float[Tensor, "groups generations"]
+) -> Float[Tensor, "groups generations"]:
+    """Advantages that the estimator makes of rewards, held between the configuration's bounds."""
+    loop = config.grpo
+    advantages = compute_advantages(rewards, loop.adv_estimator)
+    return clip_advantages(advantages, loop.advantage_clip_low, loop.advantage_clip_high)
+
+
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
     """The trained groups with their advantages."""
-    advantages = compute_advantages(shaped_rewards(config, groups), config.grpo.adv_estimator)
+    advantages = advantages_of(config, shaped_rewards(config, groups))
     return training_batch(groups.trained, advantages, pad_token_id, leave_out_truncated=config.grpo.overlong_filtering)
 
 
@@ -160,17 +198,34 @@ def take_divergence_from_rewards(
     divergence = divergence_of_responses(logprobs, reference, sampled, loss)
     rewards = shaped_rewards(config, groups)
     rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
-    advantages = compute_advantages(rewards, config.grpo.adv_estimator)
+    advantages = advantages_of(config, rewards)
     metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
     return batch.with_columns(advantages=per_sequence(advantages.reshape(-1).float())), metrics
 
 
 def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
     """The batch with the log-probabilities that loss or rewards need: before the first update, of the reference."""
+    without_tape = batch.without_stored(ROUTED_EXPERTS)
     if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
         with clock.phase("logprobs"):
-            batch = batch.with_columns(prev_logprobs=per_token(policy.logprobs(batch)))
+            logprobs, batch = old_logprobs(config, policy, batch)
+        batch = batch.with_columns(prev_logprobs=per_token(logprobs))
     if config.loss_fn.reference_policy_kl_penalty > 0:
         with clock.phase("reference_logprobs"):
-            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(batch)))
+            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(without_tape)))
     return batch
+
+
+def old_logprobs(
+    config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch
+) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
+    """Log-probabilities by the policy before the first update, and the batch with the tape that training replays."""
+    replay = config.policy.megatron_cfg.routing_replay
+    if replay == "rollout":
+        # Under replay the old policy is that of the replayed experts too: otherwise no ratio would begin at 1.
+        return policy.logprobs(batch), batch
+    without_tape = batch.without_stored(ROUTED_EXPERTS)
+    if replay == "none":
+        return policy.logprobs(without_tape), batch
+    logprobs, tape = policy.logprobs_and_routes(without_tape)
+    return logprobs, without_tape if tape is None else without_tape.with_stored(ROUTED_EXPERTS, tape)

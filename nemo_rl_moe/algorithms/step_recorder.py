@@ -13,6 +13,8 @@ from nemo_rl_moe.loggers.interface import MetricLogger
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_ledger import TapeReport
 
 
 class ScheduleConfig(Protocol):
@@ -102,11 +104,16 @@ class Observers:
         logger: Gets one record for each step.
         log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked; before the step's record.
         log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
+        log_tape_report: Gets the step and the report of its tape of routed experts, where there is one.
+        log_advantage_scores: Gets the step and the scores of experts by advantage, where there are any; before the
+            step's record.
     """
 
     logger: MetricLogger
     log_expert_load: Callable[[int, ExpertLoad], None]
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None
+    log_tape_report: Callable[[int, TapeReport], None] = lambda step, report: None
+    log_advantage_scores: Callable[[int, AdvantageScores], None] = lambda step, scores: None
 
 
 @dataclass(frozen=True)
@@ -172,6 +179,10 @@ class StepRecorder:
         self.state = _with_validation(self.state, validation)
         self._record(0, validation, samples or {})
 
+    def record_tape(self, report: TapeReport) -> None:
+        """Records what the tape of the step holds that goes on, whatever becomes of it: it may end the run."""
+        self._observers.log_tape_report(self.state.step + 1, report)
+
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
         """Records the step, begins a checkpoint where one is due, and says whether the run goes on.
 
@@ -193,6 +204,8 @@ class StepRecorder:
                     self._checkpoints.start(state, metrics)
         if outcome.result.expert_load is not None:
             self._observers.log_expert_load(state.step, outcome.result.expert_load)
+        if outcome.result.advantage_scores is not None:
+            self._observers.log_advantage_scores(state.step, outcome.result.advantage_scores)
         self._record(state.step, metrics | clock.metrics(), outcome.samples)
         if self._has_diverged:
             raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))

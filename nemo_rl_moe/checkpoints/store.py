@@ -52,10 +52,6 @@ def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> l
     return [checkpoint for checkpoint in checkpoints if checkpoint.state.first_run_id == first_run_id]
 
 
-def _ignore(text: str) -> None:
-    del text
-
-
 class CheckpointStore:
     """Writes, finds and removes the checkpoints of one folder.
 
@@ -67,7 +63,7 @@ class CheckpointStore:
         warn: Gets a line for each checkpoint that cannot be used, once.
     """
 
-    def __init__(self, checkpoint_dir: Path, warn: Callable[[str], None] = _ignore):
+    def __init__(self, checkpoint_dir: Path, warn: Callable[[str], None] = lambda text: None):
         self.folder = checkpoint_dir
         self._warn = warn
         self._warned: set[str] = set()

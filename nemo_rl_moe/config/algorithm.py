@@ -118,7 +118,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         ),
         Algorithm(
             name="dpo",
-            summary="learning from pairs of a chosen and a rejected response (DPO, IPO)",
+            summary="learning from pairs of a chosen and a rejected response (DPO, IPO, APO)",
             config_class=DPOMasterConfig,
             run="nemo_rl_moe.launch.dpo:run_dpo",
             rules=DPO_RULES,

@@ -221,6 +221,27 @@ def routing_is_forced_in_one_way(config: MasterConfig) -> Iterator[str]:
         )
 
 
+def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
+    """Gradients of the routers by source: of routers that are tracked, that train, and that route by themselves."""
+    megatron, chosen = config.policy.megatron_cfg, config.policy.megatron_cfg.router_gradients
+    reasons = {
+        f"{MEGATRON}.track_moe_metrics false": not megatron.track_moe_metrics,
+        f"{MEGATRON}.freeze_moe_router true": megatron.freeze_moe_router,
+        "forced routing": bool(megatron.moe_router_force_load_balancing)
+        or megatron.moe_router_force_biased is not None
+        or megatron.moe_router_force_hot_rank is not None,
+    }
+    # Fused routers compute their losses within one kernel, whose gradient at the logits has been seen nowhere here.
+    of_fused = {f"{MEGATRON}.moe_router_fusion true": bool(megatron.moe_router_fusion)}
+    for name, every, refused in (
+        ("every_n_steps", chosen.every_n_steps, reasons),
+        ("at_logits_every_n_steps", chosen.at_logits_every_n_steps, reasons | of_fused),
+    ):
+        for reason, is_so in refused.items():
+            if every is not None and is_so:
+                yield f"{MEGATRON}.router_gradients.{name}: got {every}, expected null with {reason}"
+
+
 def recompute_is_said_once(config: MasterConfig) -> Iterator[str]:
     """Megatron-Core's older switch for recomputing MoE layers, which must not contradict `activation_checkpointing`."""
     megatron = config.policy.megatron_cfg
@@ -312,6 +333,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     per_layer_logging_needs_tracking,
     details_are_asked_for_once,
     routing_is_forced_in_one_way,
+    routers_have_gradients_to_measure,
     recompute_is_said_once,
     balancing_types_match_coefficients,
     learning_rates_fall,

@@ -46,21 +46,55 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
 
 
 def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
-    """Order of the two bounds of IcePop."""
+    """Bounds of the importance-sampling correction: in order, and both there for a mask of sequences."""
     loss = config.loss_fn
-    lower, upper = loss.importance_sampling_ratio_min, loss.importance_sampling_ratio_max
-    if loss.importance_sampling_correction == "icepop" and lower >= upper:
+    lower, upper = loss.importance_sampling_lower_bound, loss.importance_sampling_ratio_max
+    if loss.importance_sampling_correction == "sequence_mask" and loss.importance_sampling_ratio_min is None:
+        yield (
+            "loss_fn.importance_sampling_ratio_min: got null, expected a number with"
+            " loss_fn.importance_sampling_correction sequence_mask, such as 0.999 beside a"
+            " loss_fn.importance_sampling_ratio_max of 1.002"
+        )
+    elif loss.importance_sampling_correction != "none" and lower >= upper:
         yield (
             f"loss_fn.importance_sampling_ratio_min: got {lower}, expected less than"
             f" loss_fn.importance_sampling_ratio_max = {upper}"
         )
 
 
-def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
-    """Dual clip, which has no surrogate loss to bound with CISPO."""
+def importance_of_sequences_is_read(config: GRPOMasterConfig) -> Iterator[str]:
+    """Importance-sampling ratios of sequences, beside a correction that reads them and a loss of sequences."""
     loss = config.loss_fn
-    if loss.objective == "cispo" and loss.ratio_clip_c is not None:
-        yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective cispo"
+    if loss.importance_sampling_level == "token":
+        return
+    correction = loss.importance_sampling_correction
+    if correction not in ("truncated", "icepop"):
+        yield (
+            "loss_fn.importance_sampling_level: got sequence, expected token with"
+            f" loss_fn.importance_sampling_correction {correction}, which does not read it; truncated and icepop do"
+        )
+
+
+def length_normalizer_has_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
+    """Constant divisor of sequences, beside a mean over tokens or a ratio that is one of sequences."""
+    loss = config.loss_fn
+    if loss.length_normalizer is None:
+        return
+    key = f"loss_fn.length_normalizer: got {loss.length_normalizer}, expected null with loss_fn."
+    if loss.token_level_loss:
+        yield f"{key}token_level_loss true, which divides by the tokens of the global batch"
+    if loss.sequence_level_importance_ratios:
+        yield (
+            f"{key}sequence_level_importance_ratios true: the one ratio of a sequence would count as often as it has"
+            " tokens"
+        )
+
+
+def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
+    """Dual clip, which only the clipped surrogate has something to bound by."""
+    loss = config.loss_fn
+    if loss.objective != "clipped" and loss.ratio_clip_c is not None:
+        yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective {loss.objective}"
 
 
 def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
@@ -87,10 +121,11 @@ def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[s
     loss = config.loss_fn
     if not loss.sequence_level_importance_ratios:
         return
-    if loss.objective == "cispo":
+    if loss.objective != "clipped":
+        reason = "weighs each token by its own ratio" if loss.objective == "cispo" else "has no ratio"
         yield (
-            "loss_fn.sequence_level_importance_ratios: got true, expected false with loss_fn.objective cispo, which"
-            " weighs each token by its own ratio"
+            "loss_fn.sequence_level_importance_ratios: got true, expected false with loss_fn.objective"
+            f" {loss.objective}, which {reason}"
         )
     if loss.token_level_loss:
         yield (
@@ -100,17 +135,17 @@ def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[s
 
 
 def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Iterator[str]:
-    """Groups of one response, which only the estimator without groups takes."""
+    """Groups of one response, which only the estimators without groups take."""
     loop, name = config.grpo, config.grpo.adv_estimator.name
     if loop.num_generations_per_prompt > 1:
         return
-    if name != "reinforce_plus_plus":
+    if name not in ("reinforce_plus_plus", "reinforce"):
         yield (
             f"grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name {name}, which"
-            " compares the responses to one prompt; reinforce_plus_plus takes 1"
+            " compares the responses to one prompt; reinforce_plus_plus and reinforce take 1"
         )
         return
-    if loop.num_prompts_per_step == 1:
+    if loop.num_prompts_per_step == 1 and name == "reinforce_plus_plus":
         yield (
             "grpo.num_prompts_per_step: got 1, expected 2 or more with grpo.num_generations_per_prompt 1: a response"
             " is compared with the others of its step"
@@ -182,6 +217,27 @@ def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
             "grpo.adv_estimator.use_leave_one_out_baseline: got true, expected false with grpo.adv_estimator.name"
             f" {estimator.name}, which does not read it; grpo does"
         )
+
+
+def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
+    """Scaling of advantages, which plain REINFORCE has none of, and whose scope only the estimator `grpo` chooses."""
+    estimator = config.grpo.adv_estimator
+    if estimator.name == "reinforce" and estimator.normalize_rewards:
+        yield (
+            "grpo.adv_estimator.normalize_rewards: got true, expected false with grpo.adv_estimator.name reinforce,"
+            " whose advantage is the reward itself; reinforce_plus_plus normalises over the step"
+        )
+    if estimator.name != "grpo" and estimator.normalize_over == "batch":
+        yield (
+            "grpo.adv_estimator.normalize_over: got batch, expected group with grpo.adv_estimator.name"
+            f" {estimator.name}, which does not read it; grpo does"
+        )
+
+
+def advantage_bounds_leave_room(config: GRPOMasterConfig) -> Iterator[str]:
+    """Bounds of advantages, between which there is something left."""
+    if config.grpo.advantage_clip_low == 0 and config.grpo.advantage_clip_high == 0:
+        yield "grpo.advantage_clip_low and grpo.advantage_clip_high: both are 0, so that nothing would be trained"
 
 
 def ranks_may_have_different_numbers_of_tokens(config: GRPOMasterConfig) -> Iterator[str]:
@@ -269,11 +325,34 @@ def _largest_divisor(number: int, limit: int) -> int:
     return max(divisor for divisor in range(1, min(number, limit) + 1) if gcd(number, divisor) == divisor)
 
 
+def replay_has_routes(config: GRPOMasterConfig) -> Iterator[str]:
+    """Router replay: routers that ask for their experts, and a pass that the old policy's are taken from."""
+    megatron = config.policy.megatron_cfg
+    key, replay = "policy.megatron_cfg.routing_replay", megatron.routing_replay
+    if replay == "none":
+        return
+    reasons = {
+        "moe_router_fusion": "a fused router takes its own experts without a word",
+        "moe_enable_routing_replay": "both replay",
+    }
+    for flag, reason in reasons.items():
+        if getattr(megatron, flag, None) is True:
+            yield f"policy.megatron_cfg.{flag}: got true, expected false with {key} {replay}: {reason}"
+    if replay == "old_policy" and config.updates_per_step == 1:
+        yield (
+            f"{key}: got old_policy, expected none or rollout with one update a step: only later updates could replay"
+            " what the first one chose (smaller policy.train_global_batch_size for several)"
+        )
+
+
 GRPO_RULES = (
+    replay_has_routes,
     step_is_whole_updates,
     response_fits_the_sequence,
     overlong_buffer_fits_the_response,
     importance_bounds_are_in_order,
+    importance_of_sequences_is_read,
+    length_normalizer_has_a_sequence_loss,
     dual_clip_has_a_surrogate,
     divergence_in_the_reward_has_a_meaning,
     sequence_ratios_have_a_sequence_loss,
@@ -286,6 +365,8 @@ GRPO_RULES = (
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     leave_one_out_has_a_baseline,
+    estimator_reads_its_settings,
+    advantage_bounds_leave_room,
     engines_have_places,
     weights_can_travel,
 )
@@ -298,11 +379,17 @@ def some_loss_has_weight(config: DPOMasterConfig) -> Iterator[str]:
 
 
 def smoothing_has_labels(config: DPOMasterConfig) -> Iterator[str]:
-    """Label smoothing, which IPO does not have."""
-    if config.dpo.preference_loss_type == "ipo" and config.dpo.label_smoothing > 0:
+    """Label smoothing, which two of the losses read, and of which one is DPO without it."""
+    kind, smoothing = config.dpo.preference_loss_type, config.dpo.label_smoothing
+    if kind not in ("sigmoid", "robust") and smoothing > 0:
         yield (
-            f"dpo.label_smoothing: got {config.dpo.label_smoothing}, expected 0 with dpo.preference_loss_type ipo,"
-            " which does not read it; sigmoid does"
+            f"dpo.label_smoothing: got {smoothing}, expected 0 with dpo.preference_loss_type {kind}, which does not"
+            " read it; sigmoid and robust do"
+        )
+    if kind == "robust" and smoothing == 0:
+        yield (
+            "dpo.label_smoothing: got 0, expected a number above 0 with dpo.preference_loss_type robust, which without"
+            " it is sigmoid"
         )
 
 

@@ -3,6 +3,7 @@
 """YAML files and what they inherit through `defaults:`, as one plain mapping."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -56,25 +57,32 @@ def find_config(path: str | Path) -> Path:
     )
 
 
-def read_with_defaults(path: Path) -> dict[str, Any]:
+def read_with_defaults(path: Path, *, shipped: bool = True) -> dict[str, Any]:
     """Reads a YAML file over the files that its `defaults:` names; nothing is interpolated yet.
 
     `defaults` is one file or a list, in which later ones win; the file itself wins over all of them. A name is looked
     for beside the including file first, then among the shipped configurations.
 
+    Args:
+        path: The file.
+        shipped: Look among the shipped configurations; false for files of another framework, whose names are theirs.
+
     Raises:
         ConfigurationError: A file is missing, is no YAML mapping, includes itself, or is inherited from too far away.
     """
-    return _read_with_defaults(path, (), {})
+    return _read_with_defaults(path, (), {}, shipped)
 
 
-def _read_with_defaults(path: Path, including: tuple[Path, ...], known: dict[Path, dict[str, Any]]) -> dict[str, Any]:
+def _read_with_defaults(
+    path: Path, including: tuple[Path, ...], known: dict[Path, dict[str, Any]], shipped: bool
+) -> dict[str, Any]:
     """See `read_with_defaults`.
 
     Args:
         path: The file.
         including: The files that led here, the first one outermost.
         known: What has been read, with what it inherits; gets this one. A file that many name is read once.
+        shipped: Look among the shipped configurations too.
     """
     here = path.resolve()
     if here in known:
@@ -93,7 +101,8 @@ def _read_with_defaults(path: Path, including: tuple[Path, ...], known: dict[Pat
         raise ConfigurationError(f"{path}: {DEFAULTS_KEY}: expected the name of a YAML file or a list of names")
     merged: dict[str, Any] = {}
     for parent in parents:
-        merged = merge(merged, _read_with_defaults(_find_parent(parent, path), (*including, here), known))
+        found = _find_parent(parent, path, shipped)
+        merged = merge(merged, _read_with_defaults(found, (*including, here), known, shipped))
     known[here] = merge(merged, content)
     return known[here]
 
@@ -131,16 +140,20 @@ def yaml_problem(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _find_parent(name: str, including: Path) -> Path:
+def _find_parent(name: str, including: Path, shipped: bool) -> Path:
     if problem := unusable_path(name):
         raise ConfigurationError(f"{including}: {DEFAULTS_KEY}: {shortened(name)!r}: no such file: the name {problem}")
-    for candidate in (including.parent / name, exemplars_folder() / name):
+    folders = [including.parent, exemplars_folder()] if shipped else [including.parent]
+    for candidate in (folder / name for folder in folders):
         # A file never means itself: the user's own `sft.yaml` may inherit from the shipped `sft.yaml`.
         if candidate.is_file() and candidate.resolve() != including.resolve():
             return candidate
     if (including.parent / name).resolve() == including.resolve():
         raise ConfigurationError(f"{including}: {DEFAULTS_KEY} go in a circle: {including.name} -> {including.name}")
     beside = [path.name for path in including.parent.glob("*.yaml")]
+    if not shipped:
+        hint = did_you_mean(nearest(name, beside))
+        raise ConfigurationError(f"{including}: {DEFAULTS_KEY}: {name}: no such file in {including.parent}{hint}")
     suggestion = nearest(Path(name).name, [*beside, BASE_NAME, *exemplar_names()])
     raise ConfigurationError(
         f"{including}: {DEFAULTS_KEY}: {name}: no such file, neither in {including.parent} nor among the shipped"
@@ -154,10 +167,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigurationError(f"{path}: cannot be read: {reason}") from error
+    content: dict[str, Any] = with_text_keys(_parsed(path, text))
+    return content  # a copy: its reader may change it
+
+
+# Parsing takes most of the time of loading, and every configuration of a process inherits the same few files.
+@lru_cache(maxsize=16)
+def _parsed(path: Path, text: str) -> dict[Any, Any]:
+    """Content of a file with this text, which nobody changes."""
     if found := traps(text):
         raise ConfigurationError([f"{path}, line {line}: {problem}" for line, problem in found])
     try:
-        content = with_text_keys(OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False))
+        content = OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Algorithm, algorithm_of, find_algorithm
 from nemo_rl_moe.config.checks import combination_problems, path_problems
-from nemo_rl_moe.config.files import find_config, read_with_defaults
+from nemo_rl_moe.config.files import DEFAULTS_KEY, exemplars_folder, find_config, merge, read_with_defaults
+from nemo_rl_moe.config.nemo_rl import Translation
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.validation import known_keys, validate
@@ -71,6 +72,20 @@ def load_config_as(
             f"{path}: {what} `{algorithm.name}`: start it with nemo-rl-moe {command} --config {path}"
         )
     merged.pop(ALGORITHM_KEY, None)
+    config, problems = check_values(schema, merged, overrides, check_paths=check_paths)
+    if problems:
+        raise ConfigurationError(problems)
+    return config
+
+
+def check_values(
+    schema: type[ConfigT], merged: Mapping[str, Any], overrides: Sequence[str] = (), *, check_paths: bool
+) -> tuple[ConfigT, list[str]]:
+    """Checks values that are not interpolated yet; see `load_config_as`.
+
+    Returns:
+        The configuration, or the valid part of it, and a line for each problem.
+    """
     overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
     values, interpolation_problems = resolve(overridden)
     problems += interpolation_problems.values()
@@ -79,9 +94,15 @@ def load_config_as(
     problems += combination_problems(config, is_whole=is_whole, megatron_version=installed_megatron_version())
     if check_paths:
         problems += path_problems(config, is_whole=is_whole)
-    if problems:
-        raise ConfigurationError(list(dict.fromkeys(problems)))
-    return config
+    return config, list(dict.fromkeys(problems))
+
+
+def problems_of_translation(translation: Translation) -> list[str]:
+    """A line for each problem of a translated configuration; its files need not exist."""
+    values = translation.nested()
+    # Not by `find_config`: in a folder of NeMo-RL's it would find a file of theirs by the same name.
+    merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
+    return check_values(ALGORITHMS[translation.algorithm].config_class, merged, check_paths=False)[1]
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:

@@ -29,7 +29,9 @@ def _sigmoid_is_dpo(value: Any) -> Any:
     return "sigmoid" if value == "dpo" else value
 
 
-PreferenceLossType = Annotated[Literal["sigmoid", "ipo"], BeforeValidator(_sigmoid_is_dpo)]
+PreferenceLossType = Annotated[
+    Literal["sigmoid", "robust", "hinge", "ipo", "apo_zero", "apo_down"], BeforeValidator(_sigmoid_is_dpo)
+]
 BelowHalf = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -37,11 +39,14 @@ class PreferenceLossConfig(StrictModel):
     """The loss of direct preference optimization."""
 
     preference_loss_type: PreferenceLossType
-    """sigmoid (or dpo): DPO; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`)."""
+    """sigmoid (or dpo): DPO; robust: DPO, unbiased under labels that are the wrong way round; hinge: nothing beyond a
+    margin of 1; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`); apo_zero, apo_down:
+    for chosen responses that are better, or worse, than the reference's own."""
     reference_policy_kl_penalty: PositiveFloat
     """Beta: how strongly the policy is held to the reference model."""
     label_smoothing: BelowHalf
-    """With sigmoid: share of the pairs taken to be labelled the wrong way round (conservative DPO); 0: none."""
+    """With sigmoid (conservative DPO) and robust: share of the pairs taken to be labelled the wrong way round; 0:
+    none."""
     preference_average_log_probs: bool
     """Compare mean log-probabilities of a response's tokens instead of sums, so that its length does not count."""
     preference_loss_weight: NonNegativeFloat

@@ -17,9 +17,10 @@ from nemo_rl_moe.config.schema_base import (
     StrictModel,
     Text,
 )
-from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.config.schema_run import LoggerConfig
 
+NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1)]
 WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -28,13 +29,16 @@ Share = Annotated[float, Field(gt=0, le=1)]
 class AdvantageConfig(StrictModel):
     """Estimator of advantages from rewards."""
 
-    name: Literal["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+    name: Literal["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce"]
     """grpo: against the other responses to the same prompt; reinforce_plus_plus: against all responses of the step;
-    reinforce_plus_plus_baseline: against the same prompt's, normalised over the step."""
+    reinforce_plus_plus_baseline: against the same prompt's, normalised over the step; reinforce: the reward itself."""
     use_leave_one_out_baseline: bool
     """With grpo: compare a response with the mean of the others of its group, not with the mean that includes it."""
     normalize_rewards: bool
-    """Divide by the standard deviation: of the group (grpo) or of the step (the others)."""
+    """Divide by the standard deviation: of the group or of the step (grpo), or of the step (REINFORCE++)."""
+    normalize_over: Literal["group", "batch"]
+    """With grpo and `normalize_rewards`, the rewards whose standard deviation divides: group: of the same prompt;
+    batch: of all responses of the step."""
 
 
 class RewardShapingConfig(StrictModel):
@@ -54,13 +58,18 @@ class GRPOConfig(StrictModel):
     num_prompts_per_step: PositiveInt
     """Prompts of one step."""
     num_generations_per_prompt: PositiveInt
-    """Responses to each prompt: a group. 2 or more, or with reinforce_plus_plus, which has no groups, 1."""
+    """Responses to each prompt: a group. 2 or more, or with reinforce_plus_plus and reinforce, which have no groups,
+    1."""
     max_num_epochs: PositiveInt
     """Passes over the prompts after which the run ends."""
     max_num_steps: PositiveInt | None
     """Steps after which the run ends, if that comes first; null: epochs alone decide."""
     adv_estimator: AdvantageConfig
     """Estimator of advantages from rewards."""
+    advantage_clip_low: NonPositiveFloat | None
+    """Lowest advantage, in the estimator's units: what is below is raised to it; null: none."""
+    advantage_clip_high: NonNegativeFloat | None
+    """Highest advantage: what is above is lowered to it; null: none."""
     use_dynamic_sampling: bool
     """Replace groups whose responses all got the same reward, which teach nothing (DAPO)."""
     dynamic_sampling_max_gen_batches: PositiveInt
@@ -99,12 +108,16 @@ class PolicyGradientLossConfig(StrictModel):
     """The probability ratio is clipped from above at 1 plus this."""
     ratio_clip_c: AtLeastOne | None
     """Dual clip: with a negative advantage the loss is at most this times its size; null: no such limit."""
-    objective: Literal["clipped", "cispo"]
-    """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability."""
+    objective: Literal["clipped", "cispo", "reinforce"]
+    """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability;
+    reinforce: the log-probability alone, without a ratio."""
     sequence_level_importance_ratios: bool
     """One ratio for each sequence, the geometric mean of its tokens' (GSPO); with `token_level_loss: false`."""
     token_level_loss: bool
     """true: mean over all tokens of the global batch; false: mean over its sequences of each one's mean."""
+    length_normalizer: PositiveInt | None
+    """With `token_level_loss: false`, the number that the sum over each sequence's tokens is divided by instead of the
+    number of these tokens, whatever its length (Dr. GRPO), such as `max_new_tokens`; null: the number of tokens."""
     force_on_policy_ratio: Literal["auto", "always", "never"]
     """Take the ratio as 1 without a log-probability pass; auto: where a step is one update, so that it is exact."""
     reference_policy_kl_penalty: NonNegativeFloat
@@ -118,13 +131,24 @@ class PolicyGradientLossConfig(StrictModel):
     """Take the divergence, by k1, from the reward of each response instead of adding it to the loss."""
     kl_output_clamp_value: PositiveFloat | None
     """Largest size of the estimate at one token, in nats, beyond which it has no gradient; null: no limit."""
-    importance_sampling_correction: Literal["none", "truncated", "icepop"]
-    """Weigh tokens by training over generation probability: truncated: at most the upper bound; icepop: drop tokens
-    outside of both bounds."""
-    importance_sampling_ratio_min: NonNegativeFloat
-    """Lower bound of icepop."""
+    entropy_bonus: NonNegativeFloat
+    """Weight of the policy's exact entropy, which the loss is lowered by; 0: none, and no entropy is computed."""
+    importance_sampling_correction: Literal["none", "truncated", "icepop", "sequence_mask"]
+    """Weigh tokens by training over generation probability: truncated: held between the bounds; icepop: drop what is
+    outside of both; sequence_mask: as it is, but drop sequences whose geometric mean is outside of both."""
+    importance_sampling_level: Literal["token", "sequence"]
+    """Probabilities that truncated and icepop compare: of each token, or of the whole sequence."""
+    importance_sampling_ratio_min: NonNegativeFloat | None
+    """Lower bound; null: none with truncated, 0.5 with icepop."""
     importance_sampling_ratio_max: PositiveFloat
     """Upper bound."""
+
+    @property
+    def importance_sampling_lower_bound(self) -> float:
+        """Lower bound of the importance-sampling ratio; 0 where there is none."""
+        if self.importance_sampling_ratio_min is not None:
+            return self.importance_sampling_ratio_min
+        return 0.5 if self.importance_sampling_correction == "icepop" else 0.0
 
 
 class VllmConfig(StrictModel):
@@ -196,9 +220,46 @@ class GenerationConfig(StrictModel):
     """Most sequences that one rank generates at a time; null: all of its share."""
 
 
+class RoutingMeasurementsConfig(StrictModel):
+    """Further log-probability passes over a sample of a step's sequences, which explain its routing."""
+
+    every_n_steps: PositiveInt | None
+    """Steps from one measurement to the next; null: never."""
+    share_of_tokens: Share
+    """Share of the trained tokens that are measured, in whole sequences."""
+    save_tape: bool
+    """Keep what is measured (tokens, routes, log-probabilities, rewards) in the folder `tape` of the run's, which
+    `nemo-rl-moe audit` reads; one more pass over a quarter of the measured tokens."""
+
+
+class RolloutMegatronConfig(MegatronConfig):
+    """Layout and training of a model that generates: its routing in rollouts and in training besides."""
+
+    routing_tape: bool
+    """Keep the routed experts of each rollout's tokens, and compare those of training with them. vLLM on GPUs tells
+    them for a replay alone: it captures no graphs then."""
+    routing_replay: Literal["none", "rollout", "old_policy"]
+    """Experts that routers take in training, with the probabilities that they give them now. none: their own; rollout:
+    those of the rollout, in log-probability passes too (R3); old_policy: those of the log-probability pass before the
+    first update of a step (R2)."""
+    routing_replay_on_anomaly: Literal["stop", "warn"]
+    """Replayed routes that cannot be right (of another layer, token or sequence, or no experts at all): stop: end the
+    run; warn: it goes on. Alerts tell of them either way, and without replay."""
+    routing_replay_load: Literal["live", "replayed"]
+    """Experts that auxiliary losses and the expert bias count under replay. live: those that the routers would choose,
+    which are to be evened out; replayed: those that they take."""
+    routing_measurements: RoutingMeasurementsConfig
+    """Mismatch of rollout and training by its causes, its noise floor, and drift of routing; with a tape only."""
+    experts_by_advantage: bool
+    """Measure how far the experts of a layer serve responses of high and of low advantage, beyond chance; with
+    `track_moe_metrics`."""
+
+
 class GeneratingPolicyConfig(PolicyConfig):
     """The model that is trained, and how it generates."""
 
+    megatron_cfg: RolloutMegatronConfig
+    """Layout and training of the model in Megatron-Core, and its routing in rollouts and in training."""
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""
     generation: GenerationConfig

@@ -109,6 +109,20 @@ class MoeMetricsConfig(StrictModel):
     """Expert parallel sizes whose overload factors are predicted from the same counts; []: none."""
 
 
+class RouterGradientsConfig(StrictModel):
+    """Gradient of the routers split by source: the algorithm's loss, load balancing losses, z-loss. Each source costs a
+    forward and backward pass over the microbatches that are looked at; training itself stays as it is, to the bit."""
+
+    every_n_steps: PositiveInt | None
+    """Measure on every so many steps; null: never."""
+    num_microbatches: PositiveInt | None
+    """The first so many of the step's first global batch, on each data-parallel rank; an interleaved pipeline runs a
+    multiple of its stages. null: all of them."""
+    at_logits_every_n_steps: PositiveInt | None
+    """On every so many steps, the cheap form: at the routers' logits, in the step's own pass over its first global
+    batch; exact in the last MoE layer alone. null: never."""
+
+
 class MegatronConfig(MoeTransformerFields):
     """Layout and training of the model in Megatron-Core; any `moe_*` field of its `TransformerConfig` besides."""
 
@@ -142,6 +156,8 @@ class MegatronConfig(MoeTransformerFields):
     """Load balance metrics."""
     log_moe_overload_factor: bool
     """Log how much more work the busiest expert-parallel rank has than the mean one."""
+    router_gradients: RouterGradientsConfig
+    """Gradient of the routers by source."""
     moe_router_force_hot_rank: NonNegativeInt | None
     """For benchmarks and drills only: send every token to the experts of this expert-parallel rank; null: no."""
     distributed_data_parallel_config: DistributedDataParallelConfig

@@ -100,16 +100,17 @@ class MlflowConfig(StrictModel):
 
 
 class ExpertLoadPicturesConfig(StrictModel):
-    """Pictures of how the tokens are spread over the experts, for TensorBoard, Weights & Biases and MLflow."""
+    """Pictures of how the tokens are spread over the experts, and in GRPO of how far training agrees with the routes of
+    the rollouts, for TensorBoard, Weights & Biases and MLflow."""
 
     every_steps: NonNegativeInt | None
-    """Draw them at the first step and each time this many steps are done; null or 0: never. Needs
-    `policy.megatron_cfg.track_moe_metrics`."""
+    """Draw them at the first step and each time this many steps are done; null or 0: never. The first need
+    `policy.megatron_cfg.track_moe_metrics`, the second `policy.megatron_cfg.routing_tape`."""
 
 
 class AlertsConfig(StrictModel):
     """From where on the routing counts as sick, or the steps as idle; the user is told of each episode once. Of each
-    limit, null: never."""
+    limit, null: never. Routes of rollouts that cannot be right are told without a limit."""
 
     enabled: bool
     """Warn on the console, and by an alert of Weights & Biases where that is enabled."""
@@ -123,6 +124,12 @@ class AlertsConfig(StrictModel):
     """Steps in a row that `excess_cv` or `overload_factor` must be exceeded."""
     idle_steps: PositiveInt | None
     """Steps in a row of GRPO without any advantage, or with every response cut at the length limit."""
+    missing_routes_share: PositiveFloat | None
+    """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
+    missing_routes_steps: PositiveInt
+    """Steps in a row that `missing_routes_share` must be exceeded."""
+    sudden_steps: PositiveInt | None
+    """Steps in a row that routing has changed at once, or cannot be right: docs/alerts.md names the conditions."""
 
 
 class LoggerConfig(StrictModel):

@@ -107,7 +107,11 @@ def _text(line: bytes | int, *, is_first: bool) -> str:
     try:
         return line.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        raise RecordError(f"not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1}") from None
+        raise RecordError(f"not valid UTF-8: {_bad_byte(error)}") from None
+
+
+def _bad_byte(error: UnicodeDecodeError) -> str:
+    return f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
 
 
 def _decode(line: bytes | int, *, is_first: bool) -> object:
@@ -154,12 +158,29 @@ def read_table(
         split: Its split.
         parse: Gets a row and its `path[split]:row`; raises `RecordError` for one that cannot be used.
     """
-    for number, row in enumerate(table):
+    for number, row in enumerate(_rows(table)):
         sample_id = f"{path}[{split}]:{number}"
         try:
+            if isinstance(row, RecordError):
+                raise row
             yield parse(row, sample_id)
         except RecordError as error:
             yield BadLine(sample_id, str(error))
+
+
+def _rows(table: "Dataset") -> "Iterator[dict[str, Any] | RecordError]":
+    """The rows in order; in the place of one that Python has no values for, the reason."""
+    number = 0
+    while number < len(table):
+        try:
+            for row in table.select(range(number, len(table))):
+                yield row
+                number += 1
+        except UnicodeDecodeError as error:
+            yield RecordError(f"not valid UTF-8: {_bad_byte(error)} of a text")
+        except (ValueError, OverflowError) as error:  # such as a time before the year 1
+            yield RecordError(f"the row cannot be read: {one_line(error)}")
+        number += 1
 
 
 def _load(path: str, split: str) -> Any:

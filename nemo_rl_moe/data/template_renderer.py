@@ -184,6 +184,8 @@ class TemplateRenderer:
             raise TemplateProblem(f"is not valid Jinja: line {error.lineno}: {error.message}") from None
         except RecursionError:
             raise TemplateProblem("is not valid Jinja: nested too deeply") from None
+        except ValueError as error:  # a number of thousands of digits
+            raise TemplateProblem(f"is not valid Jinja: {one_line(error)}") from None
         if any(True for _ in meta.find_referenced_templates(tree)):
             raise TemplateProblem("refers to another template, and there is none beside it")
         try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.errors import ConfigurationError, DataError, one_line
+from nemo_rl_moe.models.hf_files import check_small_files
 from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
 
 if TYPE_CHECKING:
@@ -27,11 +28,13 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
         chat_template: A Jinja file to use in place of the tokenizer's own template.
 
     Raises:
-        ConfigurationError: There is no such tokenizer, or no such file.
+        ConfigurationError: There is no such tokenizer, or no such file, or the folder's files are not what was written.
     """
     from transformers import AutoTokenizer
 
     is_folder = Path(name).is_dir()
+    if is_folder:
+        check_small_files(Path(name), "policy.tokenizer.name")
     try:
         with _nothing_printed():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -11,6 +11,8 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, fetch_rows
+
 
 class Axis(Enum):
     """Axis along which a column has its values."""
@@ -91,6 +93,37 @@ class Column:
         return replace(self, values=self.values[:, 1:]) if self.axis is Axis.TOKEN else self
 
 
+@dataclass(frozen=True)
+class StoredColumn:
+    """A column on the token axis whose values lie in a store until a rank that reads them fetches them.
+
+    Attributes:
+        rows: Of each sequence; None where it has none.
+        row_shape: Shape of a token's value.
+        dtype: Type of its numbers.
+        goes_to: Who reads it.
+        fill: Value of a token on padding, and of one that has none.
+    """
+
+    rows: tuple[StoredRows | None, ...]
+    row_shape: tuple[int, ...]
+    dtype: str
+    goes_to: Destination = Destination.MODEL
+    fill: float = 0.0
+
+    def select(self, indices: Int[Tensor, " selected"]) -> "StoredColumn":
+        """The column of some of the sequences, in that order."""
+        return replace(self, rows=tuple(self.rows[index] for index in indices.tolist()))
+
+
+def stored_per_token(
+    rows: Sequence[StoredRows | None], goes_to: Destination = Destination.MODEL, fill: float = 0.0
+) -> StoredColumn | None:
+    """A stored column of sequences; None where no sequence has rows."""
+    first = next((found for found in rows if found is not None), None)
+    return None if first is None else StoredColumn(tuple(rows), first.row_shape, first.dtype, goes_to, fill)
+
+
 def per_sequence(values: Shaped[Tensor, "batch ..."], goes_to: Destination = Destination.LOSS) -> Column:
     """A column with one value for each sequence."""
     return Column(values, Axis.SEQUENCE, goes_to)
@@ -141,6 +174,7 @@ class TokenBatch:
         columns: Further tensors by name.
         group_size: So many neighbours always run in the same microbatch; `policy.train_global_batch_size` and
             `policy.train_micro_batch_size` count such groups.
+        stored: Columns whose values a rank fetches where it needs them, by name.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -149,6 +183,7 @@ class TokenBatch:
     sample_ids: tuple[str, ...]
     columns: Mapping[str, Column] = field(default_factory=dict)
     group_size: int = 1
+    stored: Mapping[str, StoredColumn] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -164,6 +199,7 @@ class TokenBatch:
             sample_ids=tuple(self.sample_ids[i] for i in indices),
             columns={name: column.select(index, longest) for name, column in self.columns.items()},
             group_size=self.group_size,
+            stored={name: column.select(index) for name, column in self.stored.items()},
         )
 
     def with_columns(self, **columns: Column) -> "TokenBatch":
@@ -171,8 +207,34 @@ class TokenBatch:
         return replace(self, columns={**self.columns, **columns})
 
     def columns_for(self, reader: Destination) -> dict[str, Column]:
-        """The columns that one reader gets."""
+        """The columns that one reader gets; not those that are still stored."""
         return {name: column for name, column in self.columns.items() if column.goes_to is reader}
+
+    def with_stored(self, name: str, column: StoredColumn) -> "TokenBatch":
+        """The batch with a stored column, or another one of the same name."""
+        return replace(self, stored={**self.stored, name: column})
+
+    def without_stored(self, name: str) -> "TokenBatch":
+        """The batch without one of its stored columns."""
+        return replace(self, stored={other: column for other, column in self.stored.items() if other != name})
+
+    def for_model(self) -> "TokenBatch":
+        """The batch with the columns that the model reads, stored ones too, and no others."""
+        stored = {name: column for name, column in self.stored.items() if column.goes_to is Destination.MODEL}
+        return replace(self, columns=self.columns_for(Destination.MODEL), stored=stored)
+
+    def fetched(self, fetch: Fetch) -> "TokenBatch":
+        """The batch with its stored columns among its columns.
+
+        Args:
+            fetch: Fetches stored arrays.
+        """
+        found = {}
+        for name, column in self.stored.items():
+            longest = self.input_ids.shape[1]
+            values = fetch_rows(column.rows, longest, column.fill, fetch, column.row_shape, column.dtype)
+            found[name] = per_token(torch.from_numpy(values), column.goes_to, column.fill)
+        return replace(self, columns={**self.columns, **found}, stored={})
 
     def to(self, device: torch.device) -> "TokenBatch":
         """The same on a device; the copies may still be under way."""
@@ -197,11 +259,15 @@ class GlobalBatchShard:
         microbatches: In the order in which they run; every rank has as many.
         global_valid_tokens: Targets that count in the loss, over all ranks.
         global_sequences: Sequences that hold such a target, over all ranks.
+        places: Of the microbatches' sequences, one after another, in the whole batch of the call.
+        num_batch_sequences: Sequences of that batch, over all ranks and global batches.
     """
 
     microbatches: tuple[TokenBatch, ...]
     global_valid_tokens: int
     global_sequences: int
+    places: tuple[int, ...]
+    num_batch_sequences: int
 
 
 def count_trained_sequences(batch: TokenBatch) -> int:
@@ -221,11 +287,15 @@ def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals:
         microbatches=tuple(batch.select(indices) for indices in microbatches),
         global_valid_tokens=totals.num_valid_tokens(),
         global_sequences=count_trained_sequences(totals),
+        places=tuple(index for indices in microbatches for index in indices),
+        num_batch_sequences=len(batch),
     )
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
     """The batch with some of its sequences once more at its end, none of whose tokens count in the loss.
+
+    What is stored of a sequence counts once: its copies have none of it.
 
     Args:
         batch: The batch.
@@ -236,4 +306,8 @@ def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:
     filled = batch.select([*range(len(batch)), *fillers])
     token_mask = filled.token_mask.clone()
     token_mask[len(batch) :] = False
-    return replace(filled, token_mask=token_mask)
+    without = {
+        name: replace(column, rows=column.rows[: len(batch)] + (None,) * len(fillers))
+        for name, column in filled.stored.items()
+    }
+    return replace(filled, token_mask=token_mask, stored=without)

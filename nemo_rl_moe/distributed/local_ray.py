@@ -20,12 +20,11 @@ import psutil
 import ray
 from ray._private import ray_constants
 
-from nemo_rl_moe.distributed.node_tools import end_processes, families, is_frozen, is_running, ray_folder
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, families, ray_folder, state_of
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError, tell
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
-SHARED_MEMORY = "/dev/shm"
 SERVERS = ("gcs_server", "raylet")
 POLL_S = 0.1
 FROZEN_S = 20.0
@@ -50,9 +49,7 @@ def preserved_handlers() -> Iterator[None]:
 
     Ray prints pages of its servers' logs when a worker or a server dies. The errors that the driver gets say the same.
     """
-    worker_module = ray._private.worker
-    if hasattr(worker_module, "print_to_stdstream"):
-        worker_module.print_to_stdstream = lambda *args, **options: None
+    ray._private.worker.print_to_stdstream = lambda *args, **options: None
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -76,17 +73,6 @@ def _blocked_stop_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, former)
-
-
-@contextmanager
-def loopback_only() -> Iterator[None]:
-    """Context in which `ray.init` starts servers that listen on the loopback interface alone, and so do their workers.
-
-    Ray does so by itself on systems where it has no clusters, and looks up this machine's own address on Linux, from
-    where its ports could be reached.
-    """
-    with patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
 
 
 def _keep_token_private() -> None:
@@ -125,7 +111,10 @@ class LocalRay:
         self._thread = threading.Thread(target=self._watch, name="watch over Ray", daemon=True)
         self._thread.start()
         try:
-            with preserved_handlers(), _blocked_stop_signals(), loopback_only():
+            # Servers and workers listen on the loopback interface alone, as Ray does where it has no clusters; on Linux
+            # it looks up this machine's own address, from where its ports could be reached.
+            loopback_only = patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
+            with preserved_handlers(), _blocked_stop_signals(), loopback_only:
                 self._start(num_cpus)
         except Exception as error:
             problem = self._failure
@@ -189,9 +178,10 @@ class LocalRay:
                     if child.name() in SERVERS:
                         self._servers[child.name()] = child
         for name, server in self._servers.items():
-            if not is_running(server):
+            state = state_of(server)
+            if not state:
                 return f"Ray's {name} (pid {server.pid}) on this machine has died"
-            if not is_frozen(server):
+            if state != psutil.STATUS_STOPPED:
                 self._frozen_since.pop(name, None)
             elif time.monotonic() - self._frozen_since.setdefault(name, time.monotonic()) > FROZEN_S:
                 return f"Ray's {name} (pid {server.pid}) on this machine has been stopped (SIGSTOP) for {FROZEN_S:g} s"
@@ -207,10 +197,17 @@ class LocalRay:
         while not self._stopped.wait(POLL_S):
             if (problem := self._dead_server()) is not None:
                 self._failure = problem
-                end_processes(self._family())
+                # Ray ends the program without a word as soon as the raylet is gone: a frozen one stays until the
+                # program has told why it ends, and then both end at the same time.
+                is_late = any(state_of(server) == psutil.STATUS_STOPPED for server in self._servers.values())
+                if not is_late:
+                    end_processes(self._family())
                 time.sleep(UNWINDING_S)
                 if self._exit_code != 0:
                     tell(problem)
+                for process in self._family() if is_late else ():
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
                 self._leave_out_ray()
 
     def _leave_out_ray(self) -> None:

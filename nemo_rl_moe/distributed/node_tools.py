@@ -3,6 +3,8 @@
 """Tools for the processes of one machine: cores, ends of logs, and killing of whole families."""
 
 import os
+import shutil
+import socket
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -13,7 +15,10 @@ import psutil
 
 CGROUP_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 LARGEST_TAIL_BYTES = 64 * 1024
+SHARED_MEMORY = Path("/dev/shm")
+_OWN_PREFIX = "nemo_rl_moe-"
 _LONGEST_TEMPORARY = 16
+_ENDING_S = 5.0
 RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a worker's log for its own use."""
 
@@ -37,39 +42,29 @@ class ProcessIdentity:
 
     def find(self) -> psutil.Process | None:
         """The process; None when it has ended."""
-        try:
+        with suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
-            return process if process.create_time() == self.create_time and is_running(process) else None
-        except psutil.NoSuchProcess:
-            return None
+            if process.create_time() == self.create_time and is_running(process):
+                return process
+        return None
+
+
+def state_of(process: psutil.Process | None) -> str:
+    """State, such as psutil.STATUS_STOPPED; empty for a process that has ended, collected by its parent or not."""
+    with suppress(psutil.NoSuchProcess):
+        if process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            return str(process.status())
+    return ""
 
 
 def is_running(process: psutil.Process) -> bool:
     """False for a process that has ended, also where nobody has collected its exit code yet."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def is_frozen(process: psutil.Process) -> bool:
-    """True for a process that has been stopped (SIGSTOP), and not by a debugger."""
-    try:
-        return bool(process.status() == psutil.STATUS_STOPPED)
-    except psutil.NoSuchProcess:
-        return False
+    return state_of(process) != ""
 
 
 def process_states(identities: Iterable[ProcessIdentity]) -> list[str]:
-    """State of each process, such as psutil.STATUS_STOPPED; empty for one that has ended."""
-    states = []
-    for identity in identities:
-        state = ""
-        with suppress(psutil.NoSuchProcess):
-            if process := identity.find():
-                state = str(process.status())
-        states.append(state)
-    return states
+    """State of each process, by `state_of`."""
+    return [state_of(identity.find()) for identity in identities]
 
 
 def ray_folder(pid: int) -> Path:
@@ -79,9 +74,38 @@ def ray_folder(pid: int) -> Path:
     return (parent if len(str(parent)) < _LONGEST_TEMPORARY else Path("/tmp")) / f"nemo_rl_moe-ray-{pid}"
 
 
+def folder_of_this_process(parent: Path, purpose: str) -> Path:
+    """A new folder whose name tells the machine and the process; those of processes that run no more are removed.
+
+    Args:
+        parent: Gets it, and is made where it is not there.
+        purpose: A word of its name.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
+        pid = folder.name.rsplit("-", 2)[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+    prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+
+
+def remove_folders_of(pids: Iterable[int]) -> None:
+    """Removes what processes that have been killed could not: the folder of their Ray, and those of their own.
+
+    Args:
+        pids: Processes of this machine that run no more.
+    """
+    parents = (Path(tempfile.gettempdir()), SHARED_MEMORY)
+    for pid in pids:
+        own = [path for parent in parents for path in parent.glob(f"{_OWN_PREFIX}*-{socket.gethostname()}-{pid}-*")]
+        for folder in (ray_folder(pid), *own):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def usable_cores() -> int:
     """Number of cores that this process may use: its affinity, cut by the container's CPU quota where there is one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     try:
         quota, period = CGROUP_CPU_QUOTA.read_text().split()
     except (OSError, ValueError):
@@ -118,12 +142,12 @@ def families(roots: Iterable[psutil.Process]) -> list[psutil.Process]:
     return members
 
 
-def end_processes(processes: Sequence[psutil.Process], timeout_s: float = 5.0) -> None:
-    """Kills processes and waits until they are gone, at most so many seconds."""
+def end_processes(processes: Sequence[psutil.Process]) -> None:
+    """Kills processes and waits until they are gone, at most for some seconds."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=timeout_s)
+    psutil.wait_procs(processes, timeout=_ENDING_S)
 
 
 def find_families(roots: Iterable[ProcessIdentity]) -> list[ProcessIdentity]:

@@ -177,16 +177,37 @@ class WorkerGroup:
         Raises:
             WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
         """
+        return self.start_each(method, args_by_rank)()
+
+    def start_each(self, method: str, args_by_rank: Sequence[Sequence[Any] | None]) -> Callable[[], list[Any]]:
+        """As `call_each`, without waiting: every rank does it after what it has been asked for before.
+
+        Args:
+            method: Its name.
+            args_by_rank: Positional arguments for each rank; None: that one is not called.
+
+        Returns:
+            A function that waits for the results, None of those that were not called, and raises as `call_each` does.
+            The time limit of the call begins with it.
+
+        Raises:
+            WorkerDiedError: The workers have been stopped.
+        """
         if self._ended is not None:
             raise WorkerDiedError(f"cannot call `{method}`: {self._ended}")
         if len(args_by_rank) != self.world_size:
             raise ValueError(f"`{method}` got arguments for {len(args_by_rank)} ranks, expected {self.world_size}")
-        calls = [
-            actor.call_within.remote(self._call_timeout_s, method, *args)
-            for actor, args in zip(self._actors, _put_shared(args_by_rank), strict=True)
-        ]
-        deadline = time.monotonic() + self._call_timeout_s
-        return self._wait(f"in `{method}`", calls, deadline, partial(self._fail_for_silence, method))
+        called = [rank for rank, args in enumerate(args_by_rank) if args is not None]
+        shared = _put_shared([args for args in args_by_rank if args is not None])
+        calls: list[Any] = [None] * self.world_size
+        for rank, args in zip(called, shared, strict=True):
+            calls[rank] = self._actors[rank].call.remote(self._call_timeout_s, method, *args)
+
+        def results() -> list[Any]:
+            deadline = time.monotonic() + self._call_timeout_s
+            return self._wait(f"in `{method}`", calls, deadline, partial(self._fail_for_silence, method))
+
+        return results
 
     def shutdown(self) -> None:
         """Stops every worker and everything that it has started. Does nothing the second time."""
@@ -256,8 +277,11 @@ class WorkerGroup:
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
     ) -> list[Any]:
-        """Waits for one call on each rank, no longer than until the first of them fails or the deadline has come."""
-        pending = {call: rank for rank, call in enumerate(calls)}
+        """Waits for one call on each rank, no longer than until the first of them fails or the deadline has come.
+
+        A rank of which the call is None has nothing to do, and None as its result.
+        """
+        pending = {call: rank for rank, call in enumerate(calls) if call is not None}
         results: dict[int, Any] = {}
         failures: dict[int, WorkerFailure | RayError] = {}
         while pending:
@@ -282,7 +306,7 @@ class WorkerGroup:
                 on_result(rank, result)
         if failures:
             self._fail(doing, failures, pending.values())
-        return [results[rank] for rank in range(len(calls))]
+        return [results.get(rank) for rank in range(len(calls))]
 
     def _fail(
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]

@@ -64,7 +64,7 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
     """
 
     def __init__(self) -> None:
-        _outlive_requests_to_stop()
+        outlive_requests_to_stop()
         self._worker: Any = None
 
     def place(self) -> WorkerPlace:
@@ -121,27 +121,25 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
             faulthandler.cancel_dump_traceback_later()
         return None
 
-    def call_within(self, timeout_s: float, method: str, *args: Any) -> Any:
-        """As `call`; one that hangs writes its stack to stderr before the driver gives up, after so many seconds."""
-        _write_stack_before(timeout_s)
-        try:
-            return self.call(method, *args)
-        finally:
-            faulthandler.cancel_dump_traceback_later()
+    def call(self, timeout_s: float, method: str, *args: Any) -> Any:
+        """Calls a method of the worker; what it raises comes back as a `WorkerFailure`.
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Calls a method of the worker; what it raises comes back as a `WorkerFailure`."""
+        One that hangs writes its stack to stderr before the driver gives up, after so many seconds.
+        """
+        _write_stack_before(timeout_s)
         try:
             return getattr(self._worker, method)(*args)
         except BaseException as error:
             return describe_failure(error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
 
 def _write_stack_before(timeout_s: float) -> None:  # pragma: no cover  (runs in another process)
     faulthandler.dump_traceback_later(max(1.0, timeout_s - STACK_BEFORE_TIMEOUT_S), file=2)
 
 
-def _outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
+def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another process)
     """Makes this process survive SIGTERM, which batch systems send to every process of a job: the driver ends workers.
 
     The signal is handled, not ignored or blocked, which all that a worker starts would inherit.

@@ -174,7 +174,7 @@ class EnvironmentScorer:
         allowed_s = len(share.indices) * (self._config.timeout_s + INTERRUPTION_S) + CALL_SLACK_S
         actor = self._actors[worker]
         ping = actor.place.remote() if share.is_retry else None
-        call = actor.call.remote("score", [items[index] for index in share.indices])
+        call = actor.call.remote(allowed_s, "score", [items[index] for index in share.indices])
         now = time.monotonic()
         self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 

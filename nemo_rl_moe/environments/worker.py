@@ -2,17 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment worker: a process that scores its share of a batch, each response within its time limit."""
 
+import faulthandler
 from collections.abc import Sequence
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Fault, Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.registry import make_scorer
-from nemo_rl_moe.environments.stopwatch import Stopwatch
 from nemo_rl_moe.errors import one_line
 
 INTERRUPTION_S = 1.0
 """Seconds after the alarm at which the process of an environment that has not stopped is ended."""
+_STDERR = 2
 
 
 class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
@@ -27,21 +28,21 @@ class EnvironmentWorker:  # pragma: no cover  (runs in other processes)
     def __init__(self, rank: int, world_size: int, *, config: EnvironmentConfig):
         self._environment = make_scorer(config)
         self._timeout_s = config.timeout_s
-        self._stopwatch = Stopwatch(config.timeout_s + INTERRUPTION_S)
 
     def score(self, items: Sequence[ScoringItem]) -> list[Score]:
         """One score for each response, in their order.
 
-        Code that no alarm interrupts, such as a loop in C, a regular expression, or a library that uses the alarm for
-        itself, costs this process its life, which the driver sees.
+        Code that no alarm interrupts, such as a loop in C or a library that uses the alarm for itself, costs this
+        process its life, which the driver sees; where it was is in Ray's log of the worker.
         """
         scores = []
         try:
             for item in items:
-                self._stopwatch.start_piece()
+                # Kept by a thread that needs no interpreter.
+                faulthandler.dump_traceback_later(self._timeout_s + INTERRUPTION_S, exit=True, file=_STDERR)
                 scores.append(score_within(self._timeout_s, self._environment, item))
         finally:
-            self._stopwatch.rest()
+            faulthandler.cancel_dump_traceback_later()
         return scores
 
 

@@ -2,14 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation engines as an algorithm sees them: requests in, sequences out, weights from the trainer."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 
 from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.distributed.stored_rows import StoredRows, put_together
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 TokenIds = tuple[int, ...]
@@ -80,15 +81,33 @@ class GeneratedSequence:
             choose among tokens, and change nothing here.
         is_truncated: It reached `max_new_tokens` without an end.
         weight_version: Optimizer steps of the weights that drew the tokens; an array where weights arrived meanwhile.
-        routed_experts: Experts of each token of the whole sequence in each MoE layer, -1 where unknown; None where the
-            engine reports none.
+        routed_experts: Experts of the whole sequence's tokens in each MoE layer, `[moe_layers, topk]` int16 a token, -1
+            where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
     logprobs: Float[np.ndarray, " tokens"]
     is_truncated: bool
     weight_version: int | Int[np.ndarray, " tokens"]
-    routed_experts: Int[np.ndarray, "sequence moe_layers topk"] | None = None
+    routed_experts: StoredRows | None = None
+
+
+def store_routes(
+    sequences: Sequence[GeneratedSequence], put: Callable[[Shaped[np.ndarray, "rows ..."]], Any]
+) -> list[GeneratedSequence]:
+    """Sequences whose routed experts lie in a store, as one array, instead of travelling with them.
+
+    Args:
+        sequences: All with routed experts at hand, or all without.
+        put: Puts an array into the store; returns its handle.
+    """
+    at_hand = [
+        sequence.routed_experts.pieces[0].source for sequence in sequences if sequence.routed_experts is not None
+    ]
+    if len(at_hand) < len(sequences):
+        return list(sequences)
+    pairs = zip(sequences, put_together(at_hand, put), strict=True)
+    return [replace(sequence, routed_experts=rows) for sequence, rows in pairs]
 
 
 class GenerationEngine(Protocol):

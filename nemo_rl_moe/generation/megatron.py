@@ -3,7 +3,6 @@
 """Generation by the training workers themselves, with the weights that they train."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from nemo_rl_moe.generation.interface import (
@@ -12,26 +11,21 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     SamplingParameters,
 )
+from nemo_rl_moe.generation.refit import WeightSource
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
-class GeneratingPolicy(Protocol):
+class GeneratingPolicy(WeightSource, Protocol):
     """A policy that generates, or sends its weights to who does.
 
     Attributes:
         model_files: The model's folder without its weights, file name to content.
-        weight_version: Optimizer steps that changed the weights.
     """
 
     model_files: Mapping[str, bytes]
-    weight_version: int
 
     def generate(self, batch: GenerationBatch) -> Sequence[GeneratedSequence]:
         """One continuation of each prompt, in the order of the prompts."""
-        ...
-
-    def weight_transport(self) -> AbstractContextManager[WeightTransport]:
-        """A transfer of the weights as they are now."""
         ...
 
 

@@ -10,7 +10,7 @@ from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.megatron import GeneratingPolicy, MegatronGeneration
-from nemo_rl_moe.generation.vllm.releases import check_installation
+from nemo_rl_moe.generation.vllm.releases import check_installation, check_model
 from nemo_rl_moe.models.hf_files import ModelSource
 
 if TYPE_CHECKING:
@@ -80,3 +80,18 @@ def find_engine(backend: str, *, on_gpus: bool) -> EngineFactory:
         raise ConfigurationError(f"{KEY}: {backend} is {described(found)}, expected a function of an EngineSetup")
     factory: EngineFactory = found
     return factory
+
+
+def check_model_of_engine(backend: str, hf_config: Any, model_name: str) -> None:
+    """Checks that an engine of this package can build a model, before anything is started.
+
+    Args:
+        backend: As of `find_engine`.
+        hf_config: The model's Hugging Face configuration.
+        model_name: Its folder, or its name on the hub.
+
+    Raises:
+        ConfigurationError: It cannot.
+    """
+    if backend == "vllm":
+        check_model(hf_config, model_name)

@@ -12,6 +12,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from nemo_rl_moe.config.schema_run import parse_duration
+from nemo_rl_moe.errors import exit_code_of_signal
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_REQUEST_S = 1.0
 """Signals so many seconds apart are one request: a batch system signals all processes, and the supervisor passes its
 own signal on."""
-EXIT_SIGNAL_BASE = 128
 STDERR = 2
-
-
-def exit_code_of_signal(number: int) -> int:
-    """Exit code of a program that a signal has ended, as shells have it: 130 for SIGINT, 143 for SIGTERM."""
-    return EXIT_SIGNAL_BASE + number
 
 
 class StopSignals:

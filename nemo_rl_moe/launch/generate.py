@@ -23,7 +23,7 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     SamplingParameters,
 )
-from nemo_rl_moe.generation.registry import find_engine
+from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import give_weights, in_portions
 from nemo_rl_moe.launch.model_run import ModelRun
@@ -80,6 +80,7 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     generation, samples = config.policy.generation, config.grpo.val_num_generations
     make_engine = find_engine(generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
     model = run.prepare_model()
+    check_model_of_engine(generation.backend, model.hf_config, config.policy.model_name)
     sampling = replace(
         sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,

@@ -10,7 +10,9 @@ from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
+from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -19,11 +21,12 @@ from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.tokenizer import pad_token_id
+from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.environments.registry import make_scorer
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
-from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, find_engine
+from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, check_model_of_engine, find_engine
 from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import PreparedModel
@@ -31,9 +34,10 @@ from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
-from nemo_rl_moe.rollouts.faults import FaultWatch
+from nemo_rl_moe.rollouts.faults import FaultWatch, TapeWatch
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,11 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     validate = Validator(config.grpo, worker, held_out, prepared.sampling) if held_out else None
     padding = pad_token_id(prepared.model.tokenizer)
     check = make_refit_check(config, policy, worker.engine, prepared.model.hf_config, run.console)
-    summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder, check)
+    megatron = config.policy.megatron_cfg
+    stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
+    watch = TapeWatch(stops=stops)
+    measurements = make_routing_measurements(config, policy, worker.engine, run)
+    summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder, check, watch, measurements)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(
@@ -111,6 +119,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     environment = make_environment(config.env)
     make_engine = find_engine(config.policy.generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
     model = run.prepare_model()
+    check_model_of_engine(config.policy.generation.backend, model.hf_config, config.policy.model_name)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console)
     held_out: Sequence[Prompt] = ()
@@ -132,6 +141,32 @@ def start_engine(
         config, run.cluster, model.source, model.hf_config, model.tokenizer, policy, run.console.warn, own_cluster
     )
     return run.use(running_engine(make_engine, setup, run.console))
+
+
+def make_routing_measurements(
+    config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, run: TrainingRun
+) -> RoutingMeasurements | None:
+    """The measurements that a configuration asks for; None without a tape, which says what routers choose."""
+    megatron, moe = config.policy.megatron_cfg, policy.moe_configuration
+    has_tape = megatron.routing_tape or megatron.routing_replay != "none"
+    if not has_tape or not moe or moe.get("moe_router_fusion"):
+        return None
+    measured = megatron.routing_measurements
+    return RoutingMeasurements(
+        measured,
+        config.loss_fn,
+        policy,
+        engine,
+        temperature=config.policy.generation.temperature,
+        max_tokens=config.policy.max_total_sequence_length,
+        seed=config.grpo.seed,
+        updates_per_step=config.updates_per_step,
+        replays=megatron.routing_replay == "rollout",
+        has_reference=algorithm_of(config).needs_reference(config),
+        tape=TapeRecorder(run.folder / TAPE_FOLDER, moe, run.console.warn, fetch_objects)
+        if measured.save_tape
+        else None,
+    )
 
 
 def start_rollouts(

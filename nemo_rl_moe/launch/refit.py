@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The refit check of a run: what it scores, how the weights are sent again, how a failure is explained."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.diagnosis import disagreement
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -32,10 +33,6 @@ def make_refit_check(
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
     in_float32 = {config.policy.precision, getattr(engine, "dtype", config.policy.precision)} == {"float32"}
 
-    def refit(altered: bool) -> None:
-        with policy.weight_transport(altered=altered) as transport:
-            engine.update_weights(transport, policy.weight_version)
-
     def explain(copy: int) -> str:
         # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
         if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1 or config.cluster.num_nodes > 1:
@@ -55,8 +52,8 @@ def make_refit_check(
     return RefitCheck(
         sequences,
         generation.temperature,
-        partial(trainer_scores, policy),
-        refit,
+        partial(start_scores, policy),
+        lambda altered: refit(engine, policy, altered=altered),
         explain,
         in_float32=in_float32,
         bound_nats=chosen.max_logprob_gap,
@@ -64,8 +61,8 @@ def make_refit_check(
     )
 
 
-def trainer_scores(policy: MegatronPolicy, sequences: Sequence[Sequence[int]]) -> Scores:
-    """Log-probs that the trainer gives the tokens of sequences of one length, all but the first."""
+def start_scores(policy: MegatronPolicy, sequences: Sequence[Sequence[int]]) -> Callable[[], Scores]:
+    """Has the trainer begin to score sequences of one length; the log-probs of all tokens but the first, waited for."""
     input_ids = torch.tensor(sequences)
     batch = TokenBatch(
         input_ids=input_ids,
@@ -73,4 +70,5 @@ def trainer_scores(policy: MegatronPolicy, sequences: Sequence[Sequence[int]]) -
         token_mask=torch.ones_like(input_ids, dtype=torch.bool),
         sample_ids=("refit check",) * len(sequences),
     )
-    return [row[1:].numpy() for row in policy.logprobs(batch)]
+    logprobs = policy.start_logprobs(batch, by_one_copy=True)
+    return lambda: [row[1:].numpy() for row in logprobs()]

@@ -248,14 +248,6 @@ def running_role(
         place.shutdown()
 
 
-def announce(
-    console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str], run_folder: Path
-) -> None:
-    """Shows the router settings that are really in force, and where the run is written."""
-    announce_moe(console, moe_configuration, sources)
-    console.message(f"writing to {run_folder}")
-
-
 def announce_moe(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sources: Mapping[str, str]) -> None:
     """Shows the router settings that are really in force.
 
@@ -309,6 +301,11 @@ def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weigh
     if "train/moe/load_balancing_loss" in summary.last_training:
         balance = summary.last_training["train/moe/load_balancing_loss"]
         lines.append(f"  load balancing loss of the last step: {balance:.4f} (1 is perfect balance)")
+    if "train/refit/logprob_gap" in summary.last_training:
+        gap = summary.last_training["train/refit/logprob_gap"]
+        lines.append(
+            f"  refit check of the last step: log-probs of engine and trainer differ by {gap:.1e} nats at most"
+        )
     lines.append("Where to look:")
     lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
     if (run_folder / FOLDER_NAME).is_dir():

@@ -9,7 +9,6 @@ front is gone.
 
 import ctypes
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +21,14 @@ from typing import NoReturn
 
 import psutil
 
-from nemo_rl_moe.distributed.node_tools import ray_folder
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED, printable
-from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS, exit_code_of_signal
+from nemo_rl_moe.distributed.node_tools import remove_folders_of
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, EXIT_RUN_FAILED, exit_code_of_signal, printable
+from nemo_rl_moe.launch.driver_process import SAME_REQUEST_S, STOP_SIGNALS
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 ENDING_POLL_S = 0.05
+ENDING_LIMIT_S = 10.0
 ENOUGH_LOOKS = 2
 """Looks at all processes in a row that find none left. One is no proof: a process whose parent ends during the look may
 be missed, and is this process's own child in the next."""
@@ -44,22 +44,15 @@ def signal_when_parent_ends(number: signal.Signals) -> None:
     _prctl(PR_SET_PDEATHSIG, number)
 
 
-def end_descendants(
-    spared: Collection[psutil.Process] = (),
-    *,
-    has_grace: Callable[[psutil.Process], bool] = lambda process: False,
-    grace_s: float = 0.0,
-    timeout_s: float = 10.0,
-) -> list[int]:
+def end_descendants(spared: Collection[psutil.Process] = (), loggers_grace_s: float = 0.0) -> list[int]:
     """Kills every descendant of this process, again and again until none is left, and collects their exit codes.
 
-    What they cannot remove themselves then, the temporary folder of the Ray of each, is removed.
+    What they cannot remove themselves then, their temporary folders, is removed.
 
     Args:
         spared: Children that are left alone, with all that they have started.
-        has_grace: True for a process that ends by itself and is waited for.
-        grace_s: Seconds to wait for those.
-        timeout_s: Seconds that the killing may take after that.
+        loggers_grace_s: Seconds to wait for W&B's writer, which ends by itself after the driver, with all records on
+            the disk.
 
     Returns:
         Ids of processes that cannot be killed, such as those that wait for a dead disk.
@@ -71,13 +64,12 @@ def end_descendants(
         waited_s = time.monotonic() - start
         family = _running_descendants(spared, seen)
         empty_looks = 0 if family else empty_looks + 1
-        if empty_looks == ENOUGH_LOOKS or waited_s > grace_s + timeout_s:
-            for pid in seen:
-                shutil.rmtree(ray_folder(pid), ignore_errors=True)
+        if empty_looks == ENOUGH_LOOKS or waited_s > loggers_grace_s + ENDING_LIMIT_S:
+            remove_folders_of(seen)
             return [process.pid for process in family]
         for process in family:
             with suppress(psutil.NoSuchProcess):
-                if waited_s >= grace_s or not has_grace(process):
+                if waited_s >= loggers_grace_s or not process.name().startswith("wandb"):
                     process.kill()
         time.sleep(ENDING_POLL_S)
 
@@ -104,8 +96,7 @@ def _reap(pid: int) -> None:
 
 
 def _prctl(option: int, argument: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, argument, 0, 0, 0)
+    ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
 
 
 FRONT_ENDED = signal.SIGUSR2
@@ -184,12 +175,10 @@ def _be_guardian(supervision: Supervision, stop_signals: set[signal.Signals]) ->
         signal_when_parent_ends(FRONT_ENDED)
         adopt_orphans()
         os.setsid()  # out of the terminal's reach: the front passes on what comes from there
-        try:
-            exit_code = _Guardian(supervision, stop_signals, front).run()
-        except _FrontEndedError:
-            end_descendants()
-    except BaseException:
-        traceback.print_exc()
+        exit_code = _Guardian(supervision, stop_signals, front).run()
+    except BaseException as error:
+        if not isinstance(error, _FrontEndedError):
+            traceback.print_exc()
         end_descendants()
     finally:
         sys.stdout.flush()
@@ -242,8 +231,8 @@ class _Guardian:
         while True:
             driver = self._start(restarts)
             exit_code = self._wait_for_driver(driver)
-            end_descendants(has_grace=_is_logger_service, grace_s=LOGGER_SERVICE_GRACE_S)
-            shutil.rmtree(ray_folder(driver), ignore_errors=True)  # of a driver that was killed
+            end_descendants(loggers_grace_s=LOGGER_SERVICE_GRACE_S)
+            remove_folders_of([driver])  # of one that was killed
             request = self._requests.last
             if request is not None and exit_code < 0:
                 return exit_code_of_signal(request)
@@ -321,21 +310,13 @@ class _Guardian:
             raise _FrontEndedError
 
 
-def _is_logger_service(process: psutil.Process) -> bool:
-    """True for W&B's writer, which ends by itself after the driver, with all records on the disk."""
-    return process.name().startswith("wandb")
-
-
 def _how_it_ended(exit_code: int) -> str:
     if exit_code >= 0:
         return (
             f"ended with exit code {exit_code} before it could tell why; Ray ends it so when one of its"
             " servers (raylet, gcs_server) has died"
         )
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
+    name = next((number.name for number in signal.Signals if number == -exit_code), f"signal {-exit_code}")
     because = " (which is also what happens when memory runs out)" if -exit_code == signal.SIGKILL else ""
     return f"was killed by {name}{because}"
 

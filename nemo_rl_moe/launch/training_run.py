@@ -34,7 +34,7 @@ from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
     MOE_SOURCES_FILE,
     PreparedModel,
-    announce,
+    announce_moe,
     prepare_model,
     running_role,
     summarise,
@@ -45,9 +45,13 @@ from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.run_folder.advantages import AdvantageWriter
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.routing import RoutingWriter
 from nemo_rl_moe.run_folder.samples import SampleLog
 
 FINAL_RUN_FILE = "training_run.json"
@@ -264,11 +268,18 @@ class TrainingRun(ModelRun):
         resumed_at = None if resume is None or resume.step == _NOTHING_SAVED else resume.step
         moe_files = {EFFECTIVE_MOE_FILE: policy.moe_configuration, MOE_SOURCES_FILE: policy.moe_configuration_sources}
         write_run_files(self._folder, resolved, moe_files, resumed_at)
-        announce(self.console, policy.moe_configuration, policy.moe_configuration_sources, self._folder)
+        announce_moe(self.console, policy.moe_configuration, policy.moe_configuration_sources)
+        self.console.message(f"writing to {self._folder}")
         topk = policy.moe_configuration.get("moe_router_topk")
         loggers = self.use(build_loggers(config.logger, self._folder, self.console, resume, topk=topk))
         loggers.log_config(resolved)
         return self._recorder(loggers, self._folder)
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder; known from `open` on."""
+        assert self._folder is not None
+        return self._folder
 
     def end(self, summary: RunSummary) -> None:
         """Writes the final weights of a run that is complete; prepares what is told when everything is closed."""
@@ -355,11 +366,25 @@ class TrainingRun(ModelRun):
             expert_load.write(step, load)
             loggers.log_expert_load(step, load)
 
+        routing = RoutingWriter(folder, self.console.warn, self.console.message)
+        self._opened.callback(routing.close)
+
+        def log_tape_report(step: int, report: TapeReport) -> None:
+            routing.write(step, report)
+            loggers.log_tape_report(step, report)
+
+        advantages = AdvantageWriter(folder, self.console.warn, self.console.message)
+        self._opened.callback(advantages.close)
+
+        def log_advantage_scores(step: int, scores: AdvantageScores) -> None:
+            advantages.write(step, scores)
+            loggers.log_advantage_scores(step, scores)
+
         settings = self.config.logger
         if not isinstance(settings, GenerationLoggerConfig):
             return Observers(loggers, log_expert_load)
         samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
-        return Observers(loggers, log_expert_load, samples.write)
+        return Observers(loggers, log_expert_load, samples.write, log_tape_report, log_advantage_scores)
 
     def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
         policy, store, config = self._started, self._store, self.config

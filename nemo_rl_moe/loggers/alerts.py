@@ -5,7 +5,7 @@
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,11 @@ from jaxtyping import Int
 from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.findings import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
+from nemo_rl_moe.moe.tape_findings import ANOMALIES_METRIC
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.run_folder.routing import AnomaliesTail, anomalies_by_step
 
 _MOST_LINES = 20
 
@@ -44,15 +47,15 @@ class AlertWatch:
     """
 
     def __init__(self, settings: AlertsConfig, topk: int | None):
-        thresholds = Thresholds(
-            settings.dead_expert_steps,
-            settings.excess_cv,
-            settings.overload_factor,
-            settings.sustained_steps,
-            settings.idle_steps,
-        )
+        thresholds = Thresholds(**{field.name: getattr(settings, field.name) for field in fields(Thresholds)})
         self._tracker = FindingTracker(thresholds, topk)
-        longest_streak = max(settings.dead_expert_steps or 0, settings.sustained_steps, settings.idle_steps or 0)
+        longest_streak = max(
+            settings.dead_expert_steps or 0,
+            settings.sustained_steps,
+            settings.idle_steps or 0,
+            settings.missing_routes_steps,
+            settings.sudden_steps or 0,
+        )
         # An episode that the next step continues may have ended this long ago, and taken this long to be found.
         self._num_steps_to_replay = QUIET_STEPS + longest_streak
 
@@ -68,6 +71,10 @@ class AlertWatch:
             return []
         return alerts_of(step, self._tracker.observe(step, metrics, layers, counts))
 
+    def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Alert]:
+        """Alerts about the tape of the next step, before its metrics are there: a run may end by it."""
+        return alerts_of(step, self._tracker.observe_tape(step, anomalies))
+
     def replay(self, run_folder: Path, last_step: int) -> None:
         """Observes the last steps before a resume without alerts, since the user has had them.
 
@@ -79,10 +86,15 @@ class AlertWatch:
         with suppress(OSError, DataError):
             history = read_expert_load(run_folder, first_step)
             loads, layers = dict(zip(history.steps.tolist(), history.counts, strict=True)), history.layers.tolist()
+        anomalies: dict[int, list[TapeAnomaly]] = {}
+        with suppress(DataError):
+            anomalies = anomalies_by_step(AnomaliesTail(run_folder).read().records)
         with suppress(OSError, DataError):
             for record in read_metrics(run_folder / METRICS_FILE_NAME):
                 if first_step <= record.step <= last_step:
                     self.observe(record.step, record.metrics, layers, loads.get(record.step))
+                    if ANOMALIES_METRIC in record.metrics:
+                        self.observe_tape(record.step, anomalies.get(record.step, ()))
 
 
 def alerts_of(step: int, begun: Iterable[Finding]) -> list[Alert]:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The console: steps as lines of text, messages, warnings, and notices that other threads leave for it."""
+"""The console: steps as lines of text, messages, warnings, and notices of other threads."""
 
 import contextlib
 import logging
@@ -29,7 +29,7 @@ _TRAIN_FIELDS = (
     ("train/grad_norm", "grad_norm", ".3g"),
     ("train/lr", "lr", ".1e"),
     ("train/moe/load_balancing_loss", "load_balancing_loss", ".3f"),
-    ("train/refit/seconds", "refit_seconds", ".2f"),
+    ("timing/refit/seconds", "refit_seconds", ".2f"),
     ("train/refit/logprob_gap", "refit_gap", ".1e"),
     ("train/refit/checks_failed", "refit_checks_failed", ".0f"),
 )
@@ -254,7 +254,7 @@ def quiet(*logger_names: str, least: int = logging.ERROR) -> Iterator[None]:
 
 
 class Notices:
-    """Messages and warnings of all threads, kept until the main thread shows them: the console is not thread-safe.
+    """Messages and warnings for the user, from any thread: rich's console takes the lines of all.
 
     Survives a console that fails, such as a closed pipe behind standard output: standard error is used then.
 
@@ -265,25 +265,21 @@ class Notices:
 
     def __init__(self, message: Callable[[str], None], warn: Callable[[str], None]):
         self._message, self._warn = message, warn
-        self._lines: deque[tuple[bool, str]] = deque()
 
     def message(self, text: str) -> None:
-        """Adds a line; may be called from any thread."""
-        self._lines.append((False, text))
+        """Shows a line."""
+        self._show(self._message, text, text)
 
     def warn(self, text: str) -> None:
-        """Adds a warning; may be called from any thread."""
-        self._lines.append((True, text))
+        """Shows a warning."""
+        self._show(self._warn, text, f"warning: {text}")
 
-    def show(self) -> None:
-        """Shows all of them in the order in which they were added."""
-        while self._lines:
-            is_warning, text = self._lines.popleft()
-            try:
-                (self._warn if is_warning else self._message)(text)
-            except Exception:
-                with contextlib.suppress(Exception):
-                    print(printable(f"warning: {text}" if is_warning else text), file=sys.stderr)
+    def _show(self, show: Callable[[str], None], text: str, line: str) -> None:
+        try:
+            show(text)
+        except Exception:
+            with contextlib.suppress(Exception):
+                print(printable(line), file=sys.stderr)
 
 
 def reason_of(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.interface import Backend
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
-from nemo_rl_moe.loggers.pictures import LoadPictures
+from nemo_rl_moe.loggers.step_pictures import StepPictures
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.loggers.wandb import WandbLogger, abandon_service, choose_run_id
 from nemo_rl_moe.run_folder.folder import read_logger_run_ids, store_logger_run_ids
@@ -110,7 +110,7 @@ def build_loggers(
         isolated,
         earlier_run_ids=run_ids,
         closing_s=patience.closing_s,
-        pictures=LoadPictures(logger_config.expert_load_pictures.every_steps, notices),
+        pictures=StepPictures(logger_config.expert_load_pictures.every_steps, notices),
         alerts=_alert_watch(logger_config.alerts, topk, run_folder, resume),
     )
     if loggers.run_ids:

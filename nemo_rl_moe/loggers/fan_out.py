@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_rl_moe.loggers.alerts import AlertWatch
+from nemo_rl_moe.loggers.alerts import Alert, AlertWatch
 from nemo_rl_moe.loggers.console import Notices, reason_of
-from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger
-from nemo_rl_moe.loggers.isolated import IsolatedLogger
-from nemo_rl_moe.loggers.pictures import LoadPictures
+from nemo_rl_moe.loggers.interface import DrawPictures, FlushesToDisk, MetricLogger
+from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
+from nemo_rl_moe.loggers.step_pictures import StepPictures
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 if TYPE_CHECKING:
     # Loggers work without torch.
     from nemo_rl_moe.moe.load_statistics import ExpertLoad
-
-_CLOSING_S = 10.0
+    from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+    from nemo_rl_moe.moe.tape_ledger import TapeReport
 
 
 class FanOutLogger:
@@ -33,11 +33,11 @@ class FanOutLogger:
 
     Args:
         direct: Loggers that run in the caller's thread, in order.
-        notices: Lines for the user, shown at each call.
+        notices: Lines for the user.
         isolated: Loggers with threads of their own; they are opening already.
         earlier_run_ids: Ids of the run at services, from before it was resumed.
         closing_s: Seconds that `close` waits for all isolated loggers together.
-        pictures: Draws the expert load for the isolated loggers; None: no pictures.
+        pictures: Draws steps for the isolated loggers; None: no pictures.
         alerts: Watches the steps; None: no alerts.
     """
 
@@ -50,8 +50,8 @@ class FanOutLogger:
         isolated: Sequence[IsolatedLogger] = (),
         *,
         earlier_run_ids: Mapping[str, str] = MappingProxyType({}),
-        closing_s: float = _CLOSING_S,
-        pictures: LoadPictures | None = None,
+        closing_s: float = Patience.closing_s,
+        pictures: StepPictures | None = None,
         alerts: AlertWatch | None = None,
     ):
         self._notices = notices
@@ -62,7 +62,6 @@ class FanOutLogger:
         self._warned_keys: set[str] = set()
         self._pictures, self._alerts = pictures, alerts
         self._load: tuple[int, Sequence[int], NDArray[np.int64]] | None = None
-        self._notices.show()
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -82,23 +81,34 @@ class FanOutLogger:
         for isolated in self._isolated:
             isolated.log_step(step, numbers)
         self._send_alerts(step, numbers)
-        self._notices.show()
 
     def log_expert_load(self, step: int, load: "ExpertLoad") -> None:
         """Logs the load matrix of a step, before the step itself: its pictures belong into the step's row."""
         counts = np.asarray(load.counts)
         self._load = step, load.layers, counts
-        draw = self._pictures.of_step(step, load.layers, counts) if self._pictures is not None else None
-        if draw is not None:
-            for isolated in self._isolated:
-                isolated.log_pictures(step, draw)
+        if self._pictures is not None:
+            self._log_pictures(step, self._pictures.expert_load(step, load.layers, counts))
+
+    def log_tape_report(self, step: int, report: "TapeReport") -> None:
+        """Logs what the tape of a step holds, before the step itself: alerts, since a run may end by it, and pictures.
+
+        Its metrics are those of the step.
+        """
+        if self._pictures is not None:
+            self._log_pictures(step, self._pictures.routing(step, report.layers, np.asarray(report.totals.rows)))
+        if self._alerts is not None:
+            self._tell(self._alerts.observe_tape(step, report.anomalies))
+
+    def log_advantage_scores(self, step: int, found: "AdvantageScores") -> None:
+        """Logs the scores of experts by advantage of a step, before the step itself: as a picture."""
+        if self._pictures is not None:
+            self._log_pictures(step, self._pictures.advantages(step, found.layers, np.asarray(found.scores)))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Logs the configuration to every logger that still takes part."""
         self._for_each("failed to store the configuration", lambda logger: logger.log_config(config))
         for isolated in self._isolated:
             isolated.log_config(config)
-        self._notices.show()
 
     def flush_to_disk(self) -> bool:
         """Waits until the disk has every logged step; may be called from any thread.
@@ -125,7 +135,6 @@ class FanOutLogger:
                 logger.let_go()
             self._for_each("failed to close", lambda direct: direct.close(outcome))
             self._direct.clear()
-            self._notices.show()
 
     def __enter__(self) -> Self:
         return self
@@ -139,7 +148,15 @@ class FanOutLogger:
         if self._alerts is None:
             return
         layers, counts = self._load[1:] if self._load is not None and self._load[0] == step else ((), None)
-        for alert in self._alerts.observe(step, numbers, layers, counts):
+        self._tell(self._alerts.observe(step, numbers, layers, counts))
+
+    def _log_pictures(self, step: int, draw: DrawPictures | None) -> None:
+        if draw is not None:
+            for isolated in self._isolated:
+                isolated.log_pictures(step, draw)
+
+    def _tell(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
             self._notices.warn(alert.line)
             for isolated in self._isolated:
                 isolated.send_alert(alert.title, alert.text)

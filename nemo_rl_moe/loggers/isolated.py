@@ -38,9 +38,13 @@ class Patience:
 
 @dataclass(frozen=True)
 class _Job:
-    kind: Literal["step", "pictures", "other"]
+    kind: Literal["step", "pictures", "alert", "config"]
     what: str
     action: Callable[[Backend], None]
+
+
+def _step_job(step: int, metrics: Mapping[str, float]) -> _Job:
+    return _Job("step", f"step {step}", lambda backend: backend.log_step(step, metrics))
 
 
 class IsolatedLogger:
@@ -61,6 +65,10 @@ class IsolatedLogger:
         abandon: Called where the backend hangs at the end: lets the process end all the same. Must be quick.
         run_id: Id of the run at the service, where that is known before the backend is open.
         patience: Limits on waiting.
+
+    Attributes:
+        is_active: True while the backend takes part.
+        run_id: Id of the run at the service; None while it is not known.
     """
 
     def __init__(
@@ -79,7 +87,7 @@ class IsolatedLogger:
         self._abandon = abandon
         self._notices = notices
         self._patience = patience or Patience()
-        self._run_id = run_id
+        self.run_id = run_id
         self._backend: Backend | None = None
         # Shared by the caller and the thread, guarded by `_changed`.
         self._changed = threading.Condition()
@@ -87,7 +95,7 @@ class IsolatedLogger:
         self._outcome: RunOutcome | None = None
         self._asked_at = time.monotonic()
         self._busy: tuple[str, float] | None = ("opening", time.monotonic())
-        self._is_active, self._is_silent = True, False
+        self.is_active, self._is_silent = True, False
         self._dropped: Counter[str] = Counter()
         # Used by the thread alone: failures in a row, by kind of job.
         self._failures: Counter[str] = Counter()
@@ -95,16 +103,6 @@ class IsolatedLogger:
         self._is_open = threading.Event()
         self._thread = threading.Thread(target=self._work, name=f"logger-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def is_active(self) -> bool:
-        """True while the backend takes part."""
-        return self._is_active
-
-    @property
-    def run_id(self) -> str | None:
-        """Id of the run at the service; None while it is not known."""
-        return self._run_id
 
     def wait_until_open(self) -> None:
         """Waits for the backend to open or to fail, up to `opening_s`."""
@@ -117,19 +115,29 @@ class IsolatedLogger:
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queues one step; the mapping must not be changed afterwards."""
-        self._put("step", f"step {step}", lambda backend: self._write_step(backend, step, metrics))
+        self._put(_step_job(step, metrics))
 
     def log_pictures(self, step: int, draw: DrawPictures) -> None:
         """Queues the pictures of a step, which are drawn in the thread; called before the step itself."""
-        self._put("pictures", f"the pictures of step {step}", lambda b: self._write_pictures(b, step, draw))
+
+        def log(backend: Backend) -> None:
+            if pictures := draw():
+                backend.log_pictures(step, pictures)
+
+        self._put(_Job("pictures", f"the pictures of step {step}", log))
 
     def send_alert(self, title: str, text: str) -> None:
         """Queues an alert, for a backend that sends any."""
-        self._put("other", "an alert", lambda backend: self._send_alert(backend, title, text))
+
+        def send(backend: Backend) -> None:
+            if isinstance(backend, SendsAlerts):
+                backend.send_alert(title, text)
+
+        self._put(_Job("alert", "an alert", send))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Queues the configuration."""
-        self._put("other", "the configuration", lambda backend: self._write_config(backend, config))
+        self._put(_Job("config", "the configuration", lambda backend: backend.log_config(config)))
 
     def close(self, outcome: RunOutcome = "finished") -> None:
         """Asks the backend to close and waits for it."""
@@ -157,7 +165,6 @@ class IsolatedLogger:
                 self._notices.message(
                     f"waiting up to {longer:g} s for {self.name} to send what is left (an interrupt ends the wait)"
                 )
-                self._notices.show()
                 with contextlib.suppress(KeyboardInterrupt):
                     self._thread.join(longer)
         finally:
@@ -169,11 +176,11 @@ class IsolatedLogger:
     def let_go(self) -> None:
         """Leaves a backend behind that has not ended, so that the process can end."""
         with self._changed:
-            if not self._thread.is_alive() or not self._is_active:
+            if not self._thread.is_alive() or not self.is_active:
                 return
             num_waiting = self._num_waiting("step")
             self._waiting.clear()
-            self._is_active = False
+            self.is_active = False
         self._notices.warn(
             f"logger {self.name} did not end within {time.monotonic() - self._asked_at:.0f} s and is left behind; "
             f"{num_waiting} steps that waited for it are not in it"
@@ -182,17 +189,17 @@ class IsolatedLogger:
             with contextlib.suppress(Exception):
                 self._abandon()
 
-    def _put(self, kind: Literal["step", "pictures", "other"], what: str, action: Callable[[Backend], None]) -> None:
-        limits = {"step": self._patience.most_waiting, "pictures": self._patience.most_pictures_waiting}
+    def _put(self, job: _Job) -> None:
+        kind, limits = job.kind, {"step": self._patience.most_waiting, "pictures": self._patience.most_pictures_waiting}
         with self._changed:
-            if not self._is_active:
+            if not self.is_active:
                 return
             if kind in limits and self._num_waiting(kind) >= limits[kind]:
                 if kind == "step" and not self._dropped[kind]:
-                    self._notices.warn(f"logger {self.name} does not answer: steps are dropped from {what} on")
+                    self._notices.warn(f"logger {self.name} does not answer: steps are dropped from {job.what} on")
                 self._dropped[kind] += 1
             else:
-                self._waiting.append(_Job(kind, what, action))
+                self._waiting.append(job)
                 self._changed.notify()
             if self._busy is not None and not self._is_silent:
                 doing, since = self._busy
@@ -209,23 +216,21 @@ class IsolatedLogger:
         try:
             backend = self._open_backend()
             self._backend = backend
-            self._run_id = backend.run_id or self._run_id
+            self.run_id = backend.run_id or self.run_id
             if backend.announcement:
                 self._notices.message(backend.announcement)
             self._is_open.set()
             doing = "failed at an earlier step"
             for record in self._earlier_steps():
-                if record.step > backend.last_step and self._is_active:
-                    with self._changed:
-                        self._busy = (f"step {record.step}", time.monotonic())
-                    self._write_step(backend, record.step, record.metrics)
+                if record.step > backend.last_step and self.is_active:
+                    self._busy = (f"step {record.step}", time.monotonic())
+                    self._do(_step_job(record.step, record.metrics), backend)
             while job := self._next_job():
                 doing = f"failed at {job.what}"
-                job.action(backend)
-            if self._is_active:
+                self._do(job, backend)
+            if self.is_active:
                 doing = "failed to close"
-                with self._changed:
-                    self._busy = ("closing", time.monotonic())
+                self._busy = ("closing", time.monotonic())
                 backend.close(self._outcome or "finished")
         except BaseException as error:  # a package may even call sys.exit
             self._leave_out(doing, error)
@@ -238,60 +243,37 @@ class IsolatedLogger:
     def _next_job(self) -> _Job | None:
         with self._changed:
             self._busy = None
-            if self._is_silent and self._is_active:
+            if self._is_silent and self.is_active:
                 self._is_silent = False
                 self._notices.message(f"logger {self.name} answers again")
             while not self._waiting and self._outcome is None:
                 self._changed.wait()
-            if not self._waiting or not self._is_active:
+            if not self._waiting or not self.is_active:
                 return None
             job = self._waiting.popleft()
             self._busy = (job.what, time.monotonic())
             return job
 
-    def _write_config(self, backend: Backend, config: Mapping[str, Any]) -> None:
-        try:
-            backend.log_config(config)
-        except Exception as error:
-            self._notices.warn(f"logger {self.name} lacks the configuration: {reason_of(error)}")
-
-    def _send_alert(self, backend: Backend, title: str, text: str) -> None:
-        if not isinstance(backend, SendsAlerts):
+    def _do(self, job: _Job, backend: Backend) -> None:
+        """Does a job; one that fails is told once of its kind, and raises where it is one step too many in a row."""
+        kind = job.kind
+        if kind == "pictures" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
             return
         try:
-            backend.send_alert(title, text)
+            job.action(backend)
+            self._failures[kind] = 0
         except Exception as error:
-            self._notices.warn(f"logger {self.name} could not send an alert: {reason_of(error)}")
-
-    def _write_step(self, backend: Backend, step: int, metrics: Mapping[str, float]) -> None:
-        try:
-            backend.log_step(step, metrics)
-            self._failures["step"] = 0
-        except Exception as error:
-            self._failures["step"] += 1
-            if self._failures["step"] >= _FAILURES_BEFORE_LEFT_OUT:
+            self._failures[kind] += 1
+            if kind == "step" and self._failures[kind] >= _FAILURES_BEFORE_LEFT_OUT:
                 raise
-            self._warn_once("step", f"logger {self.name} does not take step {step}: {reason_of(error)}")
-
-    def _write_pictures(self, backend: Backend, step: int, draw: DrawPictures) -> None:
-        if self._failures["pictures"] >= _FAILURES_BEFORE_LEFT_OUT or not (pictures := draw()):
-            return
-        try:
-            backend.log_pictures(step, pictures)
-            self._failures["pictures"] = 0
-        except Exception as error:
-            self._failures["pictures"] += 1
-            what = f"the pictures of step {step}: {reason_of(error)}; its metrics go on"
-            self._warn_once("pictures", f"logger {self.name} does not take {what}")
-
-    def _warn_once(self, kind: str, warning: str) -> None:
-        if kind not in self._has_warned:
-            self._has_warned.add(kind)
-            self._notices.warn(warning)
+            if kind not in self._has_warned and self.is_active:
+                self._has_warned.add(kind)
+                more = "; its metrics go on" if kind == "pictures" else ""
+                self._notices.warn(f"logger {self.name} does not take {job.what}: {reason_of(error)}{more}")
 
     def _leave_out(self, failure: str, error: BaseException) -> None:
         with self._changed:
-            was_active, self._is_active = self._is_active, False
+            was_active, self.is_active = self.is_active, False
             self._busy = None
             self._waiting.clear()
         if was_active:

@@ -4,7 +4,6 @@
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
@@ -21,9 +20,6 @@ _PARAMS_PER_BATCH = 100
 _LONGEST_KEY = 250
 _LONGEST_VALUE = 500
 _SQLITE_PREFIX = "sqlite:///"
-PICTURES_FOLDER = "images"
-# How MLflow names the pictures of a step; older versions put % where newer ones put +.
-PICTURE_NAME = re.compile(r"(?P<key>.+?)[+%]step[+%](?P<step>\d+)[+%]timestamp[+%].*\.png")
 
 
 class MlflowLogger:
@@ -59,14 +55,13 @@ class MlflowLogger:
             experiment_id = self._experiment_id(experiment_name, _local_artifact_folder(tracking_uri))
         self._last_steps: dict[str, int] = {}
         self._stored_params: frozenset[str] = frozenset()
-        # Asked for when the first pictures come: a store without a place for them is no reason to lose metrics.
-        self._stored_pictures: frozenset[tuple[str, int]] | None = None
         run = None if resumed_run_id is None else self._resumed(resumed_run_id)
         if run is None:
             run = self._client.create_run(experiment_id, run_name=run_name)
         self.run_id: str = run.info.run_id
+        self._last_before = max(self._last_steps.values(), default=0)
         # One less: a kill may have left the last step incomplete.
-        self.last_step = max(self._last_steps.values(), default=0) - 1
+        self.last_step = self._last_before - 1
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of the step, up to 1,000 in one request; those that the run has are skipped."""
@@ -78,13 +73,11 @@ class MlflowLogger:
             self._last_steps.update((entry.key, step) for entry in batch)
 
     def log_pictures(self, step: int, pictures: Mapping[str, bytes]) -> None:
-        """Stores each picture as the step's image, which MLflow shows with a slider over the steps."""
+        """Stores each picture as the step's image; those of steps from before the resume are there."""
         import PIL.Image
 
-        if self._stored_pictures is None:
-            self._stored_pictures = frozenset(picture_of(path) for path in stored_pictures(self._client, self.run_id))
-        for key, content in pictures.items():
-            if (key, step) not in self._stored_pictures:
+        if step > self._last_before:
+            for key, content in pictures.items():
                 self._client.log_image(self.run_id, PIL.Image.open(BytesIO(content)), key=key, step=step)
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -131,20 +124,6 @@ class MlflowLogger:
                 if experiment is None:
                     raise
         return str(experiment.experiment_id)
-
-
-def stored_pictures(client: Any, run_id: str) -> list[str]:
-    """Paths, below the run's artifacts, of the pictures that `MlflowLogger` has stored."""
-    paths = [entry.path for entry in client.list_artifacts(run_id, PICTURES_FOLDER)]
-    return [path for path in paths if PICTURE_NAME.fullmatch(path.removeprefix(f"{PICTURES_FOLDER}/"))]
-
-
-def picture_of(path: str) -> tuple[str, int]:
-    """Key and step of the picture at a path that `stored_pictures` returns."""
-    found = PICTURE_NAME.fullmatch(path.removeprefix(f"{PICTURES_FOLDER}/"))
-    assert found is not None, path
-    # A slash cannot stand in the name of a file.
-    return re.sub("[~#]", "/", found["key"]), int(found["step"])
 
 
 def local_store_uri(folder: Path) -> str:

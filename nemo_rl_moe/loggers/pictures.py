@@ -1,24 +1,18 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures of the expert load for the backends that show images: when they are due, and how they are drawn.
-
-matplotlib is imported when the first picture is drawn, in the thread of a backend: that takes seconds.
-"""
+"""Pictures of the expert load for the backends that show images."""
 
 import math
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from io import BytesIO
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from nemo_rl_moe.loggers.console import Notices, quiet, reason_of
-from nemo_rl_moe.loggers.interface import DrawPictures
+from nemo_rl_moe.loggers.figures import BOTTOM, LEFT, RIGHT, TOP, add_title, as_png, axes_at, new_figure
 from nemo_rl_moe.moe.load_arrays import coefficient_of_variation, dead, utilization
 
 if TYPE_CHECKING:
@@ -37,64 +31,11 @@ SORTED_LOAD_KEY = "pictures/expert_load_sorted"
 DEAD_COLOR = (0.0, 0.0, 0.0)
 NO_LOAD_COLOR = (0.75, 0.75, 0.75)
 
-_DPI = 100
 _HEATMAP_PIXELS = 1280, 600
-_LEFT, _RIGHT, _TOP, _BOTTOM = 80, 130, 84, 64
 _LEAST_LABEL_PIXELS = 16
 _LEAST_CELL_WITH_TEXT = 44, 26
 _MOST_LINES = 8
 _LINEAR_UP_TO = 2.0
-
-
-def is_picture_step(step: int, every_steps: int | None) -> bool:
-    """True for steps with pictures: the first one and each multiple of `every_steps`; None or 0: never."""
-    return bool(every_steps) and (step == 1 or step % (every_steps or 1) == 0)
-
-
-class LoadPictures:
-    """Pictures of the steps at which they are due, drawn once for all backends.
-
-    Survives a matplotlib that cannot draw, for example without fonts: it warns once, and metrics go on.
-
-    Args:
-        every_steps: See `is_picture_step`.
-        notices: Receives the warning.
-    """
-
-    def __init__(self, every_steps: int | None, notices: Notices):
-        self._every_steps = every_steps
-        self._notices = notices
-        # Several backends may ask at once; matplotlib is not thread-safe.
-        self._lock = threading.Lock()
-        self._has_failed = False
-
-    def of_step(
-        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
-    ) -> DrawPictures | None:
-        """Function that draws the pictures of a step; None where none are due. The counts must not be changed."""
-        if not is_picture_step(step, self._every_steps):
-            return None
-        drawn: dict[str, bytes] | None = None
-
-        def draw() -> Mapping[str, bytes]:
-            nonlocal drawn
-            with self._lock:
-                if drawn is None:
-                    drawn = self._draw(step, layers, counts)
-            return drawn
-
-        return draw
-
-    def _draw(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> dict[str, bytes]:
-        try:
-            # At its first import, matplotlib logs lines about folders and fonts.
-            with quiet("matplotlib"):
-                return expert_load_pictures(step, layers, counts)
-        except Exception as error:
-            if not self._has_failed:
-                self._has_failed = True
-                self._notices.warn(f"the expert load of step {step} cannot be drawn: {reason_of(error)}; metrics go on")
-            return {}
 
 
 @dataclass(frozen=True)
@@ -120,12 +61,12 @@ class HeatmapGeometry:
         """Width and height of the picture."""
         width, height = self.cell
         # Wide enough for the title, however few experts there are; high enough for the scale.
-        return _LEFT + max(640, width * self.num_experts) + _RIGHT, _TOP + max(200, height * self.num_layers) + _BOTTOM
+        return LEFT + max(640, width * self.num_experts) + RIGHT, TOP + max(200, height * self.num_layers) + BOTTOM
 
     def center(self, row: int, expert: int) -> tuple[int, int]:
         """Pixel in the middle of a cell."""
         width, height = self.cell
-        return _LEFT + width * expert + width // 2, _TOP + height * row + height // 2
+        return LEFT + width * expert + width // 2, TOP + height * row + height // 2
 
 
 def expert_load_pictures(
@@ -144,15 +85,6 @@ def expert_load_pictures(
     }
 
 
-def as_png(figure: "Figure") -> bytes:
-    """Figure as a PNG file, in its own size: a user's `savefig` settings would move the cells."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    content = BytesIO()
-    FigureCanvasAgg(figure).print_png(content)
-    return content.getvalue()
-
-
 def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, "layers experts rgb"]:
     """RGB colour of each cell, 0 to 1: half of the fair share is as blue as twice is red, 1 is white, dead is black."""
     log_utilization = np.log2(np.clip(utilization(counts), 2.0**-MOST_DOUBLINGS, 2.0**MOST_DOUBLINGS))
@@ -166,9 +98,9 @@ def cell_colors(counts: Int[np.ndarray, "layers experts"]) -> Float[np.ndarray, 
 def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
     """Heatmap of layers x experts; the colour is load over fair share."""
     geometry = HeatmapGeometry(*counts.shape)
-    figure = _figure(geometry.size)
+    figure = new_figure(geometry.size)
     cell_width, cell_height = geometry.cell
-    axes = _axes(figure, _LEFT, _TOP, cell_width * counts.shape[1], cell_height * counts.shape[0])
+    axes = axes_at(figure, LEFT, TOP, cell_width * counts.shape[1], cell_height * counts.shape[0])
     colors = cell_colors(counts)
     axes.imshow(colors, aspect="auto", interpolation="nearest")
     axes.spines[:].set_position(("outward", 1))  # the frame is not to cover the outer cells
@@ -178,7 +110,7 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
     axes.set_yticks(rows, labels=[str(layers[row]) for row in rows])
     if cell_width >= _LEAST_CELL_WITH_TEXT[0] and cell_height >= _LEAST_CELL_WITH_TEXT[1]:
         _write_values(axes, counts, colors)
-    _title(figure, f"Expert load at step {step}", _summary(layers, counts))
+    add_title(figure, f"Expert load at step {step}", _summary(layers, counts))
     _draw_scale(figure, geometry, counts)
     return figure
 
@@ -186,8 +118,8 @@ def draw_heatmap(step: int, layers: Sequence[int], counts: Int[np.ndarray, "laye
 def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> "Figure":
     """Loads of each layer's experts in descending order; for many layers, their quantiles."""
     num_experts = counts.shape[1]
-    figure = _figure((1000, 560))
-    axes = _axes(figure, 80, _TOP, 880, 560 - _TOP - _BOTTOM)
+    figure = new_figure((1000, 560))
+    axes = axes_at(figure, 80, TOP, 880, 560 - TOP - BOTTOM)
     used = np.flatnonzero(counts.sum(-1))
     descending = -np.sort(-utilization(counts[used]), axis=-1)
     ranks = np.arange(1, num_experts + 1)
@@ -215,7 +147,7 @@ def draw_sorted_load(step: int, layers: Sequence[int], counts: Int[np.ndarray, "
     axes.grid(color="0.9")
     axes.set_axisbelow(True)
     axes.legend(loc="upper right", frameon=False)
-    _title(figure, f"Experts sorted by load at step {step}", _summary(layers, counts))
+    add_title(figure, f"Experts sorted by load at step {step}", _summary(layers, counts))
     return figure
 
 
@@ -224,29 +156,6 @@ def _colormap() -> "LinearSegmentedColormap":
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("utilization", [tuple(c / 255 for c in rgb) for rgb in ANCHORS], N=255)
-
-
-def _figure(size: tuple[int, int]) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(size[0] / _DPI, size[1] / _DPI), dpi=_DPI, facecolor="white")
-    figure.set_layout_engine("none")  # a user's settings may ask for one, which would move the cells
-    return figure
-
-
-def _axes(figure: "Figure", left: int, top: int, width: int, height: int) -> "Axes":
-    """Axes at a position in pixels from the upper left corner."""
-    full_width, full_height = (round(inches * _DPI) for inches in figure.get_size_inches())
-    return figure.add_axes(
-        (left / full_width, 1 - (top + height) / full_height, width / full_width, height / full_height)
-    )
-
-
-def _title(figure: "Figure", title: str, summary: str) -> None:
-    height = figure.get_size_inches()[1] * _DPI
-    left = _LEFT / (figure.get_size_inches()[0] * _DPI)
-    figure.text(left, 1 - 30 / height, title, fontsize=14, fontweight="bold")
-    figure.text(left, 1 - 56 / height, summary, fontsize=10)
 
 
 def _summary(layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> str:
@@ -264,16 +173,16 @@ def _draw_scale(figure: "Figure", geometry: HeatmapGeometry, counts: Int[np.ndar
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
 
-    left = _LEFT + geometry.cell[0] * geometry.num_experts + 36
+    left = LEFT + geometry.cell[0] * geometry.num_experts + 36
     bar = figure.colorbar(
         ScalarMappable(Normalize(-MOST_DOUBLINGS, MOST_DOUBLINGS), _colormap()),
-        cax=_axes(figure, left, _TOP, 16, 150),
+        cax=axes_at(figure, left, TOP, 16, 150),
         ticks=[-2, -1, 0, 1, 2],
     )
     bar.ax.set_yticklabels(["≤ ¼", "½", "1 (fair)", "2", "≥ 4"])
     marks = [(DEAD_COLOR, "dead"), (NO_LOAD_COLOR, "no tokens")]
     for index, (color, label) in enumerate(marks if (counts.sum(-1) == 0).any() else marks[:1]):
-        patch = _axes(figure, left, _TOP + 166 + 24 * index, 16, 16)
+        patch = axes_at(figure, left, TOP + 166 + 24 * index, 16, 16)
         patch.set(xticks=[], yticks=[], facecolor=color)
         patch.text(1.5, 0.5, label, transform=patch.transAxes, va="center", fontsize=10)
 

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """TensorBoard event files, written without torch or TensorFlow."""
 
-import itertools
-import os
 import socket
 import time
 from collections.abc import Mapping
@@ -15,8 +13,6 @@ import yaml
 
 from nemo_rl_moe.run_folder.lines import append_whole, to_plain
 from nemo_rl_moe.run_folder.metrics import RunOutcome
-
-_file_numbers = itertools.count()
 
 
 class TensorBoardLogger:
@@ -49,7 +45,7 @@ class TensorBoardLogger:
         self._config_step = resumed_after or 0
         # Files are read in the order of their names, so the time in them has to ascend even where a clock does not.
         seconds = max([int(time.time()), *(1 + second for second in _seconds_in_names(folder))])
-        file_name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}"
+        file_name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}"
         self._record = BytesIO()
         self._writer = RecordWriter(self._record)
         self._file = (folder / file_name).open("xb", buffering=0)

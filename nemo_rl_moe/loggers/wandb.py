@@ -6,7 +6,6 @@ W&B makes a chart of each key, in a section named after the part of the key befo
 `timing`, `pictures`. Their axis is the optimizer step, at which rows are logged.
 """
 
-import netrc
 import os
 import shutil
 import sys
@@ -19,9 +18,8 @@ from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from nemo_rl_moe.loggers.pictures import is_picture_step
+from nemo_rl_moe.loggers.step_pictures import is_picture_step
 from nemo_rl_moe.loggers.wandb_files import last_wandb_step
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX
 from nemo_rl_moe.run_folder.lines import to_plain
@@ -69,29 +67,28 @@ def define_charts(run: Any, has_outlier_chart: bool) -> None:
 
 
 class OutlierChart:
-    """The most and the least loaded experts of each step, on one chart."""
+    """The most and the least loaded experts of each step, on one chart.
+
+    Attributes:
+        rows: Step, load over fair share, and expert, such as `layer_3_expert_17`; the latest 10,000 of a long run.
+    """
 
     def __init__(self) -> None:
-        self._rows: deque[tuple[int, float, str]] = deque(maxlen=_MOST_ROWS)
+        self.rows: deque[tuple[int, float, str]] = deque(maxlen=_MOST_ROWS)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the outliers of a step."""
         for key, value in metrics.items():
             if key.startswith(_OUTLIERS):
-                self._rows.append((step, value, key.removeprefix(_OUTLIERS)))
-
-    @property
-    def rows(self) -> Iterable[tuple[int, float, str]]:
-        """Step, load over fair share, and expert, such as `layer_3_expert_17`; the latest 10,000 of a long run."""
-        return tuple(self._rows)
+                self.rows.append((step, value, key.removeprefix(_OUTLIERS)))
 
     def draw(self) -> Mapping[str, Any]:
         """Chart as W&B takes it, by its key; empty while there are no outliers."""
-        if not self._rows:
+        if not self.rows:
             return {}
         import wandb
 
-        table = wandb.Table(columns=["step", "utilization", "expert"], data=[list(row) for row in self._rows])
+        table = wandb.Table(columns=["step", "utilization", "expert"], data=[list(row) for row in self.rows])
         title = "Most and least loaded experts: load over fair share"
         return {OUTLIER_CHART_KEY: wandb.plot.line(table, "step", "utilization", stroke="expert", title=title)}
 
@@ -283,18 +280,8 @@ def choose_mode(environment: Mapping[str, str]) -> Literal["offline"] | None:
 
 
 def _is_logged_in(environment: Mapping[str, str]) -> bool:
+    from requests.utils import get_netrc_auth
+
     if any(environment.get(name) for name in _CREDENTIAL_VARIABLES):
         return True
-    return _netrc_knows(urlsplit(environment.get("WANDB_BASE_URL") or _DEFAULT_HOST_URL).netloc, environment)
-
-
-def _netrc_knows(host: str, environment: Mapping[str, str]) -> bool:
-    home = Path(environment.get("HOME") or Path.home())
-    candidates = [Path(environment["NETRC"])] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]
-    for path in candidates:
-        try:
-            if netrc.netrc(path).authenticators(host):
-                return True
-        except (OSError, netrc.NetrcParseError):
-            continue
-    return False
+    return get_netrc_auth(environment.get("WANDB_BASE_URL") or _DEFAULT_HOST_URL) is not None

@@ -253,10 +253,14 @@ def _unreadable(model_name: str, error: Exception) -> ConfigurationError:
     return ConfigurationError(f"policy.model_name: cannot read the configuration of {model_name!r}: {one_line(error)}")
 
 
-def check_small_files(folder: Path) -> None:
+def check_small_files(folder: Path, key: str = "policy.model_name") -> None:
     """Checks that the files beside a model's weights are those that were written, and the sizes of all.
 
     A folder without `files.json`, such as a hub's, has nothing to compare with.
+
+    Args:
+        folder: Of a model or a tokenizer.
+        key: That names it.
 
     Raises:
         ConfigurationError: A file is missing, or is another.
@@ -265,7 +269,7 @@ def check_small_files(folder: Path) -> None:
         try:
             check_sizes(folder)
         except InventoryError as error:
-            raise ConfigurationError(f"policy.model_name: {error}; {ACCEPTING.format(folder=folder)}") from None
+            raise ConfigurationError(f"{key}: {error}; {ACCEPTING.format(folder=folder)}") from None
 
 
 def weights_folder(policy: PolicyConfig, folder: Path) -> Path | None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy and its losses as an algorithm sees them: nothing of Ray, nothing of Megatron-Core."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
@@ -12,9 +12,11 @@ from typing import Protocol
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import Axis, Column, TokenBatch
+from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeReport
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
@@ -110,6 +112,8 @@ class TrainResult:
         num_skipped_updates: Optimizer steps that were left out because the loss or the gradient was NaN or infinite.
         skipped_in_a_row: How many of the call's last optimizer steps those are.
         weight_version: Optimizer steps that the weights have seen since the start of the run, skipped ones left out.
+        tape_report: Of the batch's tape of routed experts; None without one.
+        advantage_scores: Of experts by advantage; None where nobody asks, or there are no advantages.
     """
 
     global_loss: float
@@ -124,6 +128,8 @@ class TrainResult:
     num_skipped_updates: int = 0
     skipped_in_a_row: int = 0
     weight_version: int = 0
+    tape_report: TapeReport | None = None
+    advantage_scores: AdvantageScores | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +137,28 @@ class EvaluationResult:
     """Result of one `evaluate` call: a series for each metric of the loss function."""
 
     microbatch_metrics: dict[str, MetricSeries]
+
+
+@dataclass(frozen=True)
+class RouteComparison:
+    """Comparison of the experts that routers choose with those of a tape.
+
+    Attributes:
+        logprobs: Log-probability of each token given those before it, with the chosen experts, in nats.
+        totals: The counts.
+    """
+
+    logprobs: Float[Tensor, "batch sequence"]
+    totals: LedgerTotals
+
+    def differences(self, name: str) -> dict[str, float]:
+        """Metrics `rows_differing_{name}` and `tokens_differing_{name}`; empty where no row could be compared."""
+        if not self.totals.tokens[0]:
+            return {}
+        return {
+            f"rows_differing_{name}": self.totals.rows_differing,
+            f"tokens_differing_{name}": self.totals.tokens_differing,
+        }
 
 
 @dataclass(frozen=True)
@@ -159,6 +187,29 @@ class PolicyInterface(Protocol):
         """Log-probability of each token given those before it, in nats; 0 for the first token and on padding."""
         ...
 
+    def logprobs_and_routes(
+        self, batch: TokenBatch, *, one_at_a_time: bool = False
+    ) -> tuple[Float[Tensor, "batch sequence"], StoredColumn | None]:
+        """`logprobs`, and the routed experts of that pass as a stored column; None of a model without MoE layers.
+
+        Args:
+            batch: The sequences.
+            one_at_a_time: A sequence a microbatch, whatever the configuration says.
+        """
+        ...
+
+    def compare_routes(
+        self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
+    ) -> RouteComparison:
+        """The experts that routers choose against those of the batch's tape, which is not replayed.
+
+        Args:
+            batch: Has a tape; the model has MoE layers.
+            reference: Of the model at the start of the run, where one is kept.
+            one_at_a_time: A sequence a microbatch, whatever the configuration says.
+        """
+        ...
+
     def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:
         """The same of the model at the start of the run, where one is kept."""
         ...
@@ -168,11 +219,14 @@ class PolicyInterface(Protocol):
         """Optimizer steps that the weights have seen since the start of the run, skipped ones left out."""
         ...
 
-    def weight_transport(self, *, altered: bool = False) -> AbstractContextManager[WeightTransport]:
+    def weight_transport(
+        self, *, altered: bool = False, then: Callable[[], object] = ...
+    ) -> AbstractContextManager[WeightTransport]:
         """A transfer of the weights as they are now to engines that keep a copy; closed when all have them.
 
         Args:
             altered: Send others in their place, of which every tensor differs: for a check of the engine.
+            then: Called when all ranks have been asked to send: what it asks of them, they do next.
         """
         ...
 

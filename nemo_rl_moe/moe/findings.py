@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing and idle steps, in words: step by step, for alerts, the report and the terminal view alike.
+"""Findings of sick routing, wrong routes and idle steps, in words: for alerts, the report and the terminal view alike.
 
 A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
 at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
@@ -8,7 +8,7 @@ that sends tokens to experts at random, layer by layer, has none.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,13 +23,25 @@ from nemo_rl_moe.moe.load_arrays import (
     highest_coefficient_of_variation_by_chance,
     null_variance,
 )
+from nemo_rl_moe.moe.load_shift import LEAST_SHARE, SuddenlyIdle
+from nemo_rl_moe.moe.routing_signal import RoutingKind, RoutingSignal
+from nemo_rl_moe.moe.running_level import RunningLevel
+from nemo_rl_moe.moe.tape_findings import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 
-FindingKind = Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing"] | IdleKind
+FindingKind = (
+    Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing", "missing_routes"]
+    | IdleKind
+    | RoutingKind
+    | WrongRoutesKind
+)
 CHANCE = 1e-9
 """Highest probability of a finding, in one layer at one step, under random routing; a run has very many of both."""
 QUIET_STEPS = 100
 """Longest interruption within an episode: a condition that comes and goes would otherwise be reported each time."""
 _MOST_LAYERS_NAMED = 8
+_SUDDEN_OVERLOAD = 0.25
+"""Rise of the overload factor above its running level that is told soon, where it exceeds the limit as well."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,10 @@ class Thresholds:
             is no excuse here: the other ranks wait all the same.
         sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
         idle_steps: Steps in a row of reinforcement learning that teach nothing.
+        missing_routes_share: Share of the rows of a rollout's tape that are missing.
+        missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
+        sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
+            share is dead, the overload factor is far above its own level, or what `RoutingSignal` knows.
     """
 
     dead_expert_steps: int | None
@@ -50,6 +66,9 @@ class Thresholds:
     overload_factor: float | None
     sustained_steps: int
     idle_steps: int | None = None
+    missing_routes_share: float | None = None
+    missing_routes_steps: int = 1
+    sudden_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,13 +112,16 @@ class FindingTracker:
     Args:
         thresholds: Limits.
         topk: Experts that each token is routed to; None where that is not known: no imbalance is found then.
+        rank_names: Of data-parallel ranks that have names of their own; by default their numbers.
     """
 
-    def __init__(self, thresholds: Thresholds, topk: int | None):
+    def __init__(self, thresholds: Thresholds, topk: int | None, rank_names: Sequence[str] = ()):
         self._thresholds, self._topk = thresholds, topk
-        self._overloaded, self._imbalanced = _Streaks(1), _Streaks(0)
-        self._idle = _IdleExperts((0, 0))
+        self._overloaded, self._imbalanced, self._missing = _Streaks(1), _Streaks(0), _Streaks(1)
+        self._overload_rose, self._overload_level = _Streaks(1), RunningLevel(_SUDDEN_OVERLOAD)
+        self._idle, self._suddenly_idle = _IdleExperts((0, 0)), SuddenlyIdle((0, 0))
         self._signal = LearningSignal(thresholds.idle_steps)
+        self._routing = RoutingSignal(thresholds.sudden_steps, rank_names)
         self._latest: dict[tuple[str, int | None], Finding] = {}
         self._earlier: list[Finding] = []
 
@@ -115,7 +137,7 @@ class FindingTracker:
         layers: Sequence[int] = (),
         counts: Int[np.ndarray, "layers experts"] | None = None,
     ) -> list[Finding]:
-        """Findings that begin with the next step.
+        """Findings that begin with the next step, but for those of its tape.
 
         Args:
             step: The step; steps ascend.
@@ -123,9 +145,27 @@ class FindingTracker:
             layers: Index of each MoE layer in the whole model.
             counts: Assignments of each expert; None where they are not known.
         """
-        present = {finding.key: finding for finding in self._of_step(step, metrics, layers, counts)}
+        found = list(self._of_step(step, metrics, layers, counts))
+        return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
+
+    def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Finding]:
+        """Findings that begin with the tape of a step; a run may end by it, before the step's metrics are there.
+
+        Args:
+            step: A step that has a tape; steps ascend.
+            anomalies: What is wrong with it.
+        """
+        found = []
+        for kind, layer, text in wrong_routes(anomalies):
+            since = self._since(kind, layer, step)
+            found.append(Finding(kind, layer, since, step, False, f"{text}; since step {since}"))
+        return self._continue({key for key in self._latest if key[0] in WRONG_ROUTES.values()}, found)
+
+    def _continue(self, known: Set[tuple[str, int | None]], found: Sequence[Finding]) -> list[Finding]:
+        """Continues and ends episodes, those of the known keys alone; those that begin."""
+        present = {finding.key: finding for finding in found}
         begun = []
-        for key in self._latest.keys() - present.keys():
+        for key in known - present.keys():
             self._latest[key] = replace(self._latest[key], is_over=True)
         for key, finding in present.items():
             latest = self._latest.get(key)
@@ -147,11 +187,12 @@ class FindingTracker:
     ) -> Iterator[Finding]:
         yield from self._overload(step, metrics)
         yield from self._skipped_updates(step, metrics)
-        for kind, since, text in self._signal.observe(step, metrics):
+        yield from self._missing_routes(step, metrics)
+        for kind, since, text in (*self._signal.observe(step, metrics), *self._routing.observe(step, metrics)):
             yield Finding(kind, None, since, step, False, text)
         if counts is not None:
             if self._idle.shape != counts.shape:
-                self._idle = _IdleExperts(counts.shape)
+                self._idle, self._suddenly_idle = _IdleExperts(counts.shape), SuddenlyIdle(counts.shape)
                 self._imbalanced = _Streaks(len(layers))
             yield from self._dead_experts(step, layers, counts)
             yield from self._imbalance(step, layers, counts)
@@ -161,19 +202,39 @@ class FindingTracker:
         value = metrics.get("train/moe/avg_overload_factor")
         if limit is None or value is None:
             return
+        rose = self._overload_level.leaves(value, upwards=True)
         self._overloaded.observe(step, np.array([value > limit]))
-        if self._overloaded.length[0] >= self._thresholds.sustained_steps:
+        self._overload_rose.observe(step, np.array([value > limit and rose]))
+        sudden = self._thresholds.sudden_steps
+        is_sudden = sudden is not None and self._overload_rose.length[0] >= sudden
+        if is_sudden or self._overloaded.length[0] >= self._thresholds.sustained_steps:
             since = int(self._overloaded.since[0])
             text = f"the busiest expert-parallel rank has {value:.2f} times the work of the mean one since step {since}"
             yield Finding("overload", None, since, step, False, text)
 
     def _skipped_updates(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
         if metrics.get("train/skipped_updates", 0.0) > 0:
-            latest = self._latest.get(("skipped_updates", None))
-            goes_on = latest is not None and _is_same_episode(latest, step)
-            since = latest.first_step if latest is not None and goes_on else step
+            since = self._since("skipped_updates", None, step)
             text = f"updates have been left out since step {since}: their loss or gradient was NaN or infinite"
             yield Finding("skipped_updates", None, since, step, False, text)
+
+    def _missing_routes(self, step: int, metrics: Mapping[str, float]) -> Iterator[Finding]:
+        limit, share = self._thresholds.missing_routes_share, metrics.get(MISSING_METRIC)
+        if limit is None or share is None:
+            return
+        self._missing.observe(step, np.array([share > limit]))
+        if self._missing.length[0] >= self._thresholds.missing_routes_steps:
+            since = int(self._missing.since[0])
+            text = (
+                f"{100 * share:.3g}% of the routes of rollouts are missing, and some have been since step {since}: an "
+                "engine has lost them, or trajectories end with tokens of the environment; routers choose there"
+            )
+            yield Finding("missing_routes", None, since, step, False, text)
+
+    def _since(self, kind: FindingKind, layer: int | None, step: int) -> int:
+        """First step of the episode to which a condition belongs that holds at a step."""
+        latest = self._latest.get((kind, layer))
+        return step if latest is None or not _is_same_episode(latest, step) else latest.first_step
 
     def _imbalance(
         self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
@@ -201,7 +262,9 @@ class FindingTracker:
         if limit is None:
             return
         self._idle.observe(step, counts)
-        chosen = self._idle.longer_than(limit)
+        self._suddenly_idle.observe(counts)
+        sudden = self._suddenly_idle.for_steps(self._thresholds.sudden_steps)
+        chosen = self._idle.longer_than(limit) | (sudden & self._idle.longer_than(1, LEAST_SHARE))
         for row in np.flatnonzero(chosen.any(1)).tolist():
             since = int(self._idle.since[row][chosen[row]].min())
             text = (
@@ -262,10 +325,15 @@ class _IdleExperts:
         self._steps = np.where(has_load, 0, self._steps + is_dead)
         self._expected = np.where(has_load, 0.0, self._expected + fair_share)
 
-    def longer_than(self, num_steps: int) -> Bool[np.ndarray, "layers experts"]:
-        """Experts that have been dead for at least so many steps, and for longer than chance explains."""
+    def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
+        """Experts that have been dead for at least so many steps, and for longer than chance explains.
+
+        Args:
+            num_steps: Steps.
+            share: Of a fair share, what an expert would get.
+        """
         # By chance an expert misses all of its expected tokens with probability exp(-expected), in its layer some
         # expert with at most E times that.
-        beyond_chance = self._expected > math.log(max(self.shape[1], 1) / CHANCE)
+        beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)
         chosen: Bool[np.ndarray, "layers experts"] = (self._steps >= max(num_steps, 1)) & beyond_chance
         return chosen

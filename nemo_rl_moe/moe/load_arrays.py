@@ -55,6 +55,26 @@ def excess_coefficient_of_variation(cv: Array, null_variance: Array) -> Array:
     return (cv * cv - null_variance).clip(min=0) ** 0.5
 
 
+def load_distance(
+    counts: Int[np.ndarray, "*steps layers experts"], others: Int[np.ndarray, "*steps layers experts"], topk: int
+) -> Float[np.ndarray, "*steps layers"]:
+    """Distance of two loads beyond sampling noise: spread of the difference of their utilizations.
+
+    `sqrt(max(0, sum_e (u_e - v_e)^2 / (E - 1) - null_u - null_v))`: the null variances of independent tokens add up.
+    One layer without load has the distance 0.
+
+    Args:
+        counts: Assignments of one.
+        others: Assignments of the other.
+        topk: Experts that each token is routed to.
+    """
+    difference = utilization(counts) - utilization(others)
+    squared = (difference * difference).sum(-1) / max(counts.shape[-1] - 1, 1)
+    null = null_variance(counts, topk) + null_variance(others, topk)
+    known = (counts.sum(-1) > 0) & (others.sum(-1) > 0)
+    return excess_coefficient_of_variation(squared**0.5 * known, null)
+
+
 def highest_coefficient_of_variation_by_chance(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int, probability: float
 ) -> Float[np.ndarray, "*steps layers"]:

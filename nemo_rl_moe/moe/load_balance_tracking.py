@@ -18,36 +18,74 @@ from nemo_rl_moe.moe.recorder import add_assignments
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts, routers_of
 
 
-class LoadCounter:
-    """Assignment counts of one model, and the state of its running forward pass.
+class ForwardWatcher:
+    """State of a model's running forward pass, as hooks on the model and its routers tell it.
 
-    Holds no module: a model that is tracked is freed like any other.
+    Holds no module: a model that is watched is freed like any other.
 
     Attributes:
-        layers: The MoE layers, in the order of the counts.
+        layers: The MoE layers, in the order of their keys.
     """
 
     def __init__(self, layers: Sequence[RouterLayer]):
         self.layers = list(layers)
-        self._counts: dict[RouterLayer, Int[Tensor, " experts"]] = {}
         self._handles: list[RemovableHandle] = []
         # None while the model itself does not run, only a part of it.
         self._gradients_at_entry: bool | None = None
         self._attention_mask: Tensor | None = None
 
-    def enter_model(self, attention_mask: Tensor | None) -> None:
-        """Notes the start of the model's forward."""
+    def enter_model(self, arguments: Mapping[str, Any]) -> None:
+        """Notes the start of the model's forward.
+
+        Args:
+            arguments: Of the call, by the names of the parameters.
+        """
         self._gradients_at_entry = torch.is_grad_enabled()
+        mask = arguments.get("attention_mask")
         # Masks of more dimensions say who sees whom, not what is padding.
-        self._attention_mask = attention_mask if attention_mask is not None and attention_mask.ndim == 2 else None
+        self._attention_mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def leave_model(self) -> None:
         """Notes the end of the model's forward, also of one that failed."""
         self._gradients_at_entry = self._attention_mask = None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
+        """Takes one call of a router."""
+        raise NotImplementedError
+
+    def keep(self, handle: RemovableHandle) -> None:
+        """Registers a hook for `remove_hooks`."""
+        self._handles.append(handle)
+
+    def remove_hooks(self) -> None:
+        """Removes all hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @staticmethod
+    def is_recomputed() -> bool:
+        """True inside of a backward pass, where runs only what activation checkpointing repeats."""
+        return bool(torch._C._current_graph_task_id() != -1)
+
+    def is_training_forward(self, router: nn.Module) -> bool:
+        """True in the first pass of a router in training, not in one that is repeated."""
+        if not router.training or self.is_recomputed():
+            return False
+        # Checkpointing may run the first pass of a layer without gradients: what counts is how the model was entered.
+        return torch.is_grad_enabled() if self._gradients_at_entry is None else self._gradients_at_entry
+
+
+class LoadCounter(ForwardWatcher):
+    """Assignment counts of one model in training, in the order of its layers."""
+
+    def __init__(self, layers: Sequence[RouterLayer]):
+        super().__init__(layers)
+        self._counts: dict[RouterLayer, Int[Tensor, " experts"]] = {}
+
+    def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Adds one call of a router, unless it is none of a training forward."""
-        if not router.training or not self._first_pass_with_gradients():
+        if not self.is_training_forward(router):
             return
         routed = routed_experts(layer, router, outputs)
         if layer.kind is RouterKind.MEGATRON:
@@ -71,67 +109,45 @@ class LoadCounter:
 
         return torch.cat([of_layer(layer) for layer in self.layers])
 
-    def keep(self, handle: RemovableHandle) -> None:
-        """Registers a hook for `remove_hooks`."""
-        self._handles.append(handle)
 
-    def remove_hooks(self) -> None:
-        """Removes all hooks from the model."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _first_pass_with_gradients(self) -> bool:
-        # Inside of a backward pass runs only what activation checkpointing repeats.
-        if torch._C._current_graph_task_id() != -1:
-            return False
-        # Checkpointing may run the first pass of a layer without gradients: what counts is how the model was entered.
-        return torch.is_grad_enabled() if self._gradients_at_entry is None else self._gradients_at_entry
-
-
-def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]]) -> LoadCounter:
+def watch_model(model: nn.Module, routers: Sequence[tuple[RouterLayer, nn.Module]], watcher: ForwardWatcher) -> None:
     """Puts the hooks on the model and its routers.
 
     Args:
-        model: What the training loop calls.
+        model: What the training loop calls, or a part of it through which each forward pass goes.
         routers: Its MoE layers with their routers.
+        watcher: What they tell.
     """
-    counter = LoadCounter([layer for layer, _ in routers])
     parameters = list(inspect.signature(model.forward).parameters)
-    position = parameters.index("attention_mask") if "attention_mask" in parameters else None
 
-    def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], counter: LoadCounter) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is None and position is not None and position < len(args):
-            mask = args[position]
-        counter.enter_model(mask if isinstance(mask, Tensor) else None)
+    def enter(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], watcher: ForwardWatcher) -> None:
+        watcher.enter_model({**dict(zip(parameters, args, strict=False)), **kwargs})
 
-    def leave(model: nn.Module, args: Any, output: Any, counter: LoadCounter) -> None:
-        counter.leave_model()
+    def leave(model: nn.Module, args: Any, output: Any, watcher: ForwardWatcher) -> None:
+        watcher.leave_model()
 
-    counter.keep(model.register_forward_pre_hook(_Hook(counter, enter), with_kwargs=True))
-    counter.keep(model.register_forward_hook(_Hook(counter, leave), always_call=True))
+    watcher.keep(model.register_forward_pre_hook(_Hook(watcher, enter), with_kwargs=True))
+    watcher.keep(model.register_forward_hook(_Hook(watcher, leave), always_call=True))
     for layer, router in routers:
-        counter.keep(router.register_forward_hook(_router_hook(counter, layer), with_kwargs=True))
-    return counter
+        watcher.keep(router.register_forward_hook(_router_hook(watcher, layer), with_kwargs=True))
 
 
-def _router_hook(counter: LoadCounter, layer: RouterLayer) -> "_Hook":
-    def add(router: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any, counter: LoadCounter) -> None:
-        counter.add(layer, router, args, kwargs, outputs)
+def _router_hook(watcher: ForwardWatcher, layer: RouterLayer) -> "_Hook":
+    def add(router: nn.Module, args: Any, kwargs: dict[str, Any], outputs: Any, watcher: ForwardWatcher) -> None:
+        watcher.add(layer, router, args, kwargs, outputs)
 
-    return _Hook(counter, add)
+    return _Hook(watcher, add)
 
 
 class _Hook:
-    """A hook that loses its counter when its module is copied or pickled: the copy is another model, not tracked."""
+    """A hook that loses its watcher when its module is copied or pickled: the copy is another model, not watched."""
 
-    def __init__(self, counter: LoadCounter | None = None, function: Callable[..., None] | None = None):
-        self._counter, self._function = counter, function
+    def __init__(self, watcher: ForwardWatcher | None = None, function: Callable[..., None] | None = None):
+        self._watcher, self._function = watcher, function
 
     def __call__(self, *args: Any) -> None:
-        if self._counter is not None and self._function is not None:
-            self._function(*args, self._counter)
+        if self._watcher is not None and self._function is not None:
+            self._function(*args, self._watcher)
 
     def __reduce__(self) -> tuple[type["_Hook"], tuple[()]]:
         return _Hook, ()
@@ -152,6 +168,22 @@ def _valid_tokens(attention_mask: Tensor | None, num_tokens: int) -> Tensor | No
 _COUNTERS: WeakKeyDictionary[nn.Module, LoadCounter] = WeakKeyDictionary()
 
 
+def known_routers(model: nn.Module) -> list[tuple[RouterLayer, nn.Module]]:
+    """The MoE layers of a model with their routers.
+
+    Raises:
+        ValueError: The model has no MoE layer whose router is known.
+    """
+    routers = routers_of(model)
+    if not routers:
+        raise ValueError(
+            f"{type(model).__name__} has no MoE layer to track: none of its modules is a router of Megatron-Core "
+            "(TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others with a "
+            "...TopKRouter)"
+        )
+    return routers
+
+
 def enable_load_balance_tracking(model: nn.Module) -> int:
     """Starts counting the routed experts of a model. Calling it again changes nothing.
 
@@ -167,14 +199,9 @@ def enable_load_balance_tracking(model: nn.Module) -> int:
     """
     counter = _find_counter(model)
     if counter is None:
-        routers = routers_of(model)
-        if not routers:
-            raise ValueError(
-                f"{type(model).__name__} has no MoE layer to track: none of its modules is a router of Megatron-Core "
-                "(TopKRouter) or of transformers (Qwen3-MoE, Qwen2-MoE, Mixtral, OLMoE, DeepSeek-V3 and others with a "
-                "...TopKRouter)"
-            )
-        counter = _COUNTERS[model] = watch_model(model, routers)
+        routers = known_routers(model)
+        counter = _COUNTERS[model] = LoadCounter([layer for layer, _ in routers])
+        watch_model(model, routers, counter)
     return len(counter.layers)
 
 

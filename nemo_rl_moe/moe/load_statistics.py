@@ -7,11 +7,12 @@ For the worker's metrics; utilization and coefficient of variation are those of 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from typing_extensions import NotRequired  # noqa: UP035  (Python 3.10 has none of its own)
 
 from nemo_rl_moe.moe.load_arrays import (
     coefficient_of_variation,

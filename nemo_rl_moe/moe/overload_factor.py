@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overload factor: the work of the busiest expert-parallel rank over that of the mean one.
 
-All functions are pure and take host tensors. Axes, as in `counts_DMLE`: D expert-data-parallel slices (groups of ranks
+All functions are pure. Axes, as in `counts_DMLE`: D expert-data-parallel slices (groups of ranks
 that exchange tokens among themselves), M microbatches, L MoE layers of all pipeline stages, E experts; R is the
 expert-parallel size, and rank r of a slice holds the experts `r*E/R .. (r+1)*E/R - 1`. Ranks that share experts by
 expert-tensor parallelism do the same work and count as one.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Num
+from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 from nemo_rl_moe.moe.metric_keys import WHAT_IF_PREFIX
@@ -45,23 +45,32 @@ class PredictedOverload(NamedTuple):
     maximum: float
 
 
+def check_split(num_experts: int, expert_parallel_size: int) -> None:
+    """Refusal of a size that does not divide the experts.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over so many ranks.
+    """
+    if expert_parallel_size < 1 or num_experts % expert_parallel_size:
+        raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
+
+
 def rank_loads(
-    counts_DMLE: Num[Tensor, "slices microbatches layers experts"], expert_parallel_size: int
-) -> Num[Tensor, "slices microbatches layers ranks"]:
+    counts_DMLE: Num[Tensor, "slices *events experts"], expert_parallel_size: int
+) -> Num[Tensor, "slices *events ranks"]:
     """Assignments that each rank of a slice computes: the sum over its block of experts.
 
     Raises:
         ValueError: The experts cannot be split evenly over so many ranks.
     """
     num_experts = counts_DMLE.shape[-1]
-    if expert_parallel_size < 1 or num_experts % expert_parallel_size:
-        raise ValueError(f"{num_experts} experts cannot be split evenly over {expert_parallel_size} ranks")
+    check_split(num_experts, expert_parallel_size)
     return counts_DMLE.unflatten(-1, (expert_parallel_size, num_experts // expert_parallel_size)).sum(-1)
 
 
 def overload_factors(
-    loads_DMLR: Num[Tensor, "slices microbatches layers ranks"],
-) -> Float[Tensor, "slices microbatches layers"]:
+    loads_DMLR: Num[Tensor, "slices *events ranks"],
+) -> Float[Tensor, "slices *events"]:
     """Highest load over mean load; 1 where a slice routed nothing.
 
     Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
@@ -86,9 +95,10 @@ def cumulative_peak_ratios(
         stage: The stage's events and layers.
     """
     slices, _, _, ranks = loads_DMLR.shape
+    device = loads_DMLR.device
     if not stage.events:
-        return torch.ones(slices, ranks, dtype=torch.float64)
-    kinds, chunks, microbatches = torch.tensor([tuple(event) for event in stage.events]).T
+        return torch.ones(slices, ranks, dtype=torch.float64, device=device)
+    kinds, chunks, microbatches = torch.tensor([tuple(event) for event in stage.events]).T.to(device)
     loads_CDMR = torch.stack([loads_DMLR[:, :, list(layers)].sum(2) for layers in stage.chunk_layers])
     # Integers below 2^53 add up without error in float64.
     changes_NDR = loads_CDMR[chunks, :, microbatches].to(torch.float64) * kinds[:, None, None]
@@ -96,6 +106,99 @@ def cumulative_peak_ratios(
     peak_DR = held_NDR.amax(0).clamp(min=0)
     total_peak_D1 = held_NDR.sum(-1).amax(0)[:, None]
     return (peak_DR * ranks / total_peak_D1).where(total_peak_D1 > 0, 1.0)
+
+
+@dataclass(frozen=True)
+class OverloadSums:
+    """Overload factors of some events, added up for each expert-parallel size and layer.
+
+    An event is a layer in a microbatch of a slice. Sums of `factors` and `routed` and maxima of `maxima` over parts of
+    the events are those of all of them, so that ranks can share the events out among themselves.
+
+    Attributes:
+        factors: Sum over the events that routed anything.
+        routed: Their number.
+        maxima: Highest factor; 1 without any.
+    """
+
+    factors: Float[Tensor, "sizes layers"]
+    routed: Float[Tensor, "sizes layers"]
+    maxima: Float[Tensor, "sizes layers"]
+
+
+def overload_sums(
+    counts_DNE: Num[Tensor, "slices events experts"],
+    places_N: Int[Tensor, " events"],
+    grid: tuple[int, int],
+    expert_parallel_sizes: Sequence[int],
+    recorded_expert_parallel_size: int,
+) -> OverloadSums:
+    """Sums over some layers and microbatches of all slices. Nothing waits for the device.
+
+    Args:
+        counts_DNE: Counts of the events; sums of equally large blocks of experts will do where each size divides the
+            number of blocks.
+        places_N: For each event, `microbatch * layers + layer`, each at most once; any number past those is an event
+            that there is not, and has counts of 0.
+        grid: Numbers of microbatches and of layers.
+        expert_parallel_sizes: Sizes to answer for, by the rules of `predict_overload`.
+        recorded_expert_parallel_size: The size that the counts were recorded with.
+
+    Raises:
+        ValueError: The experts cannot be split evenly over so many ranks.
+    """
+    num_microbatches, num_layers = grid
+    places_N = places_N.clamp(max=num_microbatches * num_layers)
+
+    def on_grid(values_N: Tensor, fill: float) -> Tensor:
+        # Not added into sums of layers at once: on GPUs the order of such additions, and so their rounding, is chance.
+        places = values_N.new_full((num_microbatches * num_layers + 1,), fill)
+        places[places_N] = values_N
+        return places[:-1].view(num_microbatches, num_layers)
+
+    rows = []
+    for size in expert_parallel_sizes:
+        loads = rank_loads(_merge_slices(counts_DNE, -(-size // recorded_expert_parallel_size)), size)
+        factors, routed = overload_factors(loads), (loads.sum(-1) > 0).double()
+        # Factors are never below 1, and exactly 1 where nothing was routed.
+        highest = on_grid(factors.amax(0), 1.0).amax(0) if num_microbatches else factors.new_ones(num_layers)
+        rows.append((on_grid((factors * routed).sum(0), 0.0).sum(0), on_grid(routed.sum(0), 0.0).sum(0), highest))
+    return OverloadSums(*(torch.stack(kind) for kind in zip(*rows, strict=True)))
+
+
+def overload_metrics(
+    sums: OverloadSums, layer_indices: Sequence[int], peak_ratio: float | None = None, *, per_layer: bool = False
+) -> dict[str, float]:
+    """Overload metrics of one step.
+
+    Args:
+        sums: Of all events of the step, the first size being the one that it ran with; on the host.
+        layer_indices: Global index of each layer.
+        peak_ratio: Highest of `cumulative_peak_ratios`; None: `max_cum_overload_factor` is left out.
+        per_layer: Add `{avg,max}_overload_factor_layer_{i}`.
+
+    Returns:
+        `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
+        and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
+    """
+    (of_all, *_), factors, routed, maxima = predictions(sums), sums.factors[0], sums.routed[0], sums.maxima[0].tolist()
+    metrics = {"avg_overload_factor": of_all.average, "max_overload_factor": of_all.maximum}
+    if peak_ratio is not None:
+        metrics["max_cum_overload_factor"] = peak_ratio
+    if per_layer:
+        averages = (factors / routed).where(routed > 0, 1.0).tolist()
+        for index, average, maximum in zip(layer_indices, averages, maxima, strict=True):
+            metrics[f"avg_overload_factor_layer_{index}"] = average
+            metrics[f"max_overload_factor_layer_{index}"] = maximum
+    return metrics
+
+
+def predictions(sums: OverloadSums) -> list[PredictedOverload]:
+    """Mean and maximum over all layers, for each size; 1 where nothing was routed."""
+    number = sums.routed.sum(1)
+    averages = (sums.factors.sum(1) / number).where(number > 0, 1.0)
+    pairs = zip(averages.tolist(), sums.maxima.amax(1).tolist(), strict=True)
+    return [PredictedOverload(average, maximum) for average, maximum in pairs]
 
 
 def summarise_overload(
@@ -106,35 +209,25 @@ def summarise_overload(
     *,
     per_layer: bool = False,
 ) -> dict[str, float]:
-    """Overload metrics of one step.
+    """Overload metrics of one step, for whoever has the counts of the whole job in one place.
 
     Args:
         counts_DMLE: Counts of all slices, microbatches and pipeline stages.
         expert_parallel_size: R.
         layer_indices: Global index of each position on the axis L.
         stage_events: One entry for each pipeline stage; without any, `max_cum_overload_factor` is left out.
-        per_layer: Add `{avg,max}_overload_factor_layer_{i}`.
+        per_layer: As of `overload_metrics`.
 
     Returns:
-        `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
-        and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
+        As of `overload_metrics`.
 
     Raises:
         ValueError: The experts cannot be split evenly over the ranks.
     """
     loads = rank_loads(counts_DMLE, expert_parallel_size)
-    factors, routed = overload_factors(loads), loads.sum(-1) > 0
-    average, maximum = _mean_and_max(factors.reshape(-1, 1), routed.reshape(-1, 1))
-    metrics = {"avg_overload_factor": average[0], "max_overload_factor": maximum[0]}
-    if stage_events:
-        peaks = [cumulative_peak_ratios(loads, stage).amax() for stage in stage_events]
-        metrics["max_cum_overload_factor"] = float(torch.stack(peaks).amax())
-    if per_layer:
-        averages, maxima = _mean_and_max(factors.flatten(0, 1), routed.flatten(0, 1))
-        for index, layer_average, layer_maximum in zip(layer_indices, averages, maxima, strict=True):
-            metrics[f"avg_overload_factor_layer_{index}"] = layer_average
-            metrics[f"max_overload_factor_layer_{index}"] = layer_maximum
-    return metrics
+    peaks = [float(cumulative_peak_ratios(loads, stage).amax()) for stage in stage_events]
+    sums = _sums_of_all(counts_DMLE, [expert_parallel_size], expert_parallel_size)
+    return overload_metrics(sums, layer_indices, max(peaks, default=None), per_layer=per_layer)
 
 
 def predict_overload(
@@ -168,13 +261,8 @@ def predict_overload(
     Raises:
         ValueError: The experts cannot be split evenly over so many ranks.
     """
-    layer_indices = range(counts_DMLE.shape[2])
-    predictions = {}
-    for size in expert_parallel_sizes:
-        merged = _merge_slices(counts_DMLE, -(-size // recorded_expert_parallel_size))
-        summary = summarise_overload(merged, size, layer_indices)
-        predictions[size] = PredictedOverload(summary["avg_overload_factor"], summary["max_overload_factor"])
-    return predictions
+    sums = _sums_of_all(counts_DMLE, expert_parallel_sizes, recorded_expert_parallel_size)
+    return dict(zip(expert_parallel_sizes, predictions(sums), strict=True))
 
 
 def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, float]:
@@ -186,17 +274,15 @@ def what_if_metrics(predictions: Mapping[int, PredictedOverload]) -> dict[str, f
     return metrics
 
 
-def _merge_slices(counts_DMLE: Tensor, slices_in_group: int) -> Tensor:
+def _sums_of_all(
+    counts_DMLE: Num[Tensor, "slices microbatches layers experts"], sizes: Sequence[int], recorded_size: int
+) -> OverloadSums:
+    _, num_microbatches, num_layers, _ = counts_DMLE.shape
+    places = torch.arange(num_microbatches * num_layers)
+    return overload_sums(counts_DMLE.flatten(1, 2), places, (num_microbatches, num_layers), sizes, recorded_size)
+
+
+def _merge_slices(counts_DNE: Tensor, slices_in_group: int) -> Tensor:
     if slices_in_group <= 1:
-        return counts_DMLE
-    return torch.stack([group.sum(0) for group in counts_DMLE.split(slices_in_group)])
-
-
-def _mean_and_max(
-    factors: Float[Tensor, "events columns"], routed: Num[Tensor, "events columns"]
-) -> tuple[list[float], list[float]]:
-    """Mean and maximum of each column over the events that routed anything; 1 for a column without any."""
-    number = routed.sum(0)
-    mean = ((factors * routed).sum(0) / number).where(number > 0, 1.0)
-    # Factors are never below 1, and exactly 1 where nothing was routed.
-    return mean.tolist(), factors.amax(0).tolist()
+        return counts_DNE
+    return torch.stack([group.sum(0) for group in counts_DNE.split(slices_in_group)])

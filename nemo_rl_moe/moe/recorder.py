@@ -125,21 +125,37 @@ class ExpertLoadRecorder:
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:
-    """Sums every tensor over all ranks of the job.
+    """Sums of tensors over all ranks of the job; `reduce_over_ranks` without maxima."""
+    return reduce_over_ranks(parts, [], device)[0]
 
-    All axes of the layout (data, tensor, expert, pipeline) are covered by the one collective: a rank that holds nothing
-    of some part gives zeros of the same shape. Numbers travel as float64, in which counts below 2^53 are exact.
+
+def reduce_over_ranks(
+    sums: list[Tensor], maxima: list[Tensor], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Sums and maxima of tensors over all ranks of the job: a collective for each kind that there is, one copy.
+
+    All axes of the layout (data, tensor, expert, pipeline) are covered: a rank that holds nothing of some part gives
+    zeros of the same shape, or what is no more than any other's. Numbers travel as float64, in which counts below 2^53
+    are exact.
 
     Args:
-        parts: Tensors of the same shapes and in the same order on every rank.
-        device: Where the collective runs.
+        sums: Tensors of the same shapes and in the same order on every rank.
+        maxima: The same.
+        device: Where the collectives run.
 
     Returns:
-        The sums as float64 tensors on the host, in the shapes of the parts; the same on every rank.
+        Both as float64 tensors on the host, in the shapes of the parts; the same on every rank.
     """
-    packed = torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts])
+    packed = [
+        torch.cat([part.to(device=device, dtype=torch.float64).reshape(-1) for part in parts]) if parts else None
+        for parts in (sums, maxima)
+    ]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.all_reduce(packed)
-    on_host = packed.cpu()
-    sizes = [part.numel() for part in parts]
-    return [piece.view(part.shape) for piece, part in zip(on_host.split(sizes), parts, strict=True)]
+        for values, operation in zip(packed, (dist.ReduceOp.SUM, dist.ReduceOp.MAX), strict=True):
+            if values is not None:
+                dist.all_reduce(values, op=operation)
+    on_host = torch.cat([values for values in packed if values is not None]).cpu()
+    both = [*sums, *maxima]
+    pieces = on_host.split([part.numel() for part in both])
+    shaped = [piece.view(part.shape) for piece, part in zip(pieces, both, strict=True)]
+    return shaped[: len(sums)], shaped[len(sums) :]

@@ -107,6 +107,19 @@ def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bo
     return mask.reshape(-1).bool() if isinstance(mask, Tensor) else None
 
 
+def moe_layer_indices(config: Any) -> list[int]:
+    """Global 0-based indices of the decoder layers that have experts, the same on every pipeline stage.
+
+    Args:
+        config: A `TransformerConfig` of Megatron-Core.
+    """
+    if config.num_moe_experts is None:
+        return []
+    frequency = config.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(config.num_layers)]
+    return [index for index, has_experts in enumerate(pattern) if has_experts]
+
+
 def _layer_index(name: str, module: nn.Module, kind: RouterKind) -> int | None:
     if kind is RouterKind.MEGATRON and isinstance(module.layer_number, int):
         return module.layer_number - 1

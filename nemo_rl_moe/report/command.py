@@ -23,7 +23,8 @@ from nemo_rl_moe.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
     # The command line starts without numpy and pyarrow.
-    from nemo_rl_moe.report.page_data import PageData
+    from nemo_rl_moe.report.page_data import PageData, PageWords
+    from nemo_rl_moe.run_folder.run_data import RunData
 
 SUMMARY = "one HTML file about a run, or about several beside each other; opens from disk, without a network"
 EXAMPLES = """\
@@ -35,7 +36,7 @@ FILE_NAME = "report.html"
 MOST_BYTES = 5_000_000
 _SPARE_BYTES = 60_000
 _MARK = "<!DOCTYPE html><!-- nemo-rl-moe report -->"
-_SCRIPTS = ("decode", "words", "plots", "charts", "slider", "heatmap", "history", "tables", "main")
+_SCRIPTS = ("decode", "words", "plots", "charts", "slider", "heatmap", "history", "tables", "routing", "main")
 _PAGE = files("nemo_rl_moe.report") / "page"
 
 
@@ -83,12 +84,30 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
     Raises:
         DataError: A folder is not a run's, or the file cannot be written.
     """
-    from nemo_rl_moe.report.page_data import page_data
     from nemo_rl_moe.run_folder.run_data import read_run
 
     runs = [read_run(folder) for folder in folders]
-    _check_output(output)
-    data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]))
+    check_output(output, "--output")
+    return write_page(runs, output)
+
+
+def write_page(runs: "Sequence[RunData]", output: Path, words: "PageWords | None" = None) -> list[int]:
+    """Writes a page about runs that have been read.
+
+    Args:
+        runs: One or more.
+        output: The HTML file; `check_output` has passed it.
+        words: None: of a report.
+
+    Returns:
+        Number of findings of each run.
+
+    Raises:
+        DataError: The file cannot be written.
+    """
+    from nemo_rl_moe.report.page_data import page_data
+
+    data = page_data(runs, MOST_BYTES - _SPARE_BYTES - len(_plotly()[1]), words)
     try:
         write_whole(output, _page(data))
     except OSError as error:
@@ -96,16 +115,24 @@ def write_report(folders: Sequence[Path], output: Path) -> list[int]:
     return data.num_findings
 
 
-def _check_output(output: Path) -> None:
-    """Refuses to replace a file that is not a report: a mistyped name must not cost a file."""
+def check_output(output: Path, option: str) -> None:
+    """Refuses to replace a file that is not a report: a mistyped name must not cost a file.
+
+    Args:
+        output: The HTML file.
+        option: That names it.
+
+    Raises:
+        DataError: It is another file, or has no folder.
+    """
     if output.is_dir():
-        raise DataError(f"--output {output}: is a folder; did you mean {output / FILE_NAME}?")
+        raise DataError(f"{option} {output}: is a folder; did you mean {output / FILE_NAME}?")
     if not output.parent.is_dir():
-        raise DataError(f"--output {output}: there is no folder {output.parent}")
+        raise DataError(f"{option} {output}: there is no folder {output.parent}")
     if output.exists():
         with output.open("rb") as file:
             if file.read(len(_MARK)) != _MARK.encode():
-                raise DataError(f"--output {output}: exists and is no report; only a report is replaced by a report")
+                raise DataError(f"{option} {output}: exists and is no report; only a report is replaced by a report")
 
 
 def _page(data: "PageData") -> str:
@@ -138,6 +165,6 @@ def _plotly() -> tuple[str, str]:
     spec = find_spec("plotly")
     folders = (spec.submodule_search_locations or []) if spec else []
     if not folders:
-        raise ConfigurationError("report: the charts need plotly: pip install 'nemo-rl-moe[report]'")
+        raise ConfigurationError("report: the charts need plotly: pip install plotly")
     source = (Path(next(iter(folders))) / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
     return source, compressed_text(source.encode())

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.report.arrays import ArrayPool, narrowest, thinned
-from nemo_rl_moe.report.charts import charts_of
+from nemo_rl_moe.report.charts import MISMATCH, ROUTING, charts_of
 from nemo_rl_moe.report.load_view import load_view
+from nemo_rl_moe.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of, thresholds_of
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.run_folder.lines import flattened
@@ -26,6 +27,7 @@ _LATEST = (
     ("train/moe/cv_excess_mean", "cv beyond chance"),
     ("train/moe/avg_overload_factor", "overload"),
     ("train/moe/dead_expert_frac_mean", "share of dead experts"),
+    ("train/moe/routing/live_agreement", "agreement with rollouts"),
 )
 _LEVELS_OF_DETAIL = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
 _MOST_POINTS, _FEWEST_POINTS = 2000, 6
@@ -35,7 +37,23 @@ _SHARE_BESIDE_LOADS = 0.6
 _STEPS_TO_MEASURE = 8
 _BYTES_OF_FRAMES = 250  # of the references to the loads, in the document
 _LONGEST_SETTING = 2000
+_WITHOUT_LOAD = (
+    "The load of the experts is not known: policy.megatron_cfg.track_moe_metrics was off, or the model is dense."
+)
 _MARKUP = {ord(character): f"\\u{ord(character):04x}" for character in "&<>\u2028\u2029"}
+
+
+@dataclass(frozen=True)
+class PageWords:
+    """Words of a page that depend on what it is about.
+
+    Attributes:
+        heading: At its top.
+        without_load: Said of a run whose expert load is not known.
+    """
+
+    heading: str
+    without_load: str
 
 
 @dataclass(frozen=True)
@@ -55,19 +73,28 @@ class PageData:
     num_findings: list[int]
 
 
-def page_data(runs: Sequence[RunData], budget: int) -> PageData:
+def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = None) -> PageData:
     """Data of the page, with as much detail as fits.
 
     Args:
         runs: One or more.
         budget: Bytes that the document and its arrays may take together, as far as that is possible.
+        words: None: of a report.
     """
+    words = words or PageWords("Runs compared" if len(runs) > 1 else "Report of a run", _WITHOUT_LOAD)
     names = _names(runs)
     keys = sorted({key for run in runs for key in run.metrics})
     charts = charts_of(keys)
     charted = {line["key"] for chart in charts for line in chart["lines"]}
     described = [_described(run, name) for run, name in zip(runs, names, strict=True)]
-    document = {"runs": described, "charts": charts, "keys": keys, "configuration": configuration_rows(runs)}
+    document = {
+        **asdict(words),
+        "runs": described,
+        "charts": charts,
+        "routing_sections": [ROUTING, MISMATCH],
+        "keys": keys,
+        "configuration": configuration_rows(runs),
+    }
     samples = [of_run["samples"] for of_run in described]
     with_load = sorted(
         ((run.expert_load, of_run) for run, of_run in zip(runs, described, strict=True) if run.expert_load),
@@ -83,6 +110,10 @@ def page_data(runs: Sequence[RunData], budget: int) -> PageData:
                 key: _packed(series, int(_MOST_POINTS * (detail if key in charted else detail**2)), pool)
                 for key, series in run.metrics.items()
             }
+            if run.routing:
+                of_run["routing"] = routing_view(run.routing, pool, detail)
+            if run.advantages:
+                of_run["advantages"] = advantage_view(run.advantages, pool, detail)
             if run.expert_load:
                 of_run["load"] = load_view(run.expert_load, run.topk, run.expert_parallel_size, pool, detail)
         blobs = {"arrays": pool.encoded()}
@@ -142,6 +173,9 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
         ],
         "samples": read_samples(run.folder, notes),
         "load": None,
+        "routing": None,
+        "advantages": None,
+        "layer_tables": layer_tables(run.metrics),
         "latest": [
             {"label": label, "value": f"{run.metrics[key].values[-1]:.4g}"}
             for key, label in _LATEST
@@ -191,7 +225,7 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     length = 2
     while length < max(map(len, paths)) and len({path[-length:] for path in paths}) < len(set(paths)):
         length += 1
-    names = ["/".join(path[-length:]) for path in paths]
+    names = [run.label or "/".join(path[-length:]) for run, path in zip(runs, paths, strict=True)]
     return [
         name if names.count(name) == 1 else f"{name} ({names[: position + 1].count(name)})"
         for position, name in enumerate(names)

@@ -7,12 +7,19 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
-from nemo_rl_moe.moe import learning_signal
+from nemo_rl_moe.moe import learning_signal, routing_signal
 from nemo_rl_moe.moe.findings import Finding, FindingTracker, Thresholds
+from nemo_rl_moe.moe.tape_findings import ANOMALIES_METRIC, MISSING_METRIC
 from nemo_rl_moe.run_folder.run_data import RunData, number_at
 
 _BASE_CONFIGURATION = "sft.yaml"
-_METRICS = ("train/moe/avg_overload_factor", "train/skipped_updates", *learning_signal.METRICS)
+_METRICS = (
+    "train/moe/avg_overload_factor",
+    "train/skipped_updates",
+    MISSING_METRIC,
+    *learning_signal.METRICS,
+    *routing_signal.METRICS,
+)
 _FORCED_ROUTING = "moe_router_force_"
 
 
@@ -45,7 +52,7 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
         run: The run.
         thresholds: None: those of its own configuration.
     """
-    tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk)
+    tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
     metrics: dict[int, dict[str, float]] = {}
     for key in _METRICS:
         if series := run.metrics.get(key):
@@ -57,6 +64,9 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
     for step in sorted(metrics.keys() | row_of.keys()):
         counts = load.counts[row_of[step]] if load is not None and step in row_of else None
         tracker.observe(step, metrics.get(step, {}), layers, counts)
+    with_tape = run.metrics.get(ANOMALIES_METRIC)
+    for step in sorted(run.anomalies.keys() | set(() if with_tape is None else with_tape.steps.tolist())):
+        tracker.observe_tape(step, run.anomalies.get(step, ()))
     return _forced_routing(run) + tracker.findings
 
 

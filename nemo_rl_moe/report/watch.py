@@ -4,20 +4,18 @@
 
 import argparse
 import io
-import math
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.errors import ConfigurationError, DataError, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleDimensions, Group
+    from rich.console import Console, ConsoleDimensions
     from rich.text import Text
 
     from nemo_rl_moe.report.watch_state import RunWatcher
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         console = _console()
         is_live = console.is_terminal and not console.is_dumb_terminal and sys.stdout.isatty()
         if options.once or not is_live:
-            _print(console, _frame(console, watcher, has_height=is_live))
+            console.print(_frame(console, watcher, has_height=is_live), soft_wrap=True)
         else:
             _watch(console, watcher, options.interval)
     except KeyboardInterrupt:
@@ -80,27 +78,29 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
 def _watch(console: "Console", watcher: "RunWatcher", interval: float) -> None:
     from rich.live import Live
 
-    lines: list[Text] = []
+    # Leaves the terminal as it was.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    view = None
     try:
-        with (
-            _ended_by_sigterm(),
-            Live(
-                console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-            ) as live,
-        ):
+        with Live(
+            console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+        ) as live:
             size: ConsoleDimensions | None = None
             while True:
-                shown, lines = (size, lines), _frame(console, watcher, has_height=True)
+                shown, view = (size, view), _frame(console, watcher, has_height=True)
                 size = console.size
-                if (size, lines) != shown:
-                    live.update(_together(lines), refresh=True)
+                if (size, view) != shown:
+                    live.update(view, refresh=True)
                 time.sleep(interval)
     finally:
         # The alternate screen is gone by now; the last frame stays on the normal one.
-        _print(console, lines)
+        if view is not None:
+            console.print(view, soft_wrap=True)
 
 
-def _frame(console: "Console", watcher: "RunWatcher", *, has_height: bool) -> "list[Text]":
+def _frame(console: "Console", watcher: "RunWatcher", *, has_height: bool) -> "Text":
+    from rich.text import Text
+
     from nemo_rl_moe.report.watch_frame import Room, frame
 
     room = Room(
@@ -109,20 +109,7 @@ def _frame(console: "Console", watcher: "RunWatcher", *, has_height: bool) -> "l
         in_color=console.color_system in ("256", "truecolor") and not console.no_color,
         is_unicode=console.encoding.lower().startswith("utf"),
     )
-    return frame(watcher.look(), time.time(), room)
-
-
-def _print(console: "Console", lines: "Sequence[Text]") -> None:
-    if lines:
-        console.print(_together(lines), soft_wrap=True)
-
-
-def _together(lines: "Sequence[Text]") -> "Group":
-    from rich.console import Group
-
-    for line in lines:
-        line.no_wrap = True
-    return Group(*lines)
+    return Text("\n", no_wrap=True).join(frame(watcher.look(), time.time(), room))
 
 
 def _console() -> "Console":
@@ -148,26 +135,9 @@ def _check(folder: Path) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not _LEAST_INTERVAL <= seconds <= _LONGEST_INTERVAL:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected a number of seconds from {_LEAST_INTERVAL:g} to {_LONGEST_INTERVAL:g}"
-        )
-    return seconds
-
-
-@contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Lets SIGTERM leave the terminal as it was."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        sys.exit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with suppress(ValueError):
+        if _LEAST_INTERVAL <= (seconds := float(text)) <= _LONGEST_INTERVAL:
+            return seconds
+    raise argparse.ArgumentTypeError(
+        f"got {text!r}, expected a number of seconds from {_LEAST_INTERVAL:g} to {_LONGEST_INTERVAL:g}"
+    )

@@ -16,7 +16,7 @@ from nemo_rl_moe.loggers.console import clock_text
 from nemo_rl_moe.moe.findings import likewise
 from nemo_rl_moe.report.run_findings import Episodes
 from nemo_rl_moe.report.terminal_heatmap import terminal_heatmap
-from nemo_rl_moe.report.watch_state import SHOWN_METRICS, WatchedRun
+from nemo_rl_moe.report.watch_state import AGREEMENT, LIVE_AGREEMENT, SHOWN_METRICS, WatchedRun
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = "_.-~=+*#"
@@ -144,7 +144,21 @@ def _sparklines(run: WatchedRun, room: Room) -> list[Text]:
             span = f"{min(finite):.4g} to {max(finite):.4g}" if finite else ""
             line.append(f"  {span}", "dim")
         lines.append(line)
+    if run.routing:
+        lines.append(_routing(run))
     return lines
+
+
+def _routing(run: WatchedRun) -> Text:
+    """Line on the last step's tape: how far training agrees with the rollouts, and what is wrong."""
+    parts = []
+    for key, label in ((AGREEMENT, "agreement"), (LIVE_AGREEMENT, "by itself")):
+        if key in run.routing:
+            parts.append(f"{label} {run.routing[key]:.4f}")
+    wrong = f"wrong routes in {run.num_wrong_steps} step{'s' if run.num_wrong_steps > 1 else ''}"
+    parts.append(wrong if run.num_wrong_steps else "no wrong routes")
+    style = "yellow" if run.num_wrong_steps else ""
+    return Text.assemble((f"{'routing':<{_LABEL_WIDTH}}", "dim"), (", ".join(parts), style))
 
 
 def _findings(run: WatchedRun, width: int) -> list[Text]:

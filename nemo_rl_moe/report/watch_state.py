@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """State of a run in the terminal view, updated from the run's folder while the run goes on."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -10,9 +10,12 @@ from pathlib import Path
 from statistics import median
 
 from nemo_rl_moe.moe.findings import FindingTracker
+from nemo_rl_moe.moe.tape_findings import ANOMALIES_METRIC
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, ExpertLoadTail
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
+from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, anomalies_by_step
 from nemo_rl_moe.run_folder.run_data import RunData, describe_run
 
 SHOWN_METRICS = {
@@ -24,6 +27,12 @@ SHOWN_METRICS = {
     "train/grad_norm": "grad norm",
 }
 """Key to its label, in the order in which they are shown."""
+ROUTING_METRICS = (AGREEMENT, LIVE_AGREEMENT, ANOMALIES) = (
+    "train/moe/routing/agreement",
+    "train/moe/routing/live_agreement",
+    ANOMALIES_METRIC,
+)
+"""Keys of the line on the routing; the last one is of every step with a tape."""
 _SPEED_KEY = "timing/train/tokens_per_second"
 _STEPS_OF_A_PACE = 20
 
@@ -39,6 +48,8 @@ class WatchedRun:
         last_time: Unix seconds of the last record.
         tokens_per_second: Speed of the last step's training; None where that is not known.
         series: The shown metrics.
+        routing: Of the last step with a tape: `ROUTING_METRICS` to their values.
+        num_wrong_steps: Steps whose tape had routes that cannot be right.
         load: Expert load of the newest step alone; None where the run does not track it.
         episodes: Findings.
         notes: One line for each file that cannot be read.
@@ -50,6 +61,8 @@ class WatchedRun:
     last_time: float = 0.0
     tokens_per_second: float | None = None
     series: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    routing: Mapping[str, float] = field(default_factory=dict)
+    num_wrong_steps: int = 0
     load: ExpertLoadHistory | None = None
     episodes: Sequence[Episodes] = ()
     notes: Sequence[str] = ()
@@ -73,33 +86,39 @@ class RunWatcher:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._metrics = MetricsTail(folder / METRICS_FILE_NAME)
         self._begin()
 
     def look(self) -> WatchedRun:
         """State of the run after reading the new records.
 
         Raises:
-            DataError: The metrics cannot be read.
+            DataError: The metrics or the anomalies cannot be read.
         """
-        new = self._metrics.read()
-        if new.begins_anew:
+        # A run writes a step's anomalies before its metrics.
+        new, wrong = self._metrics.read(), self._anomalies.read()
+        if new.begins_anew or wrong.begins_anew:
             self._begin()
+            new, wrong = self._metrics.read(), self._anomalies.read()
         if self.run.step is None:
             # A run writes its configuration before its first step.
             self._describe()
-        self._num_damaged += new.num_damaged
+        for name, found in ((METRICS_FILE_NAME, new), (ANOMALIES_FILE_NAME, wrong)):
+            self._num_damaged[name] += found.num_damaged
         if new.records:
             self._update(new.records)
+        self._update_tape(new.records, anomalies_by_step(wrong.records))
+        if new.records or wrong.records:
             self.run.episodes = episodes_of([*self._standing, *self._tracker.findings])
-        damaged = [f"{METRICS_FILE_NAME}: lines that are no records: {self._num_damaged}"] if self._num_damaged else []
+        damaged = [f"{name}: lines that are no records: {number}" for name, number in (+self._num_damaged).items()]
         self.run.notes = [*self.run.described.notes, *damaged, *self._load.problems]
         return self.run
 
     def _begin(self) -> None:
+        self._metrics = MetricsTail(self._folder / METRICS_FILE_NAME)
+        self._anomalies, self._last_tape_step = AnomaliesTail(self._folder), -1
         self._load = ExpertLoadTail(self._folder)
         self._series: MetricHistory = {}
-        self._num_damaged = 0
+        self._num_damaged: Counter[str] = Counter()
         self.run = WatchedRun(RunData(self._folder, {}, None), series=self._series)
 
     def _describe(self) -> None:
@@ -120,6 +139,15 @@ class RunWatcher:
             # A copy: the counts of all earlier steps need not stay in memory.
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())
 
+    def _update_tape(self, records: Sequence[StepRecord], wrong: Mapping[int, Sequence[TapeAnomaly]]) -> None:
+        """Takes the tapes of new steps. A run may end by a tape, and leave no record of its step."""
+        with_tape = {record.step for record in records if ANOMALIES in record.metrics}
+        for step in sorted(with_tape | wrong.keys()):
+            if step > self._last_tape_step:
+                self._last_tape_step = step
+                self.run.num_wrong_steps += step in wrong
+                self._tracker.observe_tape(step, wrong.get(step, ()))
+
     def _add(self, record: StepRecord) -> None:
         self.run.step = record.step
         self.run.first_time = self.run.first_time if self.run.recent else record.time
@@ -127,4 +155,6 @@ class RunWatcher:
         self.run.recent.append((record.step, record.time))
         for key in SHOWN_METRICS.keys() & record.metrics.keys():
             self._series.setdefault(key, []).append((record.step, record.metrics[key]))
+        if ANOMALIES in record.metrics:
+            self.run.routing = {key: record.metrics[key] for key in ROUTING_METRICS if key in record.metrics}
         self.run.tokens_per_second = record.metrics.get(_SPEED_KEY, self.run.tokens_per_second)

@@ -13,6 +13,7 @@ from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, import_attribute
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem, checked_score
 from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
@@ -72,7 +73,7 @@ class Session:
         self._token_ids: list[int] = list(self.prompt.token_ids)
         size = len(self._token_ids)
         self._loss_mask, self._logprobs, self._versions = [False] * size, [0.0] * size, [NOT_SAMPLED] * size
-        self._routed_experts: np.ndarray | None = None
+        self._routed_experts: StoredRows | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +110,11 @@ class Session:
         self._loss_mask += [True] * size
         self._logprobs += found.logprobs.tolist()
         self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
-        self._routed_experts = found.routed_experts
+        if self._routed_experts is None:
+            self._routed_experts = found.routed_experts
+        elif found.routed_experts is not None:
+            # Of earlier tokens the routes stay with which they were drawn.
+            self._routed_experts = self._routed_experts.followed_by(found.routed_experts)
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
         return turn
@@ -145,11 +150,6 @@ class Session:
             metrics: Further numbers, logged as means over trajectories.
         """
         score = checked_score(score)  # a function of the user's own may have made it
-        # An engine numbers what it has seen; tokens behind its last request have no routes.
-        routed = self._routed_experts
-        if routed is not None and len(routed) < self.num_tokens:
-            unknown = np.full((self.num_tokens - len(routed), *routed.shape[1:]), -1, dtype=np.int16)
-            routed = np.concatenate([routed.astype(np.int16), unknown])
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
@@ -167,7 +167,7 @@ class Session:
             else "".join(turn.text for turn in self.turns),
             fault=score.fault,
             fault_message=score.message,
-            routed_experts=routed,
+            routed_experts=self._routed_experts,
             model_inputs=dict(self.model_inputs),
             metrics=dict(metrics or {}),
         )

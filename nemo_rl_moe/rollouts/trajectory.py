@@ -11,8 +11,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import Column, ModelInput, TokenBatch, collate_inputs, per_sequence, per_token
+from nemo_rl_moe.distributed.batch import (
+    Column,
+    ModelInput,
+    TokenBatch,
+    collate_inputs,
+    per_sequence,
+    per_token,
+    stored_per_token,
+)
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.environments.interface import Fault
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
 
 FinishReason = Literal["stop", "length"]
 """stop: the model or the environment ended it; length: it was cut at a limit on its tokens."""
@@ -41,8 +51,8 @@ class Trajectory:
         response_text: What came of it, for the eye.
         fault: Why the environment gave no reward; None where it did.
         fault_message: What went wrong, in one line.
-        routed_experts: Experts of each token in each MoE layer, int16, -1 where unknown; None where no engine reports
-            them.
+        routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 a token, as the pass chose
+            them that first saw it; None where no engine reports them.
         model_inputs: Further inputs of the model, such as images.
         metrics: Further numbers of the environment, logged as means over trajectories.
     """
@@ -61,7 +71,7 @@ class Trajectory:
     response_text: str = ""
     fault: Fault | None = None
     fault_message: str = ""
-    routed_experts: Int[np.ndarray, "tokens moe_layers topk"] | None = None
+    routed_experts: StoredRows | None = None
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -114,7 +124,8 @@ def training_batch(
         leave_out_truncated: Train on no token of a trajectory that was cut at a limit (DAPO's overlong filtering).
 
     Returns:
-        A batch with the columns `advantages`, `generation_logprobs`, and the model's inputs.
+        A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and, stored, `routed_experts`
+        where an engine reports them.
     """
     lengths = [len(trajectory.token_ids) for trajectory in trajectories]
     longest = max(lengths)
@@ -130,12 +141,14 @@ def training_batch(
     columns = {"advantages": _advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
     for name in trajectories[0].model_inputs:
         columns[name] = collate_inputs([trajectory.model_inputs[name] for trajectory in trajectories], longest)
+    tape = stored_per_token([trajectory.routed_experts for trajectory in trajectories], fill=UNKNOWN)
     return TokenBatch(
         input_ids=input_ids,
         lengths=torch.tensor(lengths),
         token_mask=token_mask,
         sample_ids=tuple(trajectory.sample_id for trajectory in trajectories),
         columns=columns,
+        stored={} if tape is None else {ROUTED_EXPERTS: tape},
     )
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ def create_run_folder(log_dir: str | Path, run_id: str | None = None, algorithm:
             except FileExistsError:
                 number += 1
                 continue
-            created = datetime.now(UTC).isoformat(timespec="seconds")
+            created = datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017  (new in Python 3.11)
             content = {"run_id": run_id or uuid.uuid4().hex, "algorithm": algorithm, "created": created}
             write_whole(folder / RUN_FILE_NAME, _json_text(content))
             return folder

@@ -60,8 +60,8 @@ class LineFile:
     """Text file of whole lines, each handed to the operating system at once.
 
     Survives a full disk: up to 64 MiB of lines wait in memory and are written when there is space again. A file that
-    somebody removes is begun anew, with a warning. A kill may leave a torn last line, which `rewind_lines` removes
-    before a run goes on.
+    somebody removes, with its folder perhaps, is begun anew, with a warning. A kill may leave a torn last line, which
+    `rewind_lines` removes before a run goes on.
 
     Args:
         path: The file, created by the first call even where that brings no line.
@@ -152,6 +152,9 @@ class LineFile:
             self._was_removed = True
             self._release()
         if self._file is None:
+            if self._was_removed:
+                # The run's folder alone: where what it lies in is gone too, a disk is.
+                self._path.parent.mkdir(exist_ok=True)
             self._file = FileIO(self._path, "a")
         return self._file
 

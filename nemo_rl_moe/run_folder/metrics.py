@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.run_folder.line_tail import LineTail
 from nemo_rl_moe.run_folder.lines import LineFile
 
 RunOutcome = Literal["finished", "failed", "killed"]
@@ -20,7 +21,6 @@ METRICS_FILE_NAME = "metrics.jsonl"
 LAST_STEP = 10**8 - 1
 """Names of files have eight digits for a step."""
 _LAST_SECOND = 253_402_300_799  # of the year 9999
-_MOST_REMEMBERED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -99,69 +99,15 @@ def read_history(path: Path) -> MetricHistory:
     return history
 
 
-@dataclass(frozen=True)
-class NewRecords:
-    """Records that were appended since the last look.
-
-    Attributes:
-        records: In the order of the file.
-        begins_anew: Whether the file has been cut or replaced: these are all of its records, earlier ones are void.
-        num_damaged: Lines that are not step records.
-    """
-
-    records: list[StepRecord]
-    begins_anew: bool
-    num_damaged: int
-
-
-class MetricsTail:
+class MetricsTail(LineTail[StepRecord]):
     """Follower of the `metrics.jsonl` of a run that goes on.
-
-    Survives a torn last line, which is left for the next look, and a run that was resumed meanwhile, which cuts its
-    file back to the checkpoint.
 
     Args:
         path: The file, which need not exist yet.
     """
 
     def __init__(self, path: Path):
-        self._path = path
-        self._offset = 0
-        self._last_bytes = b""
-
-    def read(self) -> NewRecords:
-        """Lines that have been written since the last call.
-
-        Raises:
-            DataError: The file cannot be read.
-        """
-        try:
-            with self._path.open("rb") as file:
-                return self._read(file)
-        except FileNotFoundError:
-            return NewRecords([], False, 0)
-        except OSError as error:
-            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
-
-    def _read(self, file: BinaryIO) -> NewRecords:
-        # The size alone does not tell: a file that was cut may have grown beyond its former length since.
-        file.seek(self._offset - len(self._last_bytes))
-        begins_anew = file.read(len(self._last_bytes)) != self._last_bytes
-        if begins_anew:
-            self._offset, self._last_bytes = file.seek(0), b""
-        records: list[StepRecord] = []
-        num_damaged = 0
-        for line in file:
-            if not line.endswith(b"\n"):
-                break
-            self._offset += len(line)
-            self._last_bytes = line[-_MOST_REMEMBERED_BYTES:]
-            try:
-                if line.strip():
-                    records.append(parse_record(line, str(self._path)))
-            except DataError:
-                num_damaged += 1
-        return NewRecords(records, begins_anew, num_damaged)
+        super().__init__(path, parse_record)
 
 
 def parse_record(line: bytes, place: str) -> StepRecord:

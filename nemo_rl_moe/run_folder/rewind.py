@@ -8,14 +8,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, rewind_expert_load
+from nemo_rl_moe.run_folder import advantages, expert_load, routing
 from nemo_rl_moe.run_folder.lines import rewind_lines
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
+from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME
 from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.run_folder.step_tables import rewind_steps
+from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER, rewind_tape
 
 
 def rewind_run_folder(run_folder: Path, step: int) -> None:
-    """Removes the metrics, samples and expert load of later steps, and last lines that a kill has torn.
+    """Removes the metrics, samples, tables and tape of later steps, and last lines that a kill has torn.
 
     Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
     atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
@@ -27,13 +30,16 @@ def rewind_run_folder(run_folder: Path, step: int) -> None:
     Raises:
         CheckpointError: A file cannot be cut; names it.
     """
-    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME):
+    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME, ANOMALIES_FILE_NAME):
         path = run_folder / name
         with _named_if_it_fails(path, step):
             if path.is_file():
                 rewind_lines(path, step)
-    with _named_if_it_fails(run_folder / FOLDER_NAME, step):
-        rewind_expert_load(run_folder, step)
+    for table in (expert_load.TABLE, routing.TABLE, advantages.TABLE):
+        with _named_if_it_fails(run_folder / table.folder_name, step):
+            rewind_steps(table, run_folder, step)
+    with _named_if_it_fails(run_folder / TAPE_FOLDER, step):
+        rewind_tape(run_folder / TAPE_FOLDER, step)
 
 
 @contextmanager

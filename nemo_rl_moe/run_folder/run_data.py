@@ -1,23 +1,34 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One run as its folder describes it: configuration, metrics and expert load, while it goes on or afterwards."""
+"""One run as its folder describes it, while it goes on or afterwards: configuration, metrics, expert load, routing."""
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.run_folder.advantages import AdvantageHistory, read_advantages
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, read_expert_load
 from nemo_rl_moe.run_folder.folder import newest_run_folders
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
+from nemo_rl_moe.run_folder.routing import (
+    ANOMALIES_FILE_NAME,
+    AnomaliesTail,
+    RoutingHistory,
+    anomalies_by_step,
+    read_routing,
+)
 
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
+History = TypeVar("History")
 _MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
 
 
@@ -45,6 +56,11 @@ class RunData:
         config: Resolved configuration; empty where the folder has none.
         moe_configuration: Router settings that were in force; empty for a dense model.
         notes: One line for each file that could not be read.
+        routing: What the tapes of routed experts held; None where the run has none.
+        advantages: Scores of experts by advantage; None where the run has none.
+        anomalies: What was wrong with them, by step.
+        label: Name in a report, where it is not the end of the folder's path.
+        rank_names: Of data-parallel ranks that have names of their own.
     """
 
     folder: Path
@@ -53,6 +69,11 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)
     moe_configuration: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    routing: RoutingHistory | None = None
+    advantages: AdvantageHistory | None = None
+    anomalies: dict[int, list[TapeAnomaly]] = field(default_factory=dict)
+    label: str | None = None
+    rank_names: Sequence[str] = ()
 
     @property
     def name(self) -> str:
@@ -104,16 +125,19 @@ def read_run(folder: Path) -> RunData:
         hint = f"did you mean {newest}?" if newest else "expected a run's folder, such as logs/sft/exp_001"
         raise DataError(f"{folder}: {what}; {hint}")
     notes: list[str] = []
-    expert_load = None
-    try:
-        expert_load = read_expert_load(folder)
-    except FileNotFoundError:
-        pass
-    except DataError as error:
-        notes += error.problems
+    expert_load, routing = _table(read_expert_load, folder, notes), _table(read_routing, folder, notes)
+    anomalies = _anomalies(folder, notes)
     described = describe_run(folder)
     metrics = {key: _series(points) for key, points in sorted(read_history(path).items())}
-    return replace(described, metrics=metrics, expert_load=expert_load, notes=[*notes, *described.notes])
+    return replace(
+        described,
+        metrics=metrics,
+        expert_load=expert_load,
+        routing=routing,
+        advantages=_table(read_advantages, folder, notes),
+        anomalies=anomalies,
+        notes=[*notes, *described.notes],
+    )
 
 
 def describe_run(folder: Path) -> RunData:
@@ -129,6 +153,28 @@ def number_at(settings: Any, *keys: str) -> float | None:
         settings = settings.get(key) if isinstance(settings, dict) else None
     is_number = isinstance(settings, int | float) and not isinstance(settings, bool)
     return settings if is_number and abs(settings) < _LARGEST_NUMBER else None
+
+
+def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> History | None:
+    """A table of the run; None where it has none. One that is damaged is noted."""
+    try:
+        return read(folder)
+    except FileNotFoundError:
+        return None
+    except DataError as error:
+        notes += error.problems
+        return None
+
+
+def _anomalies(folder: Path, notes: list[str]) -> dict[int, list[TapeAnomaly]]:
+    try:
+        found = AnomaliesTail(folder).read()
+    except DataError as error:
+        notes += error.problems
+        return {}
+    if found.num_damaged:
+        notes.append(f"{folder / ANOMALIES_FILE_NAME}: lines that are no anomalies: {found.num_damaged}")
+    return anomalies_by_step(found.records)
 
 
 def _series(points: list[tuple[int, float]]) -> Series:

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections import deque
@@ -26,20 +25,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import psutil
 import torch
 from safetensors import SafetensorError
 
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, folder_of_this_process
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.weight_sync.bucket import BucketLabel
 from nemo_rl_moe.weight_sync.carriers import Carrier, CarrierFactory, FileCarrier
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
-SHARED_MEMORY = Path("/dev/shm")
 BUCKET_BYTES = 64 * 2**20
 MAX_UNACKNOWLEDGED = 2
 STALL_TIMEOUT_S = 120.0
-_PREFIX = "nemo_rl_moe-weights"
+_PURPOSE = "weights"
 _FAILED = "failed"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.01
 
@@ -420,15 +418,15 @@ class FolderTransport:
         self.num_bytes = 0
 
     def __enter__(self) -> Self:
-        self._folder = folder_of_this_process(self._parent, _PREFIX)
+        self._folder = folder_of_this_process(self._parent, _PURPOSE)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._folder is not None  # entered
-        if error is not None and self._transfer is not None:
-            self._transfer.abort(f"the driver raised {type(error).__name__}: {error}")
+        if error is not None:
+            self.abort(f"the driver raised {type(error).__name__}: {error}")
         # A process that has not noticed the end may still write into it.
         for _ in range(10):
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -464,8 +462,13 @@ class FolderTransport:
             self.num_bytes = self._send(self._transfer)
             return self.num_bytes
         except BaseException as error:  # a sender that died has told nobody
-            self._transfer.abort(f"the trainer's ranks ended: {error}")
+            self.abort(f"the trainer's ranks ended: {error}")
             raise
+
+    def abort(self, reason: str) -> None:
+        """Ends the transfer for all that take part in it, within moments; the first reason stays."""
+        if self._transfer is not None:
+            self._transfer.abort(reason)
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
@@ -476,14 +479,3 @@ def folder_of_one_machine(num_senders: int) -> Path:
     needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
     has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed
     return SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
-
-
-def folder_of_this_process(parent: Path, prefix: str) -> Path:
-    """A new folder whose name tells the machine and the process; those of processes that run no more are deleted."""
-    parent.mkdir(parents=True, exist_ok=True)
-    mine = f"{prefix}-{socket.gethostname()}-"
-    for folder in parent.glob(f"{mine}*-*"):
-        pid = folder.name.rsplit("-", 2)[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{mine}{os.getpid()}-", dir=parent))

@@ -10,7 +10,6 @@ then the first ones again, and must compute what it computed before, to the bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
@@ -101,7 +100,8 @@ class RefitCheck:
     Attributes:
         sequences: What is scored.
         temperature: Of both scorings.
-        trainer_scores: Scores of the trainer's weights as they are.
+        start_trainer: Has the trainer begin to score with its weights as they are; what it returns waits for the
+            scores.
         refit: Sends the trainer's weights; with True, others that are certain to differ in every tensor.
         explain: Names the tensors that disagree, when the check has failed: of a copy.
         in_float32: Number format of the engine's weights and of the trainer's.
@@ -111,7 +111,7 @@ class RefitCheck:
 
     sequences: Sequence[Sequence[int]]
     temperature: float
-    trainer_scores: Callable[[Sequence[Sequence[int]]], Scores]
+    start_trainer: Callable[[Sequence[Sequence[int]]], Callable[[], Scores]]
     refit: Callable[[bool], object]
     explain: Callable[[int], str]
     in_float32: bool
@@ -122,7 +122,12 @@ class RefitCheck:
         own = None if self.bound_nats is None else Bound(self.bound_nats, of_the_mean=False)
         self._bound = own or (Bound(FLOAT32_BOUND, of_the_mean=False) if self.in_float32 else None)
         self._is_first = True
+        self._expected: Callable[[], Scores] | None = None
         self.num_failed = 0
+
+    def begin(self) -> None:
+        """Has the trainer begin with its half of the next check, for which no engine is needed yet."""
+        self._expected = self.start_trainer(self.sequences)
 
     def after_refit(self, engine: ScoringEngine) -> Gap:
         """Checks the weights that an engine has now; in 16 bits the first time also by a round trip.
@@ -148,14 +153,15 @@ class RefitCheck:
         Raises:
             GenerationError: Engines die while they score, also the one that replaced another.
         """
-        with ThreadPoolExecutor(1) as pool:
-            theirs = pool.submit(engine.score, self.sequences, self.temperature)
-            expected = self.trainer_scores(self.sequences)
-            try:
-                scores = theirs.result()
-            except GenerationError:  # a copy of the weights is lost; the refit makes another one
-                self.refit(False)
-                scores = engine.score(self.sequences, self.temperature)
+        if self._expected is None:
+            self.begin()
+        assert self._expected is not None  # begun
+        try:
+            scores = engine.score(self.sequences, self.temperature)
+        except GenerationError:  # a copy of the weights is lost; the refit makes another one
+            self.refit(False)
+            scores = engine.score(self.sequences, self.temperature)
+        expected, self._expected = self._expected(), None
         gaps = [gap_between(found, expected, copy) for copy, found in enumerate(scores)]
         worst = max(gaps, key=lambda gap: gap.largest)
         return replace(worst, mean=max(gap.mean for gap in gaps))

@@ -82,3 +82,11 @@ class WeightTransport(Protocol):
             WeightSyncError: Not every tensor was sent and taken. The trainer's ranks go on working.
         """
         ...
+
+    def abort(self, reason: str) -> None:
+        """Ends the transfer early for all that take part in it, also from another thread than that which sends.
+
+        Args:
+            reason: Of the errors that they raise; where there is one already, that one stays.
+        """
+        ...

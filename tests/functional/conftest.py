@@ -3,6 +3,7 @@
 """One Ray for the files of tests that are marked `shared_ray`, none for the others; and the order of the files."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -10,23 +11,31 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from tests.functional import shared_ray
 from tests.support.clusters import cluster_config
 
-# Files in their order; others come last. Those with a Ray of their own first, and among each kind the longest first:
-# two files run at a time, and the end of all is the end of the longest one that began late.
+# TRL is on the path in `make test-trl` alone.
+collect_ignore = [] if find_spec("trl") else ["test_trainer_hooks.py"]
+
+# Files in their order; others come last. Those with a Ray of their own, or with none, first: one among the others would
+# end the shared Ray, which takes ten seconds to start. Of each kind the longest first: two files run at a time, and the
+# end of all is the end of the longest one that began late.
 ORDER = (
     "test_worker_faults",
     "test_sft_run",
     "test_run_failures",
     "test_environment_workers",
+    "test_memory_monitor",
     "test_watch",
+    "test_drills",
+    "test_evaluate",
     "test_resume",
     "test_golden_curves",
     "test_grpo_run",
-    "test_damage",
-    "test_layouts_through_ray",
-    "test_rewards_that_fail",
     "test_refit",
     "test_convert",
-    "test_dpo_run",
+    "test_damage",
+    "test_layouts_through_ray",
+    "test_forced_routing",
+    "test_rewards_that_fail",
+    "test_models_of_ranks",
 )
 
 

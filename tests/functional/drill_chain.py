@@ -29,7 +29,8 @@ END_LIMIT_S = 60.0
 PATIENT_END_LIMIT_S = 180.0
 """For a frozen rank, whose call has a time limit, and for a cluster that has lost its head: workers and driver go on
 without it, and Ray ends them after a minute."""
-GOING_ON_LIMIT_S = 90.0
+GOING_ON_LIMIT_S = 180.0
+"""A new engine of vLLM takes half a minute to start."""
 PAUSE_S = 3.0
 DISK_SIZE = "160m"
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,6 +39,8 @@ NOT_SAVED = "could not be saved"
 MOST_RETRIES = 3
 CACHE = "torchinductor_"
 NODES_FOLDER = "ray"
+FINAL_WEIGHTS_LOST = "checkpoints/final: cannot be written"
+"""Of the message of a run whose folder, or whose checkpoints, are deleted at its very end."""
 
 
 @dataclass
@@ -137,9 +140,11 @@ class Chain:
                 if self._strike_while_it_runs(run, waiting, results):
                     continue
                 code = self._wait_for_end(run)
+                # What is deleted under the run while it writes its final weights is told, and it ends.
+                is_excused = bool(results) and results[-1].fault == "vanish" and FINAL_WEIGHTS_LOST in run.errors
             if code == 0:
                 break
-            if results:
+            if results and not is_excused:
                 results[-1].problem += f"; the attempt after it ended with exit code {code}"
         is_complete = bool(self.logs.weights())
         for index, result in enumerate(results):

@@ -49,7 +49,7 @@ class Drill:
     @property
     def survived(self) -> bool:
         """True where the run is to go on as if nothing had happened."""
-        return self.fault in ("pause", "full", "vanish") or self.victim == "scorer"
+        return self.fault in ("pause", "full", "vanish") or self.victim in ("scorer", "engine")
 
     def complaint(self, code: int, errors: str, *, joined: bool) -> str:
         """Description of what is wrong with a run's end after the drill; empty where nothing is.
@@ -101,11 +101,17 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
     if kind.num_nodes == 1:  # the servers of a cluster are its manager's to watch over
         for victim in ("raylet", "gcs_server"):
             yield Drill("train", victim, "freeze")
-    for phase in ("train", "saving", *(("generation",) if kind.scores else ())):
+    for phase in ("train", "saving", *(("generation",) if "generation" in kind.phases else ())):
         yield Drill(phase, "all", "SIGTERM")
         yield Drill(phase, "worker", "freeze")
         for victim in ("worker", "driver", "raylet", "gcs_server"):
             yield Drill(phase, victim, "pause")
+    if kind.has_engine:
+        for phase in ("generation", "train", "refit", "validation", "saving"):
+            yield Drill(phase, "engine", "kill")
+        for phase in ("generation", "refit"):
+            yield Drill(phase, "engine", "freeze")
+            yield Drill(phase, "engine", "pause")
     if kind.scores:
         for phase in ("generation", "scoring", "train"):
             yield Drill(phase, "scorer", "kill")

@@ -115,7 +115,7 @@ class Moments:
             return done >= before + 2 and (phase != "validation" or (done + 1) % VAL_PERIOD == 0)
 
         run.wait_for(is_next, START_LIMIT_S, POLL_S)
-        pace = self._logs.last_step_s() / self._reference.step_s
+        pace = (self._logs.last_step_s() or self._reference.step_s) / self._reference.step_s
         start, end = self._reference.window(TIMED_AS.get(phase, phase))
         if self._kind.scores and phase != "generation":
             # Seen, not reckoned: everything after it follows from here.

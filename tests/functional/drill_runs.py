@@ -16,7 +16,8 @@ from tests.functional import dpo_runs, grpo_runs, sft_runs
 
 VAL_PERIOD = 4
 FROZEN_AFTER_S = 40
-STEP_PHASES = ("generation", "rewards", "logprobs", "reference_logprobs", "train")
+STALLED_AFTER_S = 15
+STEP_PHASES = ("generation", "rewards", "logprobs", "reference_logprobs", "train", "refit", "refit_check")
 """In the order in which a step has them; the metrics have their times under these names."""
 VALIDATION_TIME = "timing/validation/seconds"
 COMMON: dict[str, Any] = {
@@ -52,6 +53,11 @@ class Kind:
     def scores(self) -> bool:
         """True where an environment has workers of its own."""
         return "scoring" in self.phases
+
+    @property
+    def has_engine(self) -> bool:
+        """True where an engine with a copy of the weights generates."""
+        return "refit" in self.phases
 
 
 def make_inputs(folder: Path) -> Path:
@@ -105,7 +111,7 @@ def _dpo_precompute(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     return _dpo(folder, inputs, num_steps, "precompute", 2)
 
 
-def _grpo(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+def _grpo(folder: Path, inputs: Path, num_steps: int, exemplar: Path = grpo_runs.EXEMPLAR, **more: Any) -> list[str]:
     values = COMMON | {
         "policy__model_name": inputs / "model",
         "policy__megatron_cfg__optimizer__lr": 1e-3,
@@ -122,7 +128,12 @@ def _grpo(folder: Path, inputs: Path, num_steps: int) -> list[str]:
         "env__score_truncated": True,
         "cluster__cpu_workers_per_node": 1,
     }
-    return grpo_runs.command(grpo_runs.settings(folder, inputs, **values))
+    return grpo_runs.command(grpo_runs.settings(folder, inputs, **values | more), exemplar)
+
+
+def _grpo_vllm(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    exemplar = grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml")
+    return _grpo(folder, inputs, num_steps, exemplar, policy__generation__vllm__stall_timeout_s=STALLED_AFTER_S)
 
 
 _ALWAYS = ("start", "train", "validation", "saving", "end")
@@ -134,6 +145,8 @@ KINDS = {
         Kind("grpo", _grpo, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         Kind("dpo_precompute", _dpo_precompute, (*_ALWAYS, "reference"), anchors={"reference": "measuring "}),
         Kind("sft_two_nodes", _sft_two_nodes, _ALWAYS, num_nodes=2),
+        # Its responses are scored as they come: generation and scoring are one phase.
+        Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
     )
 }
 
@@ -168,9 +181,10 @@ class Logs:
         """The responses that are recorded; none but of GRPO."""
         return [json.loads(line) for line in self._lines("samples.jsonl")]
 
-    def last_step_s(self) -> float:
-        """Seconds of the last step's phases."""
-        return sum(_phase_seconds(json.loads(self._lines("metrics.jsonl")[-1])["metrics"]).values())
+    def last_step_s(self) -> float | None:
+        """Seconds of the last step's phases; None where the run's folder has just been deleted with its records."""
+        lines = self._lines("metrics.jsonl")
+        return sum(_phase_seconds(json.loads(lines[-1])["metrics"]).values()) if lines else None
 
     def is_saving(self) -> bool:
         """Whether a checkpoint is being written."""

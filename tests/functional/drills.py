@@ -23,6 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nemo_rl_moe.generation.vllm.releases import installed_release
 from tests.functional import run_kills, sft_runs
 from tests.functional.drill_chain import END_LIMIT_S, Chain
 from tests.functional.drill_faults import plan
@@ -62,9 +63,9 @@ def reference_of(kind: Kind, folder: Path, num_steps: int) -> Reference:
 def make_references(options: argparse.Namespace) -> None:
     """Makes the unharmed runs that are not there yet, as many at a time as chains."""
     make_inputs(options.output / "inputs")
-    size = drills_a_chain(options.kills)
+    size = drills_a_chain(options.kills, len(kinds_of(options)))
     num_steps = num_steps_of(size)
-    kinds = list(KINDS.values())[: -(-options.kills // size)]  # a chain that ends early may call for another kind later
+    kinds = kinds_of(options)[: -(-options.kills // size)]  # a chain that ends early may call for another kind later
     with ThreadPoolExecutor(options.jobs) as pool:
         made = [pool.submit(reference_of, kind, options.output, num_steps) for kind in kinds]
         for kind, reference in zip(kinds, made, strict=True):
@@ -74,12 +75,12 @@ def make_references(options: argparse.Namespace) -> None:
 
 def run_chain(options: argparse.Namespace, index: int) -> bool:
     """Runs one chain in this process, and writes its results into its folder; False where something is amiss."""
-    kind, turn = kind_of(index)
+    kind, turn = kind_of(options, index)
     folder = chain_folder(options, index)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with_disk = os.geteuid() == 0
-    size = drills_a_chain(options.kills)
+    size = drills_a_chain(options.kills, len(kinds_of(options)))
     num_steps = num_steps_of(size)
     reference = reference_of(kind, options.output, num_steps)
     chance = random.Random(f"{options.seed} {index}")
@@ -102,15 +103,21 @@ def run_chain(options: argparse.Namespace, index: int) -> bool:
     return is_well
 
 
-def kind_of(index: int) -> tuple[Kind, int]:
+def kinds_of(options: argparse.Namespace) -> list[Kind]:
+    """The kinds of runs that are struck, in turns."""
+    return [KINDS[name] for name in options.kinds]
+
+
+def kind_of(options: argparse.Namespace, index: int) -> tuple[Kind, int]:
     """Kind of a chain, and how many chains of that kind come before it."""
-    turn, place = divmod(index, len(KINDS))
-    return list(KINDS.values())[place], turn
+    kinds = kinds_of(options)
+    turn, place = divmod(index, len(kinds))
+    return kinds[place], turn
 
 
-def drills_a_chain(num_kills: int) -> int:
+def drills_a_chain(num_kills: int, num_kinds: int) -> int:
     """Drills of each chain: a dozen, or fewer so that a small campaign has chains of all kinds."""
-    return min(LONGEST_CHAIN, -(-num_kills // len(KINDS)))
+    return min(LONGEST_CHAIN, -(-num_kills // num_kinds))
 
 
 def num_steps_of(size: int) -> int:
@@ -167,7 +174,7 @@ class Campaign:
 
     def _take(self) -> int | None:
         """The next chain; None where there are enough."""
-        size = drills_a_chain(self._options.kills)
+        size = drills_a_chain(self._options.kills, len(kinds_of(self._options)))
         with self._lock:
             if self._is_stopping or self._num_done + self._num_running * size >= self._options.kills:
                 return None
@@ -189,7 +196,7 @@ class Campaign:
         log = folder.with_suffix(".log")
         command = [
             *(sys.executable, "-m", __spec__.name, "--only", str(index), "--kills", str(options.kills)),
-            *("--seed", str(options.seed), "--output", str(options.output)),
+            *("--seed", str(options.seed), "--output", str(options.output), "--kinds", *options.kinds),
         ]
         with log.open("wb") as output:
             with self._lock:
@@ -209,7 +216,7 @@ class Campaign:
             with self._file.open("a") as file:
                 file.write(text)
             self._num_done += text.count("\n")
-            told = f"chain {index} ({kind_of(index)[0].name}): {text.count(chr(10))} drills"
+            told = f"chain {index} ({kind_of(options, index)[0].name}): {text.count(chr(10))} drills"
             print(f"{told}; {self._num_done} of {options.kills}", flush=True)
             if code == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -224,7 +231,7 @@ def read_results(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-PHASES = ("start", "reference", "generation", "scoring", "logprobs", "train", "validation", "saving", "end")
+PHASES = ("start", "reference", "generation", "scoring", "logprobs", "train", "refit", "validation", "saving", "end")
 TOTALS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "drills": lambda result: True,
     "as it should": lambda result: result["ended"] is not False and not result["problem"],
@@ -260,6 +267,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of victims and moments (default: 0)")
     parser.add_argument("--jobs", type=int, default=1, help="chains at a time (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("build/drills"), help="folder (default: build/drills)")
+    able = [name for name, kind in KINDS.items() if not kind.has_engine or installed_release() is not None]
+    parser.add_argument("--kinds", nargs="+", choices=able, default=able, help=f"of runs (default: {' '.join(able)})")
     parser.add_argument("--only", type=int, help="one chain, by its number, in this process")
     parser.add_argument("--table", action="store_true", help="print the table of what has been done, and end")
     options = parser.parse_args(arguments)
@@ -282,6 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(table(read_results(options.output / RESULTS)))
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
+    if installed_release() is None:
+        print("vLLM is not installed (make vllm): no drills of grpo_vllm", flush=True)
     former = signal.signal(signal.SIGTERM, _interrupt)
     try:
         if options.only is not None:

@@ -80,10 +80,10 @@ async def ask_twice(session: Session) -> Trajectory:
     return session.finish(Score(digits / 16, is_correct=digits > 4), {"env/num_digits": float(digits)})
 
 
-def command(overrides: list[str]) -> list[str]:
+def command(overrides: list[str], exemplar: Path = EXEMPLAR) -> list[str]:
     """What a user types."""
     script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
-    return [sys.executable, str(script), "--config", str(EXEMPLAR), *overrides]
+    return [sys.executable, str(script), "--config", str(exemplar), *overrides]
 
 
 def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:

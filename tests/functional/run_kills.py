@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tests.functional import sft_runs
+from tests.support.deadly_reward import ENGINE_TITLE
 
 WORKER_TITLE = "ray::WorkerProcess"
 DRIVER_OPTION = "--run-id"
@@ -86,7 +87,7 @@ class Run:
         return sft_runs.running(self._nodes.children(recursive=True)) if self._nodes is not None else []
 
     def find(self, role: str) -> list[psutil.Process]:
-        """The processes of a role: supervisor, guardian, driver, template, worker, gcs_server or raylet."""
+        """The processes of a role: supervisor, guardian, driver, template, worker, engine, gcs_server, raylet."""
         found = []
         for process in dict.fromkeys([*self.family(), *self._below_nodes()]):
             with suppress(psutil.NoSuchProcess):
@@ -102,6 +103,8 @@ class Run:
             return process.name()
         if command and command[0].startswith(WORKER_TITLE):
             return "worker"
+        if command and command[0].startswith(ENGINE_TITLE):
+            return "engine"
         if any(TEMPLATE_MODULE in word for word in command):
             return "template"
         if DRIVER_OPTION in command and process.name() not in SERVERS:

@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from nemo_rl_moe.generation.vllm.releases import installed_release
+from tests.functional import sft_runs
 
 pytestmark = pytest.mark.slow
 
@@ -111,6 +116,15 @@ def test_checkpoint_saving_prints_one_line_of_measured_times(repository_root: Pa
     assert result["step_ratio"] > 0
 
 
+def test_checksums_are_compared_from_the_disk_and_from_memory(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "checksums", "--rounds", "1", "--hidden-size", "64"))
+    for form in (result["training_checkpoint"], result["exported_model"]):
+        assert form.keys() == {"megabytes", "save", "load_cold", "load_warm"}
+        assert form["load_cold"]["cached"] == 0, "everything came from the disk"
+        assert form["load_warm"]["cached"] == 1, "nothing did"
+        assert all(form[kind]["ratio"] > 0 and form[kind]["seconds"] > 0 for kind in ("save", "load_cold", "load_warm"))
+
+
 def test_report_prints_one_line_of_time_memory_and_size(repository_root: Path, tmp_path: Path) -> None:
     sizes = ("--steps", "60", "--layers", "4", "--experts", "16", "--runs", "2")
     kept = tmp_path / "report.html"
@@ -123,9 +137,89 @@ def test_report_prints_one_line_of_time_memory_and_size(repository_root: Path, t
     assert 1.9 < result["file_megabytes"] < 5
 
 
+def test_metrics_of_a_thousand_ranks_send_what_those_of_eight_do(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "metrics_at_scale", "--repeats", "2"))
+    slice_alone, many_slices, more_microbatches, *_ = result["jobs"]
+    assert [job["ranks"] for job in (slice_alone, many_slices)] == [8, 1024]
+    over_all = 8 * 48 * (128 + 2) + 8 * (48 + 1)  # load matrix, factors and their number; maxima and the peak
+    assert many_slices["bytes_over_all_ranks"] == more_microbatches["bytes_over_all_ranks"] == over_all
+    # There the slice is the whole job.
+    assert slice_alone["bytes_over_all_ranks"] == sum(many_slices[key] for key in many_slices if "bytes" in key)
+    assert all(0 < job["milliseconds"] < 1000 and job["bytes_over_all_ranks"] < 2e5 for job in result["jobs"])
+
+
 def test_refit_cost_grows_with_the_bytes(repository_root: Path) -> None:
     result = result_of(run_benchmark(repository_root, "refit_cost", "--sizes", "1", "10", "--rounds", "2"))
     small, large = result["sizes"]
     assert [row["bytes"] for row in (small, large)] == [4 * row["num_parameters"] for row in (small, large)]
     assert small["seconds"].keys() == result["line"].keys() == {"transport"}
     assert 0 < small["seconds"]["transport"]["best"] < large["seconds"]["transport"]["best"]
+
+
+def test_routing_cost_adds_up_its_parts(repository_root: Path) -> None:
+    arguments = ("--rounds", "3", "--warmup", "1", "--steps", "3")
+    result = result_of(run_benchmark(repository_root, "routing_cost", *arguments))
+    parts = {"load", "tape", "replay", "all", "at_logits", "measurements"}
+    for clock in ("cpu", "wall"):
+        assert result["parts"][clock].keys() == parts
+        assert 0 < result["total"][clock]["low"] <= result["total"][clock]["median"] <= result["total"][clock]["high"]
+    # The same steps without a tape, with one, and with one that is only looked at, train to the same bit.
+    assert result["losses_identical"]
+    # Two bytes for each of two experts in four layers of every token but the last one of each of 128 sequences.
+    assert result["tape_bytes"] == (result["num_tokens"] - 128) * 4 * 2 * 2
+    assert 0 < result["cpu_seconds_of_measurements"] < 20 * result["cpu_seconds_per_step"]["all"]
+    step = result["of_a_step"]
+    assert step["cpu_seconds"] > 0
+    total = result["added_cpu_seconds"]["total"] / step["cpu_seconds"]
+    assert step["cost"].keys() == parts | {"total"}
+    assert step["cost"]["total"] == pytest.approx(total, abs=1e-3)
+
+
+def test_routing_faults_are_found_and_healthy_steps_are_not(repository_root: Path, tmp_path: Path) -> None:
+    """Two of the scorecard's faults: one that ends a run, and one that it warns of."""
+    model = make_weights(tmp_path / "model")
+    words = ("--faults", "zeros", "frozen_bias", "--onsets", "2", "--healthy", "30", "--model", str(model))
+    done = run_benchmark(repository_root, "routing_faults", *words, "--output", str(tmp_path / "scores.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "scores.json").read_text())
+    zeros, frozen = found["scores"]
+    assert (zeros["fault"], zeros["steps"], zeros["healthy_steps"]) == ("zeros", 1, 1)
+    assert "rows hold expert 0 alone, in all layers" in zeros["told"]
+    assert (frozen["fault"], frozen["steps"]) == ("frozen_bias", 2)
+    assert frozen["told"].startswith("the expert bias of 4 layers has not moved since step 2")
+    assert zeros["false_alarms"] == frozen["false_alarms"] == []
+    real, simulated = found["healthy"][:2]
+    assert (real["num_steps"], simulated["num_steps"]) == (12, 10)
+    # Random weights earn nothing, which is true and no matter of their routes.
+    said = [line for row in found["healthy"] for line in row["alarms"]]
+    assert [line for line in said if not line.startswith("every advantage has been 0 since step 1")] == []
+    assert "| routes that nobody wrote | vllm#54730 | step 2 | 1 step |" in done.stdout
+
+
+def make_weights(folder: Path) -> Path:
+    """The tiny model with random weights that are large enough for its tokens to be routed apart."""
+    torch.manual_seed(3)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(sft_runs.MODEL), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(sft_runs.MODEL).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.vllm
+@pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm")
+def test_refit_check_measures_steps_with_it_and_without(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "refit_check", "--pairs", "2", "--warmup", "1"))
+    assert (result["name"], result["pairs"]) == ("refit_check", 2)
+    assert (result["num_sequences"], result["num_tokens"]) == (4, 32)
+    seconds = result["check_seconds"]["median"]
+    assert 0 < seconds < result["step_seconds"]["on"]
+    assert result["check_share"]["median"] == pytest.approx(seconds / result["step_seconds"]["on"], rel=0.5)
+    added = result["refit_seconds"]["on"] - result["refit_seconds"]["off"]
+    assert result["cost_seconds"]["mean"] == pytest.approx(result["check_seconds"]["mean"] + added, abs=1e-3)
+    cpu = result["cpu_seconds"]
+    assert 0 < cpu["refit"] < cpu["step"]
+    assert result["cpu_cost"]["mean"] == pytest.approx(cpu["check"]["mean"] / cpu["step"], abs=1e-4)

@@ -94,6 +94,7 @@ def test_only_the_guilty_fail_and_soon(scorer):
     assert processes(scorer) == before, "such failures cost no worker"
 
 
+@pytest.mark.slow
 def test_responses_that_take_their_worker_with_them(scorer):
     took_too_long = (Fault.TIMEOUT, "took longer than 0.5 s and could not be interrupted")
     told = {
@@ -210,8 +211,6 @@ def test_an_environment_that_cannot_be_made():
 def test_nothing_stays_behind():
     with EnvironmentScorer(environment(num_workers=2)) as scorer:
         pids = processes(scorer)
-        pids += [clock.pid for pid in pids for clock in psutil.Process(pid).children()]
-        assert len(pids) == 4, "each has a clock"
         assert all(psutil.pid_exists(pid) for pid in pids)
     start = time.monotonic()
     while any(psutil.pid_exists(pid) for pid in pids) and seconds_since(start) < 10.0:

@@ -119,6 +119,7 @@ def logits_of_transformers(trained: Trained, record: dict[str, Any]) -> torch.Te
     return logits
 
 
+@pytest.mark.slow
 def test_greedy_responses_of_a_checkpoint_are_those_of_transformers(trained: Trained, tmp_path: Path) -> None:
     records, done = generated(trained, tmp_path, trained.checkpoint, "--temperature", "0")
     assert "drawing 8 responses to 8 prompts: done" in done.stderr

@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_rl_moe.moe.tape_rows import Row
+from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME, read_routing
 from tests.functional import grpo_runs, sft_runs
 from tests.support.logged_metrics import MetricHistory, read_jsonl, read_tensorboard, read_wandb_offline
 
 pytestmark = pytest.mark.shared_ray
 
 NUM_STEPS = 3
+MEASURED = {
+    "policy__megatron_cfg__routing_measurements__every_n_steps": 2,
+    "policy__megatron_cfg__routing_measurements__share_of_tokens": 0.5,
+}
 FLOAT32_EPSILON = 2.0**-23
 REWARD_KEYS = {"reward", "reward_std", "accuracy", "frac_zero_std_groups"}
 LENGTH_KEYS = {"mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "truncation_rate"}
@@ -90,7 +96,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> FinishedRun:
     # A new store of MLflow takes ten seconds; the run of supervised fine-tuning has one.
-    return finished_run(tmp_path_factory.mktemp("grpo"), data, logger__mlflow_enabled=False)
+    return finished_run(tmp_path_factory.mktemp("grpo"), data, logger__mlflow_enabled=False, **MEASURED)
 
 
 def test_logs_reward_beside_routing_by_the_field_s_names(run: FinishedRun) -> None:
@@ -102,7 +108,36 @@ def test_logs_reward_beside_routing_by_the_field_s_names(run: FinishedRun) -> No
     assert validation == {"reward", "reward_std", "accuracy", "pass_at_2"} | LENGTH_KEYS | FAULT_KEYS
     timing = {key.split("/")[1] for key in run.history() if key.startswith("timing/")}
     # One update a step: the pass that would only give the ratio 1 is left out.
-    assert timing == {"generation", "rewards", "train", "step", "validation", "checkpoint"}
+    assert timing == {"generation", "rewards", "train", "step", "validation", "checkpoint", "routing_measurements"}
+
+
+def test_routing_is_measured_every_second_step(run: FinishedRun) -> None:
+    """The trainer's own engine computes as training does, but for the rounding of float32."""
+    measured = {key: values for key, values in run.history().items() if "/routing_" in key}
+    families = {key.removeprefix("train/moe/").split("/")[0] for key in measured if not key.startswith("timing/")}
+    assert families == {"routing_split", "routing_noise", "routing_drift"}
+    assert {step for values in measured.values() for step, _ in values} == {2}
+    value = {key.removeprefix("train/moe/"): values[0][1] for key, values in measured.items()}
+    assert 16 * 12 / 2 <= value["routing_split/tokens"] < 16 * 12 * 2 / 3
+    for part in ("total", "numerics", "routing", "in_force"):
+        assert value[f"routing_split/mean_abs_{part}"] < 1e-6
+    assert value["routing_split/mean_abs_numerics"] > 0
+    assert value["routing_noise/mean_abs_trainer"] < 1e-6
+    assert value["routing_noise/rows_differing_trainer"] < 0.01
+    drift = value["routing_drift/rows_differing_of_step"]
+    assert 0 < drift <= value["routing_drift/tokens_differing_of_step"] < 1
+    (_, num_bytes), *_ = run.history()["train/moe/routing/tape_bytes"]
+    (_, num_rows), *_ = run.history()["train/moe/routing/rows_expected"]
+    assert num_bytes == num_rows * 2 * 2
+
+
+def test_the_tape_of_each_step_is_kept_layer_by_layer(run: FinishedRun) -> None:
+    kept = read_routing(run.run_folder)
+    expected, usable, same = (kept.rows[..., kind].sum(1) for kind in (Row.EXPECTED, Row.USABLE, Row.LIVE_SAME))
+    assert kept.steps.tolist() == list(range(1, len(kept.steps) + 1))
+    assert expected.tolist() == run.values("train/moe/routing/rows_expected")
+    assert (same / usable).tolist() == pytest.approx(run.values("train/moe/routing/live_agreement"))
+    assert not (run.run_folder / ANOMALIES_FILE_NAME).exists()
 
 
 def test_three_loggers_hold_the_same_metrics(run: FinishedRun) -> None:
@@ -141,7 +176,7 @@ def test_samples_are_saved_and_shown(run: FinishedRun) -> None:
 
 @pytest.mark.slow
 def test_same_seed_same_run_to_the_last_bit(run: FinishedRun, tmp_path: Path, data: Path) -> None:
-    again = finished_run(tmp_path, data, **sft_runs.only_jsonl())
+    again = finished_run(tmp_path, data, **sft_runs.only_jsonl(), **MEASURED)
     first, second = run.history(), again.history()
     keys = {key for key in first if not key.startswith("timing/")}
     assert len(keys) > 60
@@ -177,6 +212,9 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
         data,
         **sft_runs.only_jsonl(),
         policy__train_global_batch_size=8,
+        policy__megatron_cfg__routing_measurements__every_n_steps=1,
+        policy__megatron_cfg__routing_measurements__share_of_tokens=0.3,
+        policy__megatron_cfg__routing_replay="old_policy",
         policy__sequence_packing={"enabled": True, "train_mb_tokens": 64},
         policy__generation__stop_strings=["7"],
         policy__generation__top_k=20,
@@ -185,6 +223,11 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
         loss_fn__reference_policy_kl_penalty=0.01,
         loss_fn__reference_policy_kl_gradient="divergence",
         loss_fn__importance_sampling_correction="truncated",
+        policy__megatron_cfg__router_gradients={
+            "every_n_steps": 2,
+            "num_microbatches": 1,
+            "at_logits_every_n_steps": 3,
+        },
         loss_fn__ratio_clip_max=0.28,
         grpo__use_dynamic_sampling=True,
         grpo__dynamic_sampling_max_gen_batches=2,
@@ -203,6 +246,17 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     assert max(run.values("train/probs_ratio_max")) > 1.0
     assert max(run.values("train/token_mult_prob_error")) < 1 + 1e-6
     assert sum(run.values("train/env/num_errors")) > 0
+    first, *later = run.values("train/moe/routing_drift/rows_differing_from_reference")
+    assert first == 0
+    assert min(later) > 0
+    # The weights have moved by two updates: numerics are what they were before them.
+    at_the_end = [run.values(f"train/moe/routing_split_end/mean_abs_{part}") for part in ("staleness", "numerics")]
+    assert min(at_the_end[0]) > 1e-4
+    assert max(at_the_end[1]) < 1e-6
+    assert [step for step, _ in run.history()["train/moe/router_gradient/norm_policy"]] == [2]
+    at_logits = run.history()["train/moe/router_gradient_exact_in_last_layer/norm_policy"]
+    assert [step for step, _ in at_logits] == [3]
+    assert run.values("train/moe/routing_advantage/max_abs_z")[0] > 0
     assert {sample["weight_version"] for sample in run.samples() if sample["split"] == "train"} == {0, 2, 4}
     ended = [sample for sample in run.samples() if "7" in sample["response"]]
     assert ended
@@ -216,7 +270,12 @@ def test_the_divergence_in_the_reward(tmp_path: Path, data: Path) -> None:
         tmp_path,
         data,
         **sft_runs.only_jsonl(),
-        grpo__adv_estimator={"name": "grpo", "use_leave_one_out_baseline": False, "normalize_rewards": False},
+        grpo__adv_estimator={
+            "name": "grpo",
+            "use_leave_one_out_baseline": False,
+            "normalize_rewards": False,
+            "normalize_over": "group",
+        },
         loss_fn__reference_policy_kl_penalty=100.0,
         loss_fn__reference_policy_kl_type="k1",
         loss_fn__use_kl_in_reward=True,

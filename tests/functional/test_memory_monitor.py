@@ -49,6 +49,7 @@ def told_by(monkeypatch: pytest.MonkeyPatch, threshold: float) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_short_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, *rest = told_by(monkeypatch, 0.01).splitlines()
     assert re.fullmatch(r"worker rank \d( \(pid \d+\))? was ended by Ray's memory monitor while starting:", first), (

@@ -19,6 +19,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.generation import refit as refit_module
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.megatron import MegatronGeneration
 from nemo_rl_moe.models.hf_files import find_model
@@ -76,10 +77,9 @@ def started_engine(model_folder: Path) -> Iterator[TransformersEngine]:
         engine.shutdown()
 
 
-def refit(engine: GenerationEngine, policy: MegatronPolicy, version: int | None = None) -> None:
+def refit(engine: GenerationEngine, policy: MegatronPolicy) -> None:
     """As the loop does it."""
-    with policy.weight_transport() as transport:
-        engine.update_weights(transport, policy.weight_version if version is None else version)
+    refit_module.refit(engine, policy)
     assert not list(SHARED_MEMORY.glob(f"nemo_rl_moe-weights-*-{os.getpid()}-*")), "nothing is left of a transfer"
 
 
@@ -158,8 +158,9 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
             engine.wake()
             assert_same(trainers, engine, version=2)
 
-            with pytest.raises(WeightSyncError, match="it has the weights of version 2, expected 3"):
-                refit(engine, policy, version=3)
+            problem = pytest.raises(WeightSyncError, match="it has the weights of version 2, expected 3")
+            with problem, policy.weight_transport() as transport:
+                engine.update_weights(transport, 3)
             with pytest.raises(RuntimeError, match="no weights yet"):
                 sequences(engine, GREEDY)
             # The trainer's ranks go on, and a later transfer succeeds.

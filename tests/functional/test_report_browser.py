@@ -10,18 +10,33 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from nemo_rl_moe import cli
 from nemo_rl_moe.moe.load_arrays import utilization
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.moe.tape_rows import Row
+from nemo_rl_moe.run_folder.advantages import read_advantages
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
+from nemo_rl_moe.run_folder.routing import read_routing
 from tests.functional import sft_runs
 from tests.support.browser import OpenPage, open_page, running_browser
 from tests.support.logged_metrics import read_jsonl
+from tests.support.made_runs import make_run
+from tests.support.made_tapes import tape_report
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS, BATCH_SIZE = 30, 32
+ROUTING_METRICS = {
+    "train/loss": 1.0,
+    "train/gen_kl_error": 1e-5,
+    **{f"train/moe/routing_split/mean_abs_{part}": 0.1 for part in ("total", "routing", "numerics")},
+    "train/moe/router_gradient/norm_policy_layer_1": 0.5,
+    "train/moe/router_gradient/cosine_policy_aux_layer_1": -0.25,
+}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)><b>%{x}</b>"
 
 
@@ -201,6 +216,110 @@ def test_it_is_drawn_anew_for_the_dark(comparison: OpenPage) -> None:
 def test_nothing_has_left_the_file_and_nothing_has_failed(comparison: OpenPage) -> None:
     assert comparison.requests == []
     assert comparison.problems == []
+
+
+@pytest.fixture(scope="module")
+def routing(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenPage, dict[str, Path]]:
+    """The page about two runs with tapes, of which one is wrong in a step, and a run without."""
+    folder = tmp_path_factory.mktemp("routing")
+    wrong = TapeAnomaly("layer", "layer 3 carries layer 2's routes", 3)
+    found = {}
+    for name, differing in (("none", 3), ("sick", 9)):
+        tapes = {step: tape_report([0, step], layers=[1, 3], replays=name == "sick") for step in range(1, 6)}
+        tapes[6] = tape_report([0, differing], layers=[1, 3], zero=[0, differing], anomalies=[wrong] * (name == "sick"))
+        scores = {step: AdvantageScores((1, 3), _scores(step, differing)) for step in tapes}
+        found[name] = make_run(folder / name, dict.fromkeys(tapes, ROUTING_METRICS), tapes=tapes, scores=scores)
+    found["without"] = make_run(folder / "without", {1: {"train/loss": 1.0}})
+    output = folder / "report.html"
+    assert cli.main(["report", *map(str, found.values()), "--output", str(output)]) == 0
+    return open_page(browser, output), found
+
+
+def _scores(step: int, largest: float) -> torch.Tensor:
+    """Scores of eight experts of two layers, of which one has none and another one keeps its side."""
+    found = torch.randn(2, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+    found[0, 2], found[1, 5] = torch.nan, largest
+    return found
+
+
+def test_experts_by_advantage_are_those_of_the_table(routing: tuple[OpenPage, dict[str, Path]]) -> None:
+    opened, found = routing
+    cards = opened.page.locator("section", has=opened.page.locator("h3", has_text="Experts by advantage"))
+    assert cards.count() == 2
+    for number, name in enumerate(("none", "sick")):
+        scores = read_advantages(found[name]).scores
+        place = f'[data-chart="advantages"] >> nth={number}'
+        (cells,) = opened.plot(place)
+        drawn = np.array(cells["z"], dtype=float)  # a gap is null
+        assert cells["y"] == ["layer 1", "layer 3"]
+        np.testing.assert_allclose(drawn, scores.sum(0) / np.sqrt(6), rtol=1e-5)
+        assert np.isnan(drawn[0, 2])
+        slider = cards.nth(number).locator('input[type="range"]')
+        slider.focus()
+        slider.press("Home")
+        opened.page.wait_for_function(
+            "([number, value]) => Math.abs(document.querySelectorAll('[data-chart=\"advantages\"]')[number]"
+            ".data[0].z[0][0] - value) < 1e-6",
+            arg=[number, float(scores[0, 0, 0])],
+        )
+        (cells,) = opened.plot(place)
+        np.testing.assert_allclose(np.array(cells["z"], dtype=float), scores[0], rtol=1e-6)
+
+
+def test_disagreement_is_that_of_the_table(routing: tuple[OpenPage, dict[str, Path]]) -> None:
+    opened, found = routing
+    for number, name in enumerate(("none", "sick")):
+        (cells,) = opened.plot(f'[data-chart="rows that differ, by layer"] >> nth={number}')
+        rows = read_routing(found[name]).rows
+        expected = 1 - rows[..., Row.LIVE_SAME] / rows[..., Row.USABLE]
+        assert (cells["x"], cells["y"]) == ([1, 2, 3, 4, 5, 6], ["layer 1", "layer 3"])
+        np.testing.assert_allclose(np.array(cells["z"]), expected.T, rtol=1e-6)
+
+
+def test_margins_of_a_step_and_of_all_are_those_of_the_table(routing: tuple[OpenPage, dict[str, Path]]) -> None:
+    opened, found = routing
+    margins = {name: read_routing(found[name]).margins.sum(1) for name in ("none", "sick")}
+    for name, (bars, _) in zip(margins, _margins_of(opened), strict=True):
+        assert bars["customdata"] == margins[name].sum(0).tolist()
+    slider = opened.page.locator("section", has_text="by router margin").locator('input[type="range"]')
+    slider.focus()
+    slider.press("Home")
+    opened.page.wait_for_function(
+        "() => document.querySelector('[data-chart=\"margins\"]').data[0].customdata[0][0] === 1"
+    )
+    for name, (bars, shares) in zip(margins, _margins_of(opened), strict=True):
+        assert bars["customdata"] == margins[name][0].tolist()
+        np.testing.assert_allclose(shares["y"], margins[name][0, :, 0] / margins[name][0, :, 0].sum())
+
+
+def _margins_of(opened: OpenPage) -> list[tuple[Any, Any]]:
+    """Bars and line of each run."""
+    traces = opened.plot('[data-chart="margins"]')
+    return list(zip(traces[::2], traces[1::2], strict=True))
+
+
+def test_the_ledger_and_the_finding_name_the_layer(routing: tuple[OpenPage, dict[str, Path]]) -> None:
+    page = routing[0].page
+    ledgers = page.locator("section", has=page.locator("h3", has_text="Ledger of the tape"))
+    assert ledgers.count() == 2
+    rows = [row.inner_text().split("\t") for row in ledgers.nth(1).locator("tbody tr").all()]
+    assert ["expert 0 alone", "9", "1.923%", "1", "6", "11.54% (step 6)"] in rows
+    assert rows[-1] == ["3", "234", "9"], "of layers, the one with wrong rows"
+    told = page.locator("[data-run]").nth(1).locator(".findings li").all_inner_texts()
+    assert told == ["layer 3 carries layer 2's routes; since step 6"]
+
+
+def test_what_was_measured_is_drawn_and_what_was_not_is_absent(routing: tuple[OpenPage, dict[str, Path]]) -> None:
+    opened = routing[0]
+    parts = opened.plot('[data-chart="Parts of the mismatch, before the updates"]')
+    assert [trace["name"].split("/")[-1] for trace in parts] == [
+        f"{name} · {part}" for name in ("none", "sick") for part in ("total", "routing", "numerics")
+    ]
+    assert all((trace["type"], trace["y"]) == ("bar", [pytest.approx(0.1)] * 6) for trace in parts)
+    assert opened.page.locator('[data-chart="Parts of the mismatch, after the updates"]').count() == 0
+    table = opened.page.locator("section", has_text="Gradient of the routers, layer by layer").first
+    assert table.locator("tbody tr").inner_text().split("\t") == ["1", "0.5", "-0.25"]
+    assert (opened.requests, opened.problems) == ([], [])
 
 
 def test_the_policy_stops_what_the_page_itself_does_not_do(comparison: OpenPage) -> None:

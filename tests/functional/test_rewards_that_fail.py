@@ -78,6 +78,7 @@ def test_some_failures_are_told_at_once_and_counted(tmp_path: Path, data: Path) 
     assert run.metrics["train/lr"].values.tolist() == pytest.approx([1e-4 / 20, 2e-4 / 20])
 
 
+@pytest.mark.slow
 def test_rewards_without_a_spread_are_a_finding(tmp_path: Path, data: Path) -> None:
     # Validation on the training prompts, too.
     same_prompts = {"data__validation__path": data / "grpo.jsonl"}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
-from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm import engine as engine_module
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.generation.sampling import StopCondition
 from nemo_rl_moe.weight_sync.folder import FolderTransfer
 from tests.support.vllm_engines import (
     FREE,
+    VOCABULARY_SIZE,
     Change,
     Trainer,
     check_of,
@@ -92,6 +93,20 @@ def test_a_response_depends_on_its_request_alone(fitted: VllmEngine) -> None:
         (alone,) = generated(fitted, [asked[index]])
         assert alone.token_ids.tolist() == together[index].token_ids.tolist()
     assert len({tuple(sequence.token_ids.tolist()) for sequence in together}) > 15, "seeds differ"
+
+
+def test_prompts_of_more_tokens_than_a_step_takes_are_answered_as_if_alone(fitted: VllmEngine) -> None:
+    # A step takes 2048 tokens: the prompt at that place must not be cut in two.
+    asked = [
+        GenerationRequest(tuple((7 * index + place) % VOCABULARY_SIZE for place in range(length)), index, FREE)
+        for index, length in enumerate([51, 67, 79] * 14)
+    ]
+    engines = fitted.process_ids()
+    together = generated(fitted, asked)
+    assert fitted.process_ids() == engines, "none has failed"
+    for index in (0, 29, 30, 31, 32, 33, 41):
+        (alone,) = generated(fitted, [asked[index]])
+        assert alone.token_ids.tolist() == together[index].token_ids.tolist()
 
 
 def test_stop_tokens_end_a_response_and_belong_to_it(fitted: VllmEngine) -> None:
@@ -226,6 +241,20 @@ def test_a_fault_of_a_refit_is_found_and_named(engine: VllmEngine, trainer: Trai
     again = check_of(engine, trainer, refits_again=True)
     assert again.after_refit(engine).largest < 2e-5
     assert again.num_failed == 1
+
+
+def test_a_resumed_run_whose_engine_keeps_the_weights_of_the_start_is_found(
+    engine: VllmEngine, trainer: Trainer
+) -> None:
+    start = dict(trainer.tensors)
+    for _ in range(3):  # what the checkpoint has
+        trainer.move()
+    trainer.refit(engine, lambda tensors: start)
+    check = check_of(engine, trainer)
+    with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
+        check.after_refit(engine)
+    trainer.refit(engine)
+    assert check.after_refit(engine).largest < 2e-5
 
 
 def test_an_expert_that_computes_something_else_is_named(engine: VllmEngine, trainer: Trainer) -> None:

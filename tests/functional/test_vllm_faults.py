@@ -4,12 +4,16 @@
 
 import os
 import signal
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from torch import Tensor
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import GenerationError
@@ -122,6 +126,115 @@ def test_an_engine_that_freezes_before_it_is_checked_is_replaced(vllm_cluster: R
         assert told == ["vLLM engine 0 does not answer; another one takes its place"]
     finally:
         engine.shutdown()
+
+
+def test_an_engine_outlives_a_batch_systems_request_to_stop(vllm_cluster: RayCluster, trainer: Trainer) -> None:
+    """All processes of a job get the signal; the driver ends the step, for which it needs the engine."""
+    told: list[str] = []
+    engine = start_engine(vllm_cluster, trainer, warn=told.append)
+    try:
+        (process_id,) = engine.process_ids()
+        os.kill(process_id, signal.SIGTERM)
+        trainer.refit(engine)
+        own = f"nemo_rl_moe-vllm-*-{process_id}-*"
+        assert list(Path(tempfile.gettempdir()).glob(f"{own}/vllm_dist_*")), "vLLM's files go with the engine's"
+        asked = requests(4, replace(FREE, max_new_tokens=60))
+        answers = engine.generate(asked)
+        found = [next(answers)]
+        os.kill(process_id, signal.SIGTERM)
+        assert len([*found, *answers]) == 4
+        assert engine.process_ids() == [process_id]
+        assert told == []
+    finally:
+        engine.shutdown()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+def test_engines_of_a_transfer_that_one_of_them_does_not_survive_get_the_weights_anew(
+    vllm_cluster: RayCluster, trainer: Trainer, signal_number: signal.Signals
+) -> None:
+    told = TimedList()
+    patience_s = 8.0
+    engine = start_engine(vllm_cluster, trainer, num_engines=2, stall_timeout_s=patience_s, warn=told.append)
+    try:
+        trainer.refit(engine)
+        trainer.move()
+        former = engine.process_ids()
+        struck = Struck(former[1], signal_number)
+        trainer.refit(engine, struck.in_the_middle)
+        assert struck.seconds_until_told(told) < 5.0 + (patience_s if signal_number == signal.SIGSTOP else 0.0)
+        assert not set(engine.process_ids()) & set(former), "neither has a mixture"
+        assert len(engine.process_ids()) == 2
+        assert check_of(engine, trainer).after_refit(engine).largest < 2e-5
+        asked = requests(6)
+        for request, sequence in zip(asked, generated(engine, asked), strict=True):
+            assert sequence.weight_version == trainer.version
+            (expected,) = trainer.scores([[*request.token_ids, *sequence.token_ids.tolist()]])
+            np.testing.assert_allclose(sequence.logprobs, expected[len(request.token_ids) - 1 :], atol=5e-6)
+        (line,) = told
+        assert line.startswith("vLLM engine 1 ")
+        assert line.endswith(" while it received weights; all engines are started anew")
+        processes = [*former, *engine.process_ids()]
+    finally:
+        engine.shutdown()
+    assert_ended(processes)
+
+
+class Struck:
+    """A process that a signal strikes once, when half of the tensors have been sent."""
+
+    def __init__(self, process_id: int, signal_number: signal.Signals):
+        self._process_id, self._signal_number = process_id, signal_number
+        self._at: float | None = None
+
+    def in_the_middle(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        name = list(tensors)[len(tensors) // 2]
+        return {**tensors, name: StrikingTensor(tensors[name], self)}  # type: ignore[dict-item]
+
+    def strike(self) -> None:
+        if self._at is None:
+            self._at = time.monotonic()
+            os.kill(self._process_id, self._signal_number)
+            deadline = self._at + 5.0
+            gone = (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, None)
+            while state_of(self._process_id) not in gone:
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+
+    def seconds_until_told(self, told: "TimedList") -> float:
+        assert self._at is not None
+        return told.times[0] - self._at
+
+
+class StrikingTensor:
+    """A tensor that has the process struck when it is taken to be sent."""
+
+    def __init__(self, tensor: Tensor, struck: Struck):
+        self._tensor, self._struck = tensor, struck
+
+    def detach(self) -> Tensor:
+        self._struck.strike()
+        return self._tensor.detach()
+
+
+class TimedList(list[str]):
+    """Lines, and when they were added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def append(self, line: str) -> None:
+        self.times.append(time.monotonic())
+        super().append(line)
+
+
+def state_of(process_id: int) -> str | None:
+    """State of a process; None where it is gone."""
+    try:
+        return str(psutil.Process(process_id).status())
+    except psutil.NoSuchProcess:
+        return None
 
 
 def test_an_engine_that_cannot_start_is_one_line(vllm_cluster: RayCluster, trainer: Trainer) -> None:

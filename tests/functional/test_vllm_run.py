@@ -4,7 +4,6 @@
 
 import os
 import signal
-import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -41,8 +40,7 @@ def command(folder: Path, data: Path, *more: str) -> list[str]:
         env__callable={"function": "tests.support.deadly_reward:share_of_digits"},
         **sft_runs.only_jsonl(),
     )
-    script = sft_runs.REPOSITORY_ROOT / "examples/run_grpo.py"
-    return [sys.executable, str(script), "--config", "grpo_tiny_moe_vllm.yaml", *overrides, *more]
+    return grpo_runs.command([*overrides, *more], grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml"))
 
 
 def run_to_its_end(folder: Path, data: Path, *more: str, environment: dict[str, str] | None = None) -> str:
@@ -94,6 +92,17 @@ def test_the_metrics_say_that_the_weights_arrive(unharmed: Path) -> None:
         assert metrics["train/refit/bytes"] > 10**5
         assert metrics["train/token_mult_prob_error"] == pytest.approx(1, abs=1e-5)
     assert len({steps[step]["train/loss"] for step in range(1, NUM_STEPS + 1)}) == NUM_STEPS
+
+
+def test_a_model_that_names_no_class_is_told_before_anything_starts(data: Path, tmp_path: Path) -> None:
+    model = sft_runs.make_model_folder(tmp_path / "model", architectures=None)
+    with run_kills.running(command(tmp_path, data, f"policy.model_name={model}"), tmp_path) as run:
+        assert run.wait_for_end(LIMIT_S) == 2
+        assert run.errors == (
+            f"error: policy.model_name: {model}: config.json: architectures: is missing, expected"
+            ' ["Qwen3MoeForCausalLM"], the class that vLLM is to build (policy.generation.backend: vllm)\n'
+        )
+        assert "starting" not in run.printed
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from tests.support.clusters import cluster_config
 NUM_WORKERS = 2
 START_TIMEOUT_S = 120.0
 CALL_TIMEOUT_S = 120.0
-SHORT_CALL_TIMEOUT_S = 6.0
+SHORT_CALL_TIMEOUT_S = 3.0
 DETECTION_LIMIT_S = 30.0
 RAY_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")
 
@@ -232,6 +232,9 @@ def fail_in_a_step(group: WorkerGroup, method: str, *args: Any) -> str:
 def test_calls_environment_and_shared_arguments(group: WorkerGroup):
     assert group.call_all("all_reduce", 1.5) == [3.0, 3.0]
     assert group.call_each("all_reduce", [(1.0,), (2.0,)]) == [3.0, 3.0]
+    begun = [group.start_each("all_reduce", [(number,)] * NUM_WORKERS) for number in (2.0, 5.0)]
+    assert [wait() for wait in begun] == [[4.0, 4.0], [10.0, 10.0]], "one after the other, on every rank"
+    assert group.start_each("environment", [None, ()])()[0] is None, "not called"
     shared = list(range(1000))
     results = group.call_each("identity_of", [(shared, [1]), (shared, [2])])
     assert results == [(pid, [499500, number]) for pid, number in zip(group.process_ids, (1, 2), strict=True)]
@@ -274,6 +277,7 @@ def test_never_starts(cluster: RayCluster, tmp_path: Path):
     assert_all_gone(tmp_path)
 
 
+@pytest.mark.slow
 def test_raise_in_a_step(group: WorkerGroup):
     text = fail_in_a_step(group, "raise_while_the_peer_waits")
     assert "raised BrokenModelError in `raise_while_the_peer_waits`:" in text
@@ -317,7 +321,7 @@ def test_frozen_in_a_step(impatient_group: WorkerGroup):
     text = fail_in_a_step(impatient_group, "freeze_while_the_peer_waits")
     assert text.startswith(
         f"worker rank 1 (pid {second}): its process has been stopped (SIGSTOP); it did not answer"
-        " `freeze_while_the_peer_waits` within 6 s (cluster.worker_call_timeout_s)\n"
+        " `freeze_while_the_peer_waits` within 3 s (cluster.worker_call_timeout_s)\n"
         f"Still waiting then: rank 0 (pid {first}).\n"
     )
 
@@ -331,11 +335,12 @@ def test_frozen_while_its_peer_gives_up(group: WorkerGroup):
     assert f"Did not answer: rank 1 (pid {pid}): its process has been stopped (SIGSTOP)." in text
 
 
+@pytest.mark.slow
 def test_hanging_in_a_step(impatient_group: WorkerGroup):
     first, second = impatient_group.process_ids
     text = fail_in_a_step(impatient_group, "hang_while_the_peer_waits")
     assert text.startswith(
-        "2 of 2 workers did not answer `hang_while_the_peer_waits` within 6 s (cluster.worker_call_timeout_s):"
+        "2 of 2 workers did not answer `hang_while_the_peer_waits` within 3 s (cluster.worker_call_timeout_s):"
         f" rank 0 (pid {first}), rank 1 (pid {second})\n"
     )
     assert "wait_forever_for_a_lock" in text, "the stack of a hanging worker is shown"

@@ -157,6 +157,31 @@ def problems_of_loading(settings: RunSettings, folders: list[str], variable: str
     return problems
 
 
+def train_from_weights(settings: RunSettings, folder: str, damaged: str | None) -> tuple[list[str], Steps]:
+    """Two steps with the weights of one folder, and an optimizer that starts anew.
+
+    Args:
+        settings: What is trained.
+        folder: A checkpoint without the optimizer.
+        damaged: One with it, which is tried before; None: nothing is.
+
+    Returns:
+        What the damaged one raises, and the steps.
+    """
+    from nemo_rl_moe.errors import DamagedCheckpointError
+
+    problems: list[str] = []
+    with parallel_job(settings.policy):
+        trainer = build_trainer(settings)
+        if damaged is not None:
+            try:
+                trainer.load_checkpoint(Path(damaged), with_optimizer=True)
+            except DamagedCheckpointError as error:
+                problems = error.problems
+        trainer.load_checkpoint(Path(folder), with_optimizer=False)
+        return problems, [_train(trainer, settings, step) for step in (1, 2)]
+
+
 def load_weights_alone(settings: RunSettings, folders: list[str]) -> list[str]:
     """Loads each folder into a model without an optimizer: the error's text; "loaded" where there is none."""
     from nemo_rl_moe.errors import CheckpointError

@@ -4,7 +4,7 @@
 
 A case is made from its seed alone and runs in a process that runs many of them, one after another. What hangs, dies or
 fills the memory costs that process, and the next case gets a new one. `FUZZ_SCALE=10` makes ten times as many cases;
-`FUZZ_SEED=17` repeats one alone and leaves its files.
+`FUZZ_FIRST=300` makes others, from that seed on; `FUZZ_SEED=17` repeats one alone and leaves its files.
 """
 
 import multiprocessing
@@ -27,6 +27,8 @@ import psutil
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.errors import EXIT_BAD_INPUT
 
+NUM_CASES = 300
+"""Of each fuzzer in an ordinary run."""
 LIMIT_S = 10.0
 """Seconds of computing of a case."""
 _FIRST_LIMIT_S = 60.0  # the first case of a process imports what the command needs
@@ -94,17 +96,18 @@ class Verdict:
     failures: list[str] = field(default_factory=list)
 
 
-def fuzz(make_case: MakeCase, num_cases: int, folder: Path, *, some_are_refused: bool = True) -> None:
+def fuzz(make_case: MakeCase, folder: Path, *, some_are_refused: bool = True) -> None:
     """Runs cases; fails where one is judged wrong, or where all of them are accepted or all refused.
 
     Args:
         make_case: A function of a module; gets a generator that is seeded by the case, and an empty folder.
-        num_cases: Cases of an ordinary run.
         folder: For the files of the cases; those of failures stay.
         some_are_refused: False where there is something else to take in place of what is odd.
     """
     one_seed = os.environ.get("FUZZ_SEED")
-    seeds = [int(one_seed)] if one_seed else range(round(num_cases * float(os.environ.get("FUZZ_SCALE", "1"))))
+    first = int(os.environ.get("FUZZ_FIRST", "0"))
+    num_cases = round(NUM_CASES * float(os.environ.get("FUZZ_SCALE", "1")))
+    seeds = [int(one_seed)] if one_seed else range(first, first + num_cases)
     verdict = Verdict()
     started = time.monotonic()
     todo = list(reversed(seeds))
@@ -113,7 +116,7 @@ def fuzz(make_case: MakeCase, num_cases: int, folder: Path, *, some_are_refused:
     print(f"{make_case.__name__}: {verdict.accepted} accepted, {verdict.refused} refused, "
           f"{len(verdict.failures)} wrong, in {time.monotonic() - started:.0f} s")  # fmt: skip
     assert not verdict.failures, "\n\n".join(verdict.failures[:_MOST_SHOWN])
-    if len(seeds) >= num_cases:  # of a few cases all may end in one way
+    if len(seeds) >= NUM_CASES:  # of a few cases all may end in one way
         assert verdict.accepted
         assert verdict.refused or not some_are_refused
 

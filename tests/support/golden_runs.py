@@ -73,12 +73,14 @@ def golden_words(algorithm: str, folder: Path, repository: Path) -> list[str]:
 
 
 def curves_of(folder: Path) -> Curves:
-    """Metrics of the one run that logged below a folder, by step."""
+    """Metrics of the one run that logged below a folder, by step; without times, and without how far two passes agree
+    about near ties, which is rounding itself."""
     (path,) = folder.glob("logs/*/metrics.jsonl")
     curves: Curves = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)
-        metrics = {name: value for name, value in record["metrics"].items() if not name.startswith("timing/")}
+        left_out = ("timing/", "train/moe/routing/")
+        metrics = {name: value for name, value in record["metrics"].items() if not name.startswith(left_out)}
         curves.setdefault(str(record["step"]), {}).update(metrics)
     return curves
 

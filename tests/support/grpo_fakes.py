@@ -24,6 +24,7 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch,
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
@@ -184,6 +185,7 @@ class FakePolicy:
         batches: What was trained on.
         losses: The loss function of each `train` call.
         updates_of_call: Optimizer steps of each `train` call.
+        tapes: What is told of the tape of a step.
     """
 
     diary: list[str] = field(default_factory=list)
@@ -191,6 +193,7 @@ class FakePolicy:
     losses: list[LossFunction] = field(default_factory=list)
     tracks_experts: bool = False
     updates_of_call: int = 1
+    tapes: Mapping[int, TapeReport] = field(default_factory=dict)
 
     @property
     def weight_version(self) -> int:
@@ -210,6 +213,7 @@ class FakePolicy:
             microbatch_metrics={"probs_ratio": MetricSeries((0.5, 0.5), Reduction.SHARE)},
             moe_metrics={"load_balancing_loss": 1.5} if self.tracks_experts else {},
             expert_load=ExpertLoad((0,), torch.tensor([[step, step]])) if self.tracks_experts else None,
+            tape_report=self.tapes.get(step),
         )
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
@@ -224,9 +228,15 @@ class FakePolicy:
         return torch.full(batch.input_ids.shape, -2.0)
 
     @contextmanager
-    def weight_transport(self, *, altered: bool = False) -> Iterator[FakeTransport]:
+    def weight_transport(
+        self, *, altered: bool = False, then: Callable[[], object] = lambda: None
+    ) -> Iterator[FakeTransport]:
+        def send() -> None:
+            self.diary.append("weights")
+            then()
+
         name = f"{'other ' if altered else ''}weights of step {len(self.batches)}"
-        yield FakeTransport([name], lambda: self.diary.append("weights"))
+        yield FakeTransport([name], send)
 
     def save_weights(self, directory: Path) -> list[str]:
         raise AssertionError("saving is the launcher's")

@@ -2,15 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Readers of what the loggers wrote: key to `(step, value)` pairs, steps ascending; pictures as PNG files."""
 
+import re
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.loggers.mlflow import picture_of, stored_pictures
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_history
 from nemo_rl_moe.run_folder.metrics import MetricHistory as MetricHistory
 from nemo_rl_moe.run_folder.metrics import read_history
+
+# How MLflow names the pictures of a step; older versions put % where newer ones put +.
+_MLFLOW_PICTURE = re.compile(r"images/(?P<key>.+?)[+%]step[+%](?P<step>\d+)[+%]timestamp[+%].*\.png")
 
 PictureHistory = dict[str, list[tuple[int, bytes]]]
 
@@ -94,10 +97,11 @@ def read_mlflow_pictures(tracking_uri: str, experiment_name: str, run_name: str 
     client, run = _mlflow_run(tracking_uri, experiment_name, run_name)
     pictures: PictureHistory = {}
     with tempfile.TemporaryDirectory() as folder:
-        for path in stored_pictures(client, run.info.run_id):
-            key, step = picture_of(path)
-            content = Path(client.download_artifacts(run.info.run_id, path, folder)).read_bytes()
-            pictures.setdefault(key, []).append((step, content))
+        for entry in client.list_artifacts(run.info.run_id, "images"):
+            if found := _MLFLOW_PICTURE.fullmatch(entry.path):
+                content = Path(client.download_artifacts(run.info.run_id, entry.path, folder)).read_bytes()
+                # A slash cannot stand in the name of a file.
+                pictures.setdefault(re.sub("[~#]", "/", found["key"]), []).append((int(found["step"]), content))
     return {key: sorted(points, key=lambda point: point[0]) for key, points in sorted(pictures.items())}
 
 

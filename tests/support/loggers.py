@@ -36,6 +36,9 @@ def settings_for(
                 "overload_factor": 1.5,
                 "sustained_steps": 3,
                 "idle_steps": 3,
+                "missing_routes_share": 0.001,
+                "missing_routes_steps": 3,
+                "sudden_steps": None,
             },
             "wandb": {"project": "p", "name": "n"},
             "mlflow": {"experiment_name": "e", "run_name": "n", "tracking_uri": tracking_uri},
@@ -95,7 +98,7 @@ class ListBackend:
         if step in self._no_pictures_at:
             raise OSError("no space")
         self.calls.append(("pictures", step))
-        self.pictures[step] = pictures
+        self.pictures[step] = {**self.pictures.get(step, {}), **pictures}
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         self.config = config

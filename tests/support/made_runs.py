@@ -14,8 +14,12 @@ from numpy.typing import NDArray
 
 from nemo_rl_moe.moe.findings import Thresholds
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.run_folder.advantages import AdvantageWriter
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.metrics import JsonlLogger
+from nemo_rl_moe.run_folder.routing import RoutingWriter
 
 TOPK = 2
 THRESHOLDS = Thresholds(dead_expert_steps=3, excess_cv=0.5, overload_factor=1.5, sustained_steps=2)
@@ -31,6 +35,11 @@ def random_counts(
     return np.stack([(chosen == expert).sum((-1, -2)) for expert in range(num_experts)], axis=-1)
 
 
+def tape_metrics(report: TapeReport | None) -> dict[str, float]:
+    """Metrics of a tape as a run logs them; none without one."""
+    return {} if report is None else {f"train/moe/{name}": value for name, value in report.metrics.items()}
+
+
 def make_run(
     folder: Path,
     metrics: Mapping[int, Mapping[str, float]],
@@ -40,22 +49,34 @@ def make_run(
     config: Mapping[str, Any] | None = None,
     in_force: Mapping[str, Any] | None = None,
     samples: Sequence[Mapping[str, Any]] = (),
+    tapes: Mapping[int, TapeReport] | None = None,
+    scores: Mapping[int, AdvantageScores] | None = None,
 ) -> Path:
     """Writes a run's folder.
 
     Args:
         folder: Is made.
-        metrics: Step to metrics.
+        metrics: Step to metrics; those of a step's tape are added.
         counts: Loads of the steps 1, 2, ...
         layers: Index of each layer in the model; None: from 0.
         config: The resolved configuration.
         in_force: The router settings that were in force; None: `moe_router_topk` is 2.
         samples: Lines of `samples.jsonl`.
+        tapes: Step to the report of its tape; a step without metrics has none of them.
+        scores: Step to its scores of experts by advantage.
     """
     folder.mkdir(parents=True)
     logger = JsonlLogger(folder, print, print)
+    routing = RoutingWriter(folder, print)
+    for step, report in (tapes or {}).items():
+        routing.write(step, report)
+    routing.close()
+    advantages = AdvantageWriter(folder, print)
+    for step, found in (scores or {}).items():
+        advantages.write(step, found)
+    advantages.close()
     for step, values in metrics.items():
-        logger.log_step(step, values)
+        logger.log_step(step, {**values, **tape_metrics((tapes or {}).get(step))})
     logger.close()
     if counts is not None:
         writer = ExpertLoadWriter(folder, print)

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_rl_moe.algorithms.step_recorder import Checkpoints, Observers, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.loggers.interface import MetricLogger
+from nemo_rl_moe.moe.tape_ledger import TapeReport
 
 
 @dataclass
@@ -53,6 +54,7 @@ def make_recorder(
     stop_reason: Callable[[], str | None] = lambda: None,
     start: LoopState | None = None,
     max_skipped_in_a_row: int = 3,
+    tapes: list[tuple[int, TapeReport]] | None = None,
 ) -> StepRecorder:
     """A recorder that writes to lists."""
 
@@ -60,5 +62,9 @@ def make_recorder(
         if loads is not None:
             loads.append((step, load))
 
-    observers = Observers(logger, log_load, samples)
+    def log_tape(step: int, report: TapeReport) -> None:
+        if tapes is not None:
+            tapes.append((step, report))
+
+    observers = Observers(logger, log_load, samples, log_tape)
     return StepRecorder(observers, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import Qwen3MoeConfig
 
@@ -129,6 +130,20 @@ def shard_of_rank(
     count = len(microbatches) // data_parallel_size
     mine = microbatches[data_parallel_rank * count : (data_parallel_rank + 1) * count]
     return make_shard(batch, mine, batch)
+
+
+def logprobs_by_sequence(
+    trainer: Any, shard: GlobalBatchShard, whole: TokenBatch, microbatches: Sequence[Sequence[int]]
+) -> dict[int, np.ndarray]:
+    """Log-probabilities of this rank's share of a batch, by the sequence's index; empty where no loss is computed."""
+    place = trainer.coordinates
+    count = len(microbatches) // place.data_parallel_size
+    mine = microbatches[place.data_parallel_rank * count :][:count]
+    return {
+        index: found[: int(whole.lengths[index])].numpy()
+        for indices, values in zip(mine, trainer.logprobs(shard.microbatches), strict=False)
+        for index, found in zip(indices, values, strict=True)
+    }
 
 
 @contextmanager

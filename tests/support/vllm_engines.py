@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from transformers import (
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.diagnosis import disagreement
 from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
@@ -41,6 +42,27 @@ Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
 
 def as_they_are(tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors
+
+
+@dataclass(frozen=True)
+class SentWeights:
+    """Tensors as a policy sends them, from a sender in a thread, in buckets of some tensors each."""
+
+    tensors: Mapping[str, Tensor]
+    weight_version: int
+
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+        tensors = dict(self.tensors)
+        if altered:
+            tensors = {name: 1.5 * tensor.roll(1, -1) for name, tensor in tensors.items()}
+
+        def send(spec: TransportSpec) -> int:
+            with ThreadPoolExecutor(1) as pool:
+                sending = pool.submit(spec.send, iter(tensors.items()), 0, self.weight_version)
+                then()
+                return sending.result()
+
+        return FolderTransport(SHARED_MEMORY, 1, send, bucket_bytes=20_000, stall_timeout_s=30.0)
 
 
 class Trainer:
@@ -97,18 +119,14 @@ class Trainer:
         found = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
         return [row.numpy().astype(np.float64) for row in found]
 
+    def start_scores(self, sequences: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
+        """As `scores`, computed at once."""
+        found = self.scores(sequences)
+        return lambda: found
+
     def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:
-        """Sends the weights, as a change leaves them, from a sender in a thread."""
-        tensors = change(dict(self.tensors))
-        if altered:
-            tensors = {name: 1.5 * tensor.roll(1, -1) for name, tensor in tensors.items()}
-
-        def send(spec: TransportSpec) -> int:
-            with ThreadPoolExecutor(1) as pool:
-                return pool.submit(spec.send, iter(tensors.items()), 0, self.version).result()
-
-        with FolderTransport(SHARED_MEMORY, 1, send, bucket_bytes=20_000, stall_timeout_s=30.0) as transport:
-            engine.update_weights(transport, self.version)
+        """Sends the weights as a change leaves them."""
+        refit(engine, SentWeights(change(dict(self.tensors)), self.version), altered=altered)
 
     def save_to(self, folder: Path) -> None:
         """A Hugging Face folder of the weights as they are."""
@@ -164,7 +182,7 @@ def check_of(engine: VllmEngine, trainer: Trainer, **changes: object) -> RefitCh
     check = RefitCheck(
         sequences,
         1.0,
-        trainer.scores,
+        trainer.start_scores,
         lambda altered: trainer.refit(engine, altered=altered),
         lambda copy: disagreement(
             partial(engine.module_outputs, copy), trainer.save_to, sequences, in_float32=True, topk=2

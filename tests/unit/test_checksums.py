@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_128_hexdigest
 
+from nemo_rl_moe import checksums, cli
 from nemo_rl_moe.checksums import (
     INVENTORY_FILE_NAME,
     ChecksumStream,
     InventoryError,
+    accept_files,
     add_to_inventory,
     check_sizes,
     find_damage,
@@ -93,6 +95,21 @@ def test_every_byte_falls_to_one_share(folder: Path) -> None:
         assert text.count("config.json: damaged") == 1
 
 
+@pytest.mark.parametrize("run_bytes", [1, 4000])
+def test_a_large_file_is_compared_in_runs_and_told_in_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int
+) -> None:
+    """Each by a thread, in reads that are shorter than a tensor."""
+    monkeypatch.setattr(checksums, "_RUN_BYTES", run_bytes)
+    monkeypatch.setattr(checksums, "_BUFFER_BYTES", 256)
+    assert find_damage(folder) == []
+    change(folder / "data.bin", place_of("first"), b"\xff" * 13241)
+    change(folder / "state.json", 9, b"4")
+    of_data, of_state = find_damage(folder)
+    assert of_data.startswith(f"{folder / 'data.bin'}: damaged in first, second, third: not the bytes")
+    assert of_state.startswith(f"{folder / 'state.json'}: damaged: not the bytes")
+
+
 def test_small_files_are_compared_at_once(folder: Path) -> None:
     change(folder / "state.json", 9, b"4")
     with pytest.raises(InventoryError, match=r"state\.json: damaged: not the bytes that were written"):
@@ -154,6 +171,33 @@ def test_a_damaged_inventory_is_told(folder: Path, old: str, new: str) -> None:
     with pytest.raises(InventoryError, match=r"files\.json: damaged"):
         read_inventory(folder)
     assert len(find_damage(folder)) == 1
+
+
+def test_files_that_were_edited_on_purpose_keep_their_parts(folder: Path) -> None:
+    """Otherwise each start would compare all of a model's weights in one thread, before the ranks do."""
+    change(folder / "data.bin", place_of("second"), b"edited")
+    (folder / "config.json").write_text('{"of": "another size"}')
+    accept_files(folder)
+    assert find_damage(folder) == []
+    assert [part.name for part in read_inventory(folder)["data.bin"].parts] == list(TENSORS)
+    change(folder / "data.bin", place_of("second"), b"damage")
+    (line,) = find_damage(folder)
+    assert line.startswith(f"{folder / 'data.bin'}: damaged in second: ")
+
+
+def test_a_file_of_another_size_has_one_checksum_from_then_on(folder: Path) -> None:
+    (folder / "data.bin").write_bytes(b"shorter")
+    accept_files(folder)
+    entry = read_inventory(folder)["data.bin"]
+    assert (entry.num_bytes, entry.checksum, entry.parts) == (7, xxh3_128_hexdigest(b"shorter"), [])
+
+
+def test_a_damaged_inventory_is_told_and_can_be_written_anew(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / INVENTORY_FILE_NAME).write_text("{")
+    assert cli.main(["verify", str(folder)]) == 1
+    assert capsys.readouterr().err.startswith(f"error: {folder / INVENTORY_FILE_NAME}: damaged: ")
+    assert cli.main(["verify", "--accept", str(folder)]) == 0
+    assert cli.main(["verify", str(folder)]) == 0
 
 
 def test_a_folder_without_an_inventory_has_nothing_to_compare(tmp_path: Path) -> None:

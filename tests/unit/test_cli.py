@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_rl_moe import __version__, cli
+from nemo_rl_moe import __version__, cli, training_cli
 from nemo_rl_moe.config import loading
 from nemo_rl_moe.config.loading import dump_resolved, load_config
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, DataError, TrainingDivergedError, WorkerDiedError
@@ -99,7 +99,7 @@ def test_how_a_run_ends_is_told_by_message_and_code(
     def failing_run(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(cli, "_drive", failing_run)
+    monkeypatch.setattr(training_cli, "_drive", failing_run)
     assert cli.main([*DRIVER, "sft.seed=1"]) == code
     assert capsys.readouterr().err == shown
 
@@ -108,7 +108,7 @@ def test_a_bug_keeps_its_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing_run(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(cli, "_drive", failing_run)
+    monkeypatch.setattr(training_cli, "_drive", failing_run)
     with pytest.raises(ZeroDivisionError):
         cli.main(DRIVER)
 
@@ -120,7 +120,7 @@ def test_a_request_to_stop_at_once_has_the_code_of_its_signal(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    monkeypatch.setattr(cli, "_drive", interrupted_run)
+    monkeypatch.setattr(training_cli, "_drive", interrupted_run)
     former = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
         cli.main(DRIVER)
@@ -154,7 +154,7 @@ def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 <= time.monotonic() - float(command[-1]) < 60
     # What the driver makes of it.
     drives: list[tuple[object, ...]] = []
-    monkeypatch.setattr(cli, "_drive", lambda *given: drives.append(given))
+    monkeypatch.setattr(training_cli, "_drive", lambda *given: drives.append(given))
     assert cli.main(command[start:]) == 0
     assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunLaunch(command[-5], 2, float(command[-1])))
 

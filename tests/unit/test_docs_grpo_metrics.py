@@ -3,6 +3,7 @@
 """The table of metrics in `docs/grpo.md` against what the code can produce."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -29,8 +30,12 @@ def training_keys() -> set[str]:
     """Keys of a step, over all settings that decide which there are."""
     keys: set[str] = set()
     for correction, penalty in product(("none", "truncated", "icepop"), (0.0, 0.1)):
-        config = config_of(importance_sampling_correction=correction, reference_policy_kl_penalty=penalty)
-        of_loss = PolicyGradientLoss(config, on_policy=False)(random_inputs(seed=0)).metrics
+        config = config_of(
+            importance_sampling_correction=correction, reference_policy_kl_penalty=penalty, entropy_bonus=penalty
+        )
+        inputs = random_inputs(seed=0)
+        inputs = replace(inputs, entropy=torch.ones_like(inputs.logprobs))
+        of_loss = PolicyGradientLoss(config, on_policy=False)(inputs).metrics
         series = {name: MetricSeries((float(value),), reduction) for name, (value, reduction) in of_loss.items()}
         keys |= training_metrics(TrainResult(0.0, 0.0, 0.0, 1, 1, series, {}), step_metrics()).keys()
     return keys

@@ -133,8 +133,8 @@ def test_lists_that_would_be_lost_are_found() -> None:
 
 
 def test_pages_have_no_such_lists() -> None:
-    assert {page.name: site_pages.shallow_lists(page.read_text()) for page in DOCS.glob("*.md")} == {
-        page.name: [] for page in DOCS.glob("*.md")
+    assert {page.name: site_pages.shallow_lists(page.read_text()) for page in DOCS.rglob("*.md")} == {
+        page.name: [] for page in DOCS.rglob("*.md")
     }
 
 

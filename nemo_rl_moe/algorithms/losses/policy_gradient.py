@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, kl_estimate, reference_divergence
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import Reduction
-from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 
 
 def sequence_mean(
@@ -89,32 +89,70 @@ def importance_ratio(
     return bounded_exp((prev_logprobs - generation_logprobs).detach())
 
 
-def importance_weights(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
+def sequence_importance_ratio(
+    prev_logprobs: Float[Tensor, "sequences targets"],
+    generation_logprobs: Float[Tensor, "sequences targets"],
+    mask: Bool[Tensor, "sequences targets"],
+    *,
+    geometric: bool,
+) -> Float[Tensor, "sequences targets"]:
+    """Ratio of each sequence's probability in training to that in generation, at all of its tokens; no gradient.
+
+    Args:
+        prev_logprobs: In training before the step; finite where masked.
+        generation_logprobs: In generation; finite where masked.
+        mask: Valid tokens.
+        geometric: Give its `1 / |y|`-th power, the geometric mean of its tokens' ratios.
+    """
+    log_ratio = (prev_logprobs - generation_logprobs).detach().where(mask, 0.0)
+    of_sequence = sequence_mean(log_ratio, mask) if geometric else log_ratio.sum(dim=1, keepdim=True)
+    return bounded_exp(of_sequence).expand_as(log_ratio)
+
+
+def importance_weights(
+    ratio: Float[Tensor, "*shape"], bounded: Float[Tensor, "*shape"], config: PolicyGradientLossConfig
+) -> Float[Tensor, "*shape"]:
     """Importance weight of each token's part of the loss.
 
     - `none`: 1.
-    - `truncated`: the ratio, at most the upper bound (truncated importance sampling; F. Yao et al., "Your Efficient RL
-      Framework Secretly Brings You Off-Policy RL Training", 2025).
+    - `truncated`: the ratio, held between the bounds (truncated importance sampling; F. Yao et al., "Your Efficient RL
+      Framework Secretly Brings You Off-Policy RL Training", 2025, whose lower bound is 0).
     - `icepop`: the ratio between the bounds, themselves included, and 0 outside: there the token is left out (X. Zhao
       et al., "Small Leak Can Sink a Great Ship: Boost RL Training on MoE with IcePop", 2025).
+    - `sequence_mask`: the ratio of the token, and 0 in sequences whose geometric mean is outside of the bounds (J. Liu,
+      Y. Li et al., "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch", 2025).
 
     Args:
-        ratio: Of `importance_ratio`.
+        ratio: What a token is weighed by: of `importance_ratio`, or of `sequence_importance_ratio`.
+        bounded: What the bounds are compared with: the same, or the geometric mean of the sequence.
         config: The correction and its bounds.
     """
     if config.importance_sampling_correction == "none":
         return torch.ones_like(ratio)
     if config.importance_sampling_correction == "truncated":
-        return ratio.clamp(max=config.importance_sampling_ratio_max)
-    return ratio.where(~out_of_bounds(ratio, config), 0.0)
+        return ratio.clamp(config.importance_sampling_lower_bound, config.importance_sampling_ratio_max)
+    return ratio.where(~out_of_bounds(bounded, config), 0.0)
 
 
 def out_of_bounds(ratio: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Bool[Tensor, "*shape"]:
-    """Tokens whose ratio the correction changes; of the bounds, `truncated` has the upper one only."""
-    too_large = ratio > config.importance_sampling_ratio_max
-    if config.importance_sampling_correction == "truncated":
-        return too_large
-    return too_large | (ratio < config.importance_sampling_ratio_min)
+    """Tokens that the correction truncates or leaves out."""
+    return (ratio > config.importance_sampling_ratio_max) | (ratio < config.importance_sampling_lower_bound)
+
+
+def importance_ratios(
+    prev: Float[Tensor, "sequences targets"],
+    generation: Float[Tensor, "sequences targets"],
+    mask: Bool[Tensor, "sequences targets"],
+    config: PolicyGradientLossConfig,
+) -> tuple[Float[Tensor, "sequences targets"], Float[Tensor, "sequences targets"]]:
+    """Ratios of the configured correction: what tokens are weighed by, and what the bounds are compared with."""
+    if config.importance_sampling_level == "sequence":
+        ratio = sequence_importance_ratio(prev, generation, mask, geometric=False)
+        return ratio, ratio
+    ratio = importance_ratio(prev, generation)
+    if config.importance_sampling_correction == "sequence_mask":
+        return ratio, sequence_importance_ratio(prev, generation, mask, geometric=True)
+    return ratio, ratio
 
 
 Metrics = dict[str, tuple[Tensor, Reduction]]
@@ -185,8 +223,8 @@ def correction_metrics(
     """Metrics of the importance-sampling correction; none without one.
 
     - `importance_weight`: its mean
-    - `importance_weight_truncated_fraction` or, of IcePop, `importance_weight_dropped_fraction`: share of the tokens
-      whose ratio was out of bounds
+    - `importance_weight_truncated_fraction` or, where they are left out, `importance_weight_dropped_fraction`: share of
+      the tokens whose ratio, or whose sequence's, was out of bounds
     """
     if config.importance_sampling_correction == "none":
         return {}
@@ -207,13 +245,20 @@ class PolicyGradientLoss:
     """The clipped surrogate of PPO and its variants, with a penalty on the divergence from a reference model.
 
     Every term is a mean over the global batch: over its valid tokens, or (`token_level_loss: false`) over its sequences
-    of each one's mean over its valid tokens. A global batch without any valid token has loss 0.
+    of each one's mean over its valid tokens. With a `length_normalizer` each one's sum over its tokens is divided by
+    that number instead, so that a token of a long response counts as much as one of a short one (Dr. GRPO,
+    arXiv:2503.20783). A global batch without any valid token has loss 0.
 
-        loss = mean(weight * surrogate) + reference_policy_kl_penalty * mean(weight * KL)
+        loss = (
+            mean(weight * surrogate)
+            + reference_policy_kl_penalty * mean(weight * KL)
+            - entropy_bonus * mean(entropy)
+        )
 
     The weight is the importance-sampling correction. It is on the divergence too, because that is an expectation over
-    the training policy's tokens as well, while generation drew them; and a token that IcePop leaves out is left out of
-    all of the loss. The divisors stay as they are: the tokens left out count in them.
+    the training policy's tokens as well, while generation drew them; and a token that the correction leaves out is left
+    out of both. The divisors stay as they are: the tokens left out count in them. The entropy is that of the policy's
+    whole distribution at each valid token, so that it needs no weight.
 
     Columns of the batch, which may hold anything where masked, NaN and infinities too:
 
@@ -223,7 +268,8 @@ class PolicyGradientLoss:
     - `reference_logprobs`: of the reference model; only with a penalty above 0 that is not in the reward
 
     Metrics: those of `policy_loss_metrics`; `kl_penalty`, the mean that the loss adds, before
-    `reference_policy_kl_penalty`, where it adds one; and `num_valid_tokens`.
+    `reference_policy_kl_penalty`, where it adds one; `entropy`, the mean that the bonus is of, where there is one, in
+    nats; and `num_valid_tokens`.
 
     Attributes:
         config: The section `loss_fn`.
@@ -232,6 +278,11 @@ class PolicyGradientLoss:
 
     config: PolicyGradientLossConfig
     on_policy: bool
+
+    @property
+    def needs(self) -> frozenset[Head]:
+        """The exact entropy, where there is a bonus on it."""
+        return frozenset({Head.ENTROPY} if self.config.entropy_bonus > 0 else ())
 
     def __call__(self, inputs: LossInputs) -> LossOutputs:
         """One microbatch's share of the loss.
@@ -248,8 +299,8 @@ class PolicyGradientLoss:
 
         ratio = probability_ratio(logprobs, prev, mask, of_sequences=config.sequence_level_importance_ratios)
         bounds = ratio_bounds(advantages, config)
-        mismatch = importance_ratio(prev, generation)
-        weights = importance_weights(mismatch, config)
+        mismatch, bounded = importance_ratios(prev, generation, mask, config)
+        weights = importance_weights(mismatch, bounded, config)
 
         loss = _global_mean(weights * policy_surrogate(logprobs, ratio, bounds, advantages, config), inputs, config)
         metrics: dict[str, tuple[Tensor, Reduction]] = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
@@ -259,14 +310,22 @@ class PolicyGradientLoss:
             loss = loss + config.reference_policy_kl_penalty * penalty
             metrics["kl_penalty"] = (penalty.detach(), Reduction.SHARE)
 
+        if config.entropy_bonus > 0:
+            assert inputs.entropy is not None  # a head that the loss needs
+            entropy = _global_mean(_valid(inputs.entropy, mask), inputs, config)
+            loss = loss - config.entropy_bonus * entropy
+            metrics["entropy"] = (entropy.detach(), Reduction.SHARE)
+
         metrics |= ratio_metrics(ratio.detach(), bounds, both_bounds(advantages, config), inputs)
         metrics |= mismatch_metrics(current, prev, generation, inputs)
-        metrics |= correction_metrics(mismatch, weights, config, inputs)
+        metrics |= correction_metrics(bounded, weights, config, inputs)
         return LossOutputs(loss=loss, metrics=metrics)
 
 
 def ratio_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
     """Bounds of each token's ratio in the objective."""
+    if config.objective == "reinforce":
+        return RatioBounds(torch.zeros_like(advantages), torch.full_like(advantages, float("inf")))
     return both_bounds(advantages, config) if config.objective == "cispo" else surrogate_bounds(advantages, config)
 
 
@@ -282,7 +341,11 @@ def policy_surrogate(
     - `clipped`: `-clip(ratio) * A`; a clipped token has no gradient (PPO, arXiv:1707.06347, eq. 7).
     - `cispo`: `-clip(ratio) * A * logprob`, with the clipped ratio a constant, so that every token keeps its gradient
       (MiniMax-M1, arXiv:2506.13585). It has no dual clip.
+    - `reinforce`: `-A * logprob`, without a ratio (REINFORCE, Williams 1992). Where a step is one update, its gradient
+      is that of the others.
     """
+    if config.objective == "reinforce":
+        return -advantages * logprobs
     clipped = bounds.clip(ratio)
     if config.objective == "cispo":
         return -clipped.detach() * advantages * logprobs
@@ -306,4 +369,7 @@ def _global_mean(
     """This microbatch's share of the mean over the global batch, as the loss averages."""
     if config.token_level_loss:
         return values.where(inputs.token_mask, 0.0).sum() / max(inputs.global_valid_tokens, 1)
+    if config.length_normalizer is not None:
+        total = values.where(inputs.token_mask, 0.0).sum()
+        return total / (config.length_normalizer * max(inputs.global_sequences, 1))
     return sequence_mean(values, inputs.token_mask).sum() / max(inputs.global_sequences, 1)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of given responses: negative log-likelihood (SFT) and preferences (DPO, IPO)."""
+"""Losses of given responses: negative log-likelihood (SFT) and preferences (DPO and its kin)."""
 
 from dataclasses import dataclass
 
@@ -91,7 +91,7 @@ class PreferenceLoss:
             ratios / lengths if config.preference_average_log_probs else ratios
         )
         margins = rewards[0::2] - rewards[1::2]
-        preference = mean(preference_losses(margins, config))
+        preference = mean(preference_losses(rewards[0::2], rewards[1::2], config))
         sft = mean(-(sums / lengths if config.sft_average_log_probs else sums)[0::2])
         loss = config.preference_loss_weight * preference + config.sft_loss_weight * sft
 
@@ -123,20 +123,39 @@ def response_sums(
     return logprobs.where(mask, 0.0).sum(dim=1, dtype=torch.float64)
 
 
-def preference_losses(margins: Float[Tensor, " pairs"], config: PreferenceLossConfig) -> Float[Tensor, " pairs"]:
-    """The loss of each pair.
+def preference_losses(
+    chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"], config: PreferenceLossConfig
+) -> Float[Tensor, " pairs"]:
+    """The loss of each pair, with `margin = chosen - rejected` and `e = label_smoothing`.
 
-    - `sigmoid`: `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`, where `e` is `label_smoothing`, the share of
-      the pairs whose labels are taken to be the wrong way round. With 0 it is DPO (arXiv:2305.18290, eq. 7), otherwise
-      conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO").
+    `e` is the share of the pairs whose labels are taken to be the wrong way round.
+
+    - `sigmoid`: `-(1 - e) log sigmoid(margin) - e log sigmoid(-margin)`. With `e = 0` it is DPO (arXiv:2305.18290, eq.
+      7), otherwise conservative DPO (Mitchell 2023, "A note on DPO with noisy preferences & relationship to IPO").
+    - `robust`: `(-(1 - e) log sigmoid(margin) + e log sigmoid(-margin)) / (1 - 2 e)`, which is DPO's loss on the right
+      labels in expectation over wrong ones (arXiv:2403.00409).
+    - `hinge`: `max(0, 1 - margin)` (SLiC, arXiv:2305.10425, with the margin of DPO): no pull beyond a margin of 1.
     - `ipo`: `(margin / beta - 1 / (2 beta))^2` (IPO, arXiv:2310.12036, eq. 17, whose tau is beta).
+    - `apo_zero`: `1 - sigmoid(chosen) + sigmoid(rejected)` (APO, arXiv:2408.06266, eq. 7): the chosen responses, better
+      than the reference's own, become likelier and the rejected ones less likely.
+    - `apo_down`: `sigmoid(chosen) + 1 - sigmoid(margin)` (eq. 8 there): both, worse than the reference's own, become
+      less likely, the rejected ones more so.
 
     Args:
-        margins: Reward of the chosen minus that of the rejected response, `beta` included.
+        chosen: Rewards of the chosen responses, `beta` included.
+        rejected: Rewards of the rejected responses.
         config: The settings of the loss.
     """
-    if config.preference_loss_type == "ipo":
+    margins, kind = chosen - rejected, config.preference_loss_type
+    if kind == "ipo":
         beta = config.reference_policy_kl_penalty
         return (margins / beta - 1 / (2 * beta)).square()
+    if kind == "hinge":
+        return torch.relu(1 - margins)
+    if kind == "apo_zero":
+        return 1 - chosen.sigmoid() + rejected.sigmoid()
+    if kind == "apo_down":
+        return chosen.sigmoid() + 1 - margins.sigmoid()
     smoothing = config.label_smoothing
-    return -(1 - smoothing) * logsigmoid(margins) - smoothing * logsigmoid(-margins)
+    right, wrong = -(1 - smoothing) * logsigmoid(margins), smoothing * logsigmoid(-margins)
+    return right - wrong if kind == "sigmoid" else (right + wrong) / (1 - 2 * smoothing)

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import ray
 from jaxtyping import Float
-from ray.exceptions import GetTimeoutError, RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.distributed.cluster import RayCluster
-from nemo_rl_moe.errors import GenerationError, WeightSyncError
+from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.refit import ActorReceivers, reason_of, refit
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.weight_sync.transport import WeightTransport
+from nemo_rl_moe.weight_sync.watch import watched
 
 if TYPE_CHECKING:
     from nemo_rl_moe.generation.registry import EngineSetup
@@ -92,6 +94,11 @@ class _Engine:
     progress: int = -1
     since: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """As users read it."""
+        return f"vLLM engine {self.number}"
+
 
 class VllmEngine:
     """A `GenerationEngine` of one or more vLLM engines.
@@ -127,7 +134,7 @@ class VllmEngine:
         start_timeout_s: float,
         stall_timeout_s: float,
         placement: "Placement",
-        refit: Callable[["VllmEngine"], None],
+        refit: Callable[["VllmEngine"], object],
         warn: Callable[[str], None],
     ):
         self.dtype = settings.dtype
@@ -179,7 +186,7 @@ class VllmEngine:
                     continue
                 except RayError as error:
                     busy.remove(engine)
-                    self._give_up(engine, _reason(error))
+                    self._give_up(engine, reason_of(error))
                     continue
                 engine.since = time.monotonic()
                 for number, sequence in answers:
@@ -205,7 +212,7 @@ class VllmEngine:
 
     def _stalled(self, busy: Sequence[_Engine]) -> list[_Engine]:
         """Engines that have made no step for too long; a frozen one does not even answer."""
-        questions = {engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote(): engine for engine in busy}
+        questions = {_question(engine): engine for engine in busy}
         answered, _ = ray.wait(list(questions), num_returns=len(questions), timeout=POLL_S)
         now = time.monotonic()
         for answer in answered:
@@ -224,13 +231,11 @@ class VllmEngine:
             others = "another one takes its place"
         else:
             others = f"the other {left} take over what it had" if left else "engines are started anew"
-        self._warn(f"vLLM engine {engine.number} {reason}; {others}")
+        self._warn(f"{engine.name} {reason}; {others}")
 
     def _give_up_the_dead(self) -> None:
         """Gives up engines that have died, or do not answer, since they last generated."""
-        questions = {
-            engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote(): engine for engine in self._engines
-        }
+        questions = {_question(engine): engine for engine in self._engines}
         if not questions:
             return
         _, late = ray.wait(list(questions), num_returns=len(questions), timeout=self._stall_timeout_s)
@@ -241,7 +246,7 @@ class VllmEngine:
                     continue
                 reason = f"has not answered for {self._stall_timeout_s:g} s"
             except RayError as error:
-                reason = _reason(error)
+                reason = reason_of(error)
             self._give_up(engine, reason)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
@@ -258,8 +263,8 @@ class VllmEngine:
             try:
                 scores.append(ray.get(call, timeout=self._stall_timeout_s))
             except RayError as error:
-                problem = f"vLLM engine {engine.number} {_reason(error)} while it scored"
-                self._give_up(engine, _reason(error))
+                problem = f"{engine.name} {reason_of(error)} while it scored"
+                self._give_up(engine, reason_of(error))
         if problem is not None:
             raise GenerationError(problem)
         return scores
@@ -270,8 +275,7 @@ class VllmEngine:
 
     def num_steps(self) -> int:
         """Steps that the engines have made, also while they generate."""
-        calls = [engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote() for engine in self._engines]
-        return sum(ray.get(calls))
+        return sum(ray.get([_question(engine) for engine in self._engines]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
         """Output of every module of an engine for one sequence, by its name in the model; copy: as `score` counts."""
@@ -282,7 +286,9 @@ class VllmEngine:
         """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.
 
         Raises:
-            WeightSyncError: Not every tensor arrived everywhere.
+            ReceiverLostError: An engine died or froze meanwhile. All of them have been ended; the next transfer starts
+                new ones.
+            WeightSyncError: Not every tensor arrived everywhere, for another reason.
             GenerationError: An engine does not start.
         """
         self._version = None
@@ -291,17 +297,20 @@ class VllmEngine:
         self._start_missing()
         ranks = self.ranks_per_engine
         spec = transport.open(ranks * len(self._engines), version, receivers=f"{id(self)}-{self._num_started}")
-        calls = [engine.actor.receive.remote(spec, number * ranks) for number, engine in enumerate(self._engines)]
+        by_name = {engine.name: engine for engine in self._engines}
+        receivers = ActorReceivers(
+            {engine.actor.receive.remote(spec, n * ranks): name for n, (name, engine) in enumerate(by_name.items())},
+            ask=lambda name: _question(by_name[name]),
+            end=lambda name: _end(by_name[name]),
+            patience_s=self._stall_timeout_s,
+        )
         try:
-            transport.send()
-            for engine, call in zip(self._engines, calls, strict=True):
-                try:
-                    problem = ray.get(call, timeout=self._stall_timeout_s)
-                except RayError as error:
-                    problem = f"vLLM engine {engine.number} {_reason(error)} while it received weights"
-                if problem is not None:
-                    raise WeightSyncError(problem)
-        except BaseException:
+            with watched(transport, receivers):
+                transport.send()
+                receivers.wait()
+        except BaseException as error:
+            if isinstance(error, ReceiverLostError):
+                self._warn(f"{error}; all engines are started anew")
             # What a reload that was broken off has kept, vLLM would count as part of the next one.
             self.shutdown()
             raise
@@ -329,7 +338,7 @@ class VllmEngine:
             try:
                 ray.get(call, timeout=self._stall_timeout_s)
             except RayError as error:
-                self._give_up(engine, _reason(error))
+                self._give_up(engine, reason_of(error))
 
     def shutdown(self) -> None:
         """Ends the actors; those that do not answer leave the model's files for the next one to remove."""
@@ -363,7 +372,7 @@ class VllmEngine:
             try:
                 problem = ray.get(call)
             except RayError as error:
-                problem = _reason(error)
+                problem = reason_of(error)
             if problem is not None:
                 problems[calls[call].number] = problem
         if problems:
@@ -380,16 +389,11 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     """
     config = setup.config
     generation, cluster = config.policy.generation, config.cluster
-    chosen = generation.vllm
+    chosen, megatron = generation.vllm, config.policy.megatron_cfg
     on_gpus = cluster.gpus_per_node > 0
     gpus_per_engine = chosen.tensor_parallel_size if on_gpus else 0
     placement = Placement(setup.own_cluster or setup.cluster, gpus_per_engine, is_shared=setup.own_cluster is None)
     policy = setup.policy
-
-    def refit(engine: VllmEngine) -> None:
-        with policy.weight_transport() as transport:
-            engine.update_weights(transport, policy.weight_version)
-
     return VllmEngine(
         VllmSettings(
             model_files=policy.model_files,
@@ -404,12 +408,14 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             gpu_memory_utilization=chosen.gpu_memory_utilization,
             cpu_cache_gib=chosen.cpu_cache_gib,
             num_threads=chosen.cpu_threads,
+            # On GPUs it forbids graphs, which only a replay is worth.
+            captures_routes=megatron.routing_replay == "rollout" or (megatron.routing_tape and not on_gpus),
         ),
         num_engines=chosen.num_engines or placement.num_engines,
         start_timeout_s=chosen.start_timeout_s,
         stall_timeout_s=chosen.stall_timeout_s,
         placement=placement,
-        refit=refit,
+        refit=lambda engine: refit(engine, policy),
         warn=setup.warn,
     )
 
@@ -419,7 +425,6 @@ def _end(engine: _Engine) -> None:
         ray.kill(engine.actor, no_restart=True)
 
 
-def _reason(error: RayError) -> str:
-    if isinstance(error, GetTimeoutError):
-        return "does not answer"
-    return "died" if isinstance(error, RayActorError) else f"failed: {str(error).strip().splitlines()[-1]}"
+def _question(engine: _Engine) -> Any:
+    """Number of its steps: answered also while it generates or receives, unless it is frozen."""
+    return engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote()

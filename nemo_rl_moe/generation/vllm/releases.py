@@ -6,6 +6,7 @@ The one place that knows vLLM's inner names. On a CPU it is the community build 
 both are imported as `vllm`.
 """
 
+import json
 import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -65,6 +66,32 @@ def check_installation(*, on_gpus: bool) -> None:
     if package != wanted:
         where = "GPUs" if on_gpus else "CPUs (cluster.gpus_per_node 0)"
         raise ConfigurationError(f"{KEY}: vllm on {where} needs the package {wanted}, found {package}: {how}")
+
+
+def check_model(hf_config: Any, model_name: str) -> None:
+    """Checks that a model's folder names the class that vLLM is to build.
+
+    vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
+
+    Args:
+        hf_config: The model's Hugging Face configuration, of a family that this project supports.
+        model_name: Its folder, or its name on the hub.
+
+    Raises:
+        ConfigurationError: It names none, or another one; says which one is right.
+    """
+    # Imported here: it loads transformers' models, and only runs with vLLM need it.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]
+    found = hf_config.architectures
+    if found and expected in found:
+        return
+    what = f"got {json.dumps(found)}" if found else "is missing"
+    raise ConfigurationError(
+        f"policy.model_name: {model_name}: config.json: architectures: {what}, expected {json.dumps([expected])}, the"
+        f" class that vLLM is to build ({KEY}: vllm)"
+    )
 
 
 def set_environment(*, on_gpus: bool) -> None:

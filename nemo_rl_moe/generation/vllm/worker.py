@@ -7,16 +7,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
+import ray
+from jaxtyping import Float, Shaped
 
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.weight_sync.folder import folder_of_this_process
+from nemo_rl_moe.distributed.node_tools import folder_of_this_process
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
 _LONGEST_REASON = 500
@@ -40,6 +43,7 @@ class VllmSettings:
         cpu_cache_gib: Gibibytes of the key-value cache on a CPU.
         num_threads: Threads of one engine on a CPU.
         gpus: GPUs of its machine that an engine uses, by number; empty on a CPU, and where Ray has chosen them.
+        captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
     """
 
     model_files: Mapping[str, bytes]
@@ -55,6 +59,7 @@ class VllmSettings:
     cpu_cache_gib: int
     num_threads: int
     gpus: tuple[int, ...] = ()
+    captures_routes: bool = False
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
@@ -66,9 +71,11 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     """
 
     def __init__(self, settings: VllmSettings, search_path: Sequence[str]):
+        outlive_requests_to_stop()
         sys.path += [folder for folder in search_path if folder not in sys.path]
         self._settings = settings
         self._num_steps = 0
+        self._stored: list[Any] = []
         self._engine: Any = None
         self._folder: Path | None = None
 
@@ -90,16 +97,22 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", str(settings.cpu_cache_gib))
         elif settings.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, settings.gpus))
+        # For as long as this process: tokenizers read theirs late, and vLLM's own files go with it.
+        self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "vllm")
+        os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         from vllm import EngineArgs, LLMEngine
 
-        # For as long as this process: tokenizers read theirs late.
-        self._folder = folder_of_this_process(Path(tempfile.gettempdir()), "nemo_rl_moe-vllm")
+        model = self._folder / "model"
+        model.mkdir()
         for name, content in settings.model_files.items():
-            Path(self._folder, name).write_bytes(content)
+            (model / name).write_bytes(content)
         more: dict[str, Any] = {"dtype": settings.dtype}
         if settings.max_sequences is not None:
             more["max_num_seqs"] = settings.max_sequences
-        if settings.on_gpus:
+        if not settings.on_gpus:
+            # After a part of a prompt vLLM sets the request's generator back, which those of CPUs cannot do: it raises.
+            more["enable_chunked_prefill"] = False
+        else:
             more |= {
                 "gpu_memory_utilization": settings.gpu_memory_utilization,
                 "enable_expert_parallel": settings.expert_parallel,
@@ -109,14 +122,14 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             }
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
-                model=str(self._folder),
+                model=str(model),
                 skip_tokenizer_init=not settings.decodes_text,
                 load_format="dummy",
                 max_model_len=settings.max_tokens,
                 tensor_parallel_size=settings.tensor_parallel_size,
                 seed=settings.seed,
-                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured.
-                enforce_eager=not settings.on_gpus,
+                # Compiled code on a CPU takes minutes to make; on GPUs graphs are captured, in which nothing is told.
+                enforce_eager=not settings.on_gpus or settings.captures_routes,
                 # What a model's folder says of sampling is not what the run says.
                 generation_config="vllm",
                 # A cached prefix belongs to the weights that computed it.
@@ -125,7 +138,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 **more,
             )
         )
-        self._engine.collective_rpc(_prepare)
+        self._engine.collective_rpc(_prepare, args=(settings.max_tokens if settings.captures_routes else None,))
 
     def close(self) -> None:
         """Removes the model's files; the process is killed afterwards."""
@@ -144,15 +157,51 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self, requests: Mapping[int, GenerationRequest], version: int
     ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
         """Continuations as they finish, those of one step together, each with the number of its request."""
+        self._stored.clear()
         for number, request in requests.items():
             self._engine.add_request(
                 str(number), {"prompt_token_ids": list(request.token_ids)}, sampling_of(request.sampling, request.seed)
             )
-        while self._engine.has_unfinished_requests():
-            outputs = self._engine.step()
-            self._num_steps += 1
-            if finished := [output for output in outputs if output.finished]:
-                yield [(int(output.request_id), sequence_of(output, version)) for output in finished]
+        self._engine.collective_rpc(_record_routes, args=(True,))
+        try:
+            while self._engine.has_unfinished_requests():
+                outputs = self._engine.step()
+                self._num_steps += 1
+                if finished := [output for output in outputs if output.finished]:
+                    numbers = [int(output.request_id) for output in finished]
+                    yield list(zip(numbers, self._sequences(finished, requests, version), strict=True))
+        finally:
+            self._engine.collective_rpc(_record_routes, args=(False,))
+
+    def _sequences(
+        self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
+    ) -> list[GeneratedSequence]:
+        """Finished outputs; their routed experts lie in Ray's object store."""
+        found = [sequence_of(output, version) for output in outputs]
+        if not self._settings.captures_routes:
+            return found
+        fed = {
+            output.request_id: len(requests[int(output.request_id)].token_ids) + len(sequence.token_ids) - 1
+            for output, sequence in zip(outputs, found, strict=True)
+        }
+        # Every rank of an engine routes all tokens.
+        (routes, *_) = self._engine.collective_rpc(_take_routes, args=(fed,))
+        if not all(name in routes for name in fed):
+            return found
+        found = [
+            replace(sequence, routed_experts=StoredRows.of(routes[output.request_id]))
+            for output, sequence in zip(outputs, found, strict=True)
+        ]
+        return store_routes(found, self._store)
+
+    def _store(self, array: Shaped[np.ndarray, "rows ..."]) -> Any:
+        """Puts an array into Ray's object store, and holds it there until the next generation.
+
+        Survives a handle that is lost on its way: of what a streaming task yields Ray now and then frees the objects
+        that it holds before the driver has them in its name (3 of 8,420 in a trial).
+        """
+        self._stored.append(ray.put(array))
+        return self._stored[-1]
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[Float[np.ndarray, " tokens"]]:
         """Log-probability of each token after the first given those before it, in nats."""
@@ -198,10 +247,23 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             self._engine.wake_up(tags=[part])
 
 
-def _prepare(worker: Any) -> None:
+def _prepare(worker: Any, captured_tokens: int | None) -> None:
     from nemo_rl_moe.generation.vllm import releases
+    from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
     worker.prompt_temperature = releases.report_logprobs_at_temperature(worker.model_runner)
+    worker.routes = None if captured_tokens is None else RouteRecorder(worker.model_runner, captured_tokens)
+
+
+def _record_routes(worker: Any, on: bool) -> None:
+    if worker.routes is not None:
+        worker.routes.start()
+        worker.routes.is_on = on
+
+
+def _take_routes(worker: Any, num_fed: Mapping[str, int]) -> dict[str, Any]:
+    taken = {name: worker.routes.take(name, count) for name, count in num_fed.items()}
+    return {name: routes for name, routes in taken.items() if routes is not None}
 
 
 def _set_prompt_temperature(worker: Any, temperature: float) -> None:

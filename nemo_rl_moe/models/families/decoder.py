@@ -7,12 +7,14 @@ both carry: together it is a factor of the scores, its square.
 """
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
+from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families.rules import QueryGroups, Rule, Source, field_names, rule
 
@@ -80,6 +82,11 @@ def _rope_parameters(hf_config: Any) -> Mapping[str, Any]:
     if kind not in _KNOWN_KEYS:
         raise ConfigurationError(
             f"policy.model_name: config.json: rope_type: got {kind!r}, supported: {', '.join(sorted(_KNOWN_KEYS))}"
+        )
+    base = parameters.get("rope_theta")
+    if isinstance(base, bool) or not isinstance(base, int | float) or not 0 < base < math.inf:
+        raise ConfigurationError(
+            f"policy.model_name: config.json: rope_theta: got {shortened(repr(base))}, expected a number above 0"
         )
     if parameters.get("partial_rotary_factor") == 1.0:
         del parameters["partial_rotary_factor"]

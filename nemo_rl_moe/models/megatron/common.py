@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""MoE metrics of a training step with Megatron-Core: one collective over all ranks, then arithmetic on the host.
+"""MoE metrics of a training step with Megatron-Core: reduced over all ranks, then arithmetic on the host.
 
 In any Megatron-Core training loop, once a step and on every rank:
 
@@ -23,12 +23,12 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
     Z_LOSS,
     auxiliary_loss_names,
     moe_layer_indices,
-    moe_positions_of_chunks,
 )
+from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.overload_factor import StageEvents, predict_overload, summarise_overload, what_if_metrics
-from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, sum_over_ranks
+from nemo_rl_moe.moe.overload_factor import OverloadSums, overload_metrics, predictions, what_if_metrics
+from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, reduce_over_ranks, sum_over_ranks
 
 # isort: split
 from megatron.core import parallel_state
@@ -59,7 +59,9 @@ def get_moe_metrics(
     a value other than 0.
 
     With a configuration, names and layers follow from it, and a loss that is enabled and was not recorded is 0. Also
-    with a recorder, load balance and overload factors travel in the same all-reduce.
+    with a recorder, load balance travels in the same all-reduce. Overload factors are worked out among the ranks that
+    exchange tokens; their sums travel in it too, and their maxima in a second one. What goes over the whole job grows
+    neither with ranks nor with microbatches.
 
     Args:
         loss_scale: `1 / num_microbatches`, with the microbatches of the whole step on each data-parallel rank.
@@ -98,7 +100,8 @@ def get_moe_metrics(
     if not layers or not (names or recorder):
         clear_auxiliary_losses()
         return {}
-    reduced = _reduce(names, layers, config, device or _device_of_tracker(), recorder)
+    what_if = what_if_expert_parallel_sizes if overload else None
+    reduced = _reduce(names, layers, config, device or _device_of_tracker(), recorder, what_if)
     clear_auxiliary_losses()
     losses = {
         name: dict(zip(layers, values, strict=True))
@@ -108,7 +111,8 @@ def get_moe_metrics(
     _add_to_totals(total_loss_dict, losses, metrics)
     if recorder is None:
         return metrics
-    recorder.expert_load = load = ExpertLoad(tuple(layers), reduced.counts.sum((0, 1)))
+    assert reduced.load is not None
+    recorder.expert_load = load = ExpertLoad(tuple(layers), reduced.load)
     metrics |= load_balance_metrics(
         load,
         router_topk=config.moe_router_topk,
@@ -116,11 +120,10 @@ def get_moe_metrics(
         top_k_experts=top_k_experts,
         detailed=detailed,
     )
-    if overload:
-        size, stages = config.expert_model_parallel_size, _events_of_stages(reduced, config)
-        metrics |= summarise_overload(reduced.counts, size, layers, stages, per_layer=per_layer_logging)
-        predicted = predict_overload(reduced.counts, what_if_expert_parallel_sizes, recorded_expert_parallel_size=size)
-        metrics |= what_if_metrics(predicted)
+    if reduced.overload is not None:
+        metrics |= overload_metrics(reduced.overload, layers, reduced.peak_ratio, per_layer=per_layer_logging)
+        _, *predicted = predictions(reduced.overload)
+        metrics |= what_if_metrics(dict(zip(what_if_expert_parallel_sizes, predicted, strict=True)))
     return metrics
 
 
@@ -183,17 +186,19 @@ def _reduce_tracker(loss_scale: float, device: torch.device) -> dict[str, dict[i
 
 @dataclass(frozen=True)
 class _Reduced:
-    """The sums over all ranks, on the host.
+    """The sums and maxima over all ranks, on the host.
 
     Attributes:
         losses: Auxiliary losses by name and MoE layer, summed over the microbatches.
-        counts: Assignments by expert-data-parallel slice, microbatch, MoE layer and expert.
-        events: (kind, chunk, microbatch) of each pipeline stage in the order in which they ran.
+        load: Assignments of each layer's experts; None without a recorder.
+        overload: Overload factors of the size that ran and of those that are asked for; None where nobody asks.
+        peak_ratio: Highest of all ranks' `cumulative_peak_ratios`; None with `overload`.
     """
 
     losses: Float[Tensor, "names layers"]
-    counts: Int[Tensor, "slices microbatches layers experts"]
-    events: Int[Tensor, "stages events 3"]
+    load: Int[Tensor, "layers experts"] | None = None
+    overload: OverloadSums | None = None
+    peak_ratio: float | None = None
 
 
 def _reduce(
@@ -202,21 +207,23 @@ def _reduce(
     config: TransformerConfig,
     device: torch.device,
     recorder: ExpertLoadRecorder | None,
+    what_if_sizes: Sequence[int] | None,
 ) -> _Reduced:
-    parts = [_own_losses(names, config, device)]
+    sums, maxima = [_own_losses(names, config, device)], list[Tensor]()
     if recorder is not None:
-        parts += [_own_counts(recorder), _own_events(recorder, config, device)]
-    losses, *rest = sum_over_ranks(parts, device)
-    counts, events = rest or (torch.zeros(0, 0, len(layers), 0), torch.zeros(0, 0, 3))
-    return _Reduced(losses[:, list(layers)], counts.long(), events.long())
-
-
-def _events_of_stages(reduced: _Reduced, config: TransformerConfig) -> list[StageEvents]:
-    return [
-        # Places that a stage did not fill are 0.
-        StageEvents([tuple(event) for event in events if event[0]], moe_positions_of_chunks(config, rank))
-        for rank, events in enumerate(reduced.events.tolist())
-    ]
+        sums.append(recorder.counts.sum(0))
+        if what_if_sizes is not None:
+            share, peak = overload_of_rank(recorder, config, what_if_sizes)
+            sums += [share.factors, share.routed]
+            maxima = [share.maxima, peak]
+    (losses, *rest), highest = reduce_over_ranks(sums, maxima, device)
+    losses = losses[:, list(layers)]
+    if not rest:
+        return _Reduced(losses)
+    load, *of_overload = rest
+    if not of_overload:
+        return _Reduced(losses, load.long())
+    return _Reduced(losses, load.long(), OverloadSums(of_overload[0], of_overload[1], highest[0]), highest[1].item())
 
 
 def _share_of_rank(name: str) -> float:
@@ -242,27 +249,3 @@ def _own_losses(names: Sequence[str], config: TransformerConfig, device: torch.d
         if name in recorded:
             shares[row] = recorded[name][: config.num_layers].to(shares) * _share_of_rank(name)
     return shares
-
-
-def _own_counts(recorder: ExpertLoadRecorder) -> Tensor:
-    """[slices, microbatches, MoE layers, experts]; this rank fills its slice.
-
-    The ranks of one slice are those that exchange tokens: they share their rank in the expert-data-parallel group, and
-    their counts add up, as do those of the pipeline stages, each of which holds other layers.
-    """
-    num_slices = parallel_state.get_expert_data_parallel_world_size()
-    counts = torch.zeros(num_slices, *recorder.counts.shape, dtype=torch.float64, device=recorder.counts.device)
-    counts[parallel_state.get_expert_data_parallel_rank()] = recorder.counts
-    return counts
-
-
-def _own_events(recorder: ExpertLoadRecorder, config: TransformerConfig, device: torch.device) -> Tensor:
-    """[stages, events, 3]; one rank of each stage fills its row, the others' schedules are the same."""
-    chunks = config.virtual_pipeline_model_parallel_size or 1
-    stages = config.pipeline_model_parallel_size
-    events = torch.zeros(stages, 2 * chunks * recorder.counts.shape[0], 3, dtype=torch.float64, device=device)
-    is_first = parallel_state.get_data_parallel_rank() == 0 and parallel_state.get_tensor_model_parallel_rank() == 0
-    if is_first and recorder.events:
-        own = torch.tensor([tuple(event) for event in recorder.events], dtype=torch.float64)
-        events[parallel_state.get_pipeline_model_parallel_rank(), : len(own)] = own.to(device)
-    return events

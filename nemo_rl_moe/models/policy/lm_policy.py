@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy: shards each batch over the data-parallel ranks and calls the workers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, append_fillers, make_shard
+from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
+from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shard, stored_per_token
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -25,18 +24,20 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_evaluation,
     plan_microbatches,
 )
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
-from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult, WriteOutcome
+from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, RouteComparison, TrainResult, WriteOutcome
 from nemo_rl_moe.models.policy.megatron_policy_worker import (
     MegatronPolicyWorker,
     SendOutcome,
     WeightsOutcome,
     WorkerDescription,
 )
+from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.carriers import Carrier, make_carrier
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import TransportSpec
@@ -136,53 +137,100 @@ class ModelWorkers:
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of each token given those before it, `[batch, sequence]`."""
-        return self._logprobs(batch, reference=False)
+        return self.start_logprobs(batch)()
+
+    def start_logprobs(self, batch: TokenBatch, *, by_one_copy: bool = False) -> Callable[[], Tensor]:
+        """As `logprobs`, asked for now, after what the workers do already; what it returns waits for them.
+
+        Args:
+            batch: The sequences.
+            by_one_copy: The ranks of one copy of the model do it alone, where its experts lie on no others: a pass over
+                a few sequences costs each rank much the same, however few they are.
+        """
+        alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
+        return self._start_logprobs(batch, reference=False, num_copies=1 if alone else None)
 
     def shutdown(self) -> None:
         """Stops every worker."""
         self._workers.shutdown()
 
-    def _plan_forward(self, batch: TokenBatch, batching: Batching) -> tuple[EvaluationPlan, TokenBatch]:
-        """Plan of the ranks' microbatches, and the batch with the fillers that its indices may refer to."""
+    def _plan_forward(
+        self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
+    ) -> tuple[EvaluationPlan, TokenBatch]:
+        """Plan of the ranks' microbatches, and the batch with the fillers that its indices may refer to.
+
+        Args:
+            batch: The sequences.
+            batching: Sizes of microbatches.
+            num_copies: Data-parallel ranks that get some; None: all of them.
+        """
         plan = plan_evaluation(
             batch.lengths.tolist(),
-            num_data_parallel_ranks=self._data_parallel_size,
+            num_data_parallel_ranks=num_copies or self._data_parallel_size,
             batching=batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
         )
         return plan, append_fillers(batch, plan.fillers)
 
-    def _logprobs(self, batch: TokenBatch, reference: bool) -> Tensor:
+    def _start_logprobs(
+        self, batch: TokenBatch, reference: bool, num_copies: int | None = None
+    ) -> Callable[[], Tensor]:
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, num_copies)
+        by_rank = self._start_reporting("logprobs", shares, reference)
+        return lambda: _in_rows(plan, by_rank(), batch, filled)
+
+    def _plan_logprobs(
+        self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
+    ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
+        """Plan of a log-probability pass, the batch with fillers, and each rank's microbatches of it.
+
+        Args:
+            batch: The sequences.
+            batching: Sizes of microbatches.
+            num_copies: As of `_plan_forward`.
+        """
         # The workers need the tokens, and what else the model reads.
-        inputs = replace(batch, columns=batch.columns_for(Destination.MODEL))
-        batching = self._logprob_batching
+        inputs = batch.for_model()
         if isinstance(batching, PlainBatching):
             # Fillers cost what sequences cost: microbatches of a few sequences, such as the refit check's, are small.
-            num_shares = self._data_parallel_size * self._microbatch_multiple
+            num_shares = (num_copies or self._data_parallel_size) * self._microbatch_multiple
             fitting = -(-len(batch) // batch.group_size // num_shares)
             batching = PlainBatching(min(batching.micro_batch_size, fitting))
-        plan, filled = self._plan_forward(inputs, batching)
-        shares = [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
-        by_rank = self._call_reporting("logprobs", shares, reference)
-        result = torch.zeros(filled.input_ids.shape)
-        for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
-            for indices, logprobs in zip(microbatches, found, strict=True):
-                result[list(indices), : logprobs.shape[1]] = logprobs
-        columns = torch.arange(result.shape[1])
-        return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
+        plan, filled = self._plan_forward(inputs, batching, num_copies)
+        return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
+
+    def _start(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> Callable[[], list[Any]]:
+        """Calls every worker with its share of the batch; pipeline and tensor ranks of one share all get that share.
+
+        Where there are fewer shares than data-parallel ranks, the last of those are not called.
+        """
+        num_shares = len(by_data_parallel_rank)
+        ranks = [place.data_parallel_rank for place in self._coordinates]
+        return self._workers.start_each(
+            method, [(by_data_parallel_rank[rank], argument) if rank < num_shares else None for rank in ranks]
+        )
 
     def _call(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """Calls every worker with its share of the batch; pipeline and tensor ranks of one share all get that share."""
-        shares = [by_data_parallel_rank[place.data_parallel_rank] for place in self._coordinates]
-        return self._workers.call_each(method, [(share, argument) for share in shares])
+        """As `_start`; the results."""
+        return self._start(method, by_data_parallel_rank, argument)()
+
+    def _start_reporting(
+        self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any
+    ) -> Callable[[], list[Any]]:
+        """As `_start`; one result for each data-parallel rank, from the worker that computes its loss."""
+        wait = self._start(method, by_data_parallel_rank, argument)
+
+        def results() -> list[Any]:
+            places = zip(self._coordinates, wait(), strict=True)
+            by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
+            return [by_rank[rank] for rank in range(len(by_data_parallel_rank))]
+
+        return results
 
     def _call_reporting(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """As `_call`; one result for each data-parallel rank, from the worker that computes its loss."""
-        results = self._call(method, by_data_parallel_rank, argument)
-        places = zip(self._coordinates, results, strict=True)
-        by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
-        return [by_rank[rank] for rank in range(self._data_parallel_size)]
+        """As `_start_reporting`; the results."""
+        return self._start_reporting(method, by_data_parallel_rank, argument)()
 
 
 class MegatronPolicy(ModelWorkers):
@@ -269,11 +317,40 @@ class MegatronPolicy(ModelWorkers):
             num_skipped_updates=first.num_skipped_updates,
             skipped_in_a_row=first.skipped_in_a_row,
             weight_version=first.weight_version,
+            tape_report=first.tape_report,
+            advantage_scores=first.advantage_scores,
         )
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The same of the model at the start of the run."""
-        return self._logprobs(batch, reference=True)
+        return self._start_logprobs(batch, reference=True)()
+
+    def logprobs_and_routes(
+        self, batch: TokenBatch, *, one_at_a_time: bool = False
+    ) -> tuple[Tensor, StoredColumn | None]:
+        """`logprobs`, and the routed experts of the pass, in Ray's object store; None of a model without MoE layers."""
+        if not self.moe_configuration:
+            return self.logprobs(batch), None
+        batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
+        plan, filled, shares = self._plan_logprobs(batch, batching)
+        by_rank = self._call_reporting("logprobs_and_routes", shares, None)
+        rows: list[StoredRows | None] = [None] * len(filled)
+        for microbatches, (_, routes) in zip(plan.by_rank, by_rank, strict=True):
+            places = [index for indices in microbatches for index in indices]
+            for place, of_sequence in zip(places, routes, strict=True):
+                rows[place] = of_sequence
+        logprobs = _in_rows(plan, [found for found, _ in by_rank], batch, filled)
+        return logprobs, stored_per_token(rows[: len(batch)], fill=UNKNOWN)
+
+    def compare_routes(
+        self, batch: TokenBatch, *, reference: bool = False, one_at_a_time: bool = False
+    ) -> RouteComparison:
+        """The experts that routers choose against those of the batch's tape, which is not replayed."""
+        batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
+        plan, filled, shares = self._plan_logprobs(batch, batching)
+        by_rank = self._call_reporting("compare_routes", shares, reference)
+        logprobs = _in_rows(plan, [found for found, _ in by_rank], batch, filled)
+        return RouteComparison(logprobs, by_rank[0][1])
 
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
         """One continuation of each prompt, in the order of the prompts."""
@@ -288,16 +365,17 @@ class MegatronPolicy(ModelWorkers):
             sequences[rank::size] = found
         return sequences
 
-    def weight_transport(self, *, altered: bool = False) -> FolderTransport:
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
         """A transport of the weights as they are now, to be opened for one engine: a context manager.
 
         Args:
             altered: Send others in their place, of which every tensor differs.
+            then: Called when all ranks have been asked to send: what it asks of them, they do next.
 
         Raises:
             ConfigurationError: The run has several machines and no folder that all of them reach.
         """
-        send = partial(self._send_weights, altered)
+        send = partial(self._send_weights, altered, then)
         return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_carrier=self._carrier)
 
     def save_weights(self, directory: Path) -> Sequence[str]:
@@ -328,7 +406,7 @@ class MegatronPolicy(ModelWorkers):
         """Puts back what `start_checkpoint` wrote.
 
         Raises:
-            DamagedCheckpointError: Its files are not what was written; nothing of them was used.
+            DamagedCheckpointError: Its files are not what was written; another checkpoint must be loaded before a step.
             CheckpointError: It holds anything but tensors, or belongs to another model.
         """
         problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
@@ -352,12 +430,34 @@ class MegatronPolicy(ModelWorkers):
         address = "127.0.0.1" if self._cluster.is_local else None
         return make_carrier(self._weight_transport, group, num_receivers, address)
 
-    def _send_weights(self, altered: bool, transfer: TransportSpec) -> int:
-        outcomes: list[SendOutcome] = self._workers.call_all("send_weights", transfer, altered)
+    def _send_weights(self, altered: bool, then: Callable[[], object], transfer: TransportSpec) -> int:
+        sending = self._workers.start_each("send_weights", [(transfer, altered)] * len(self._coordinates))
+        then()
+        outcomes: list[SendOutcome] = sending()
         if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
             self._num_failed_transfers += 1
             raise WeightSyncError(problems[0])
         return sum(outcome.num_bytes for outcome in outcomes)
+
+
+def _has_its_own_experts(megatron: MegatronConfig) -> bool:
+    """True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a stage in a
+    row, and divides the experts among as many neighbours as it is told to."""
+    ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
+    ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
+    return ranks_of_a_stage % ranks_of_experts == 0
+
+
+def _in_rows(
+    plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch
+) -> Tensor:
+    """Values of all ranks' microbatches as `[batch, sequence]`, 0 on padding; those of fillers are left out."""
+    result = torch.zeros(filled.input_ids.shape)
+    for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
+        for indices, values in zip(microbatches, found, strict=True):
+            result[list(indices), : values.shape[1]] = values
+    columns = torch.arange(result.shape[1])
+    return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
 
 
 def _problems_of_ranks(descriptions: Sequence[WorkerDescription]) -> list[str]:

@@ -4,14 +4,18 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.distributed.object_store import fetch_objects
+from nemo_rl_moe.distributed.stored_rows import put_together
 from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
-from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_routes
 from nemo_rl_moe.metrics import MetricSeries
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import LossFunction
@@ -141,20 +145,30 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:
         """One optimizer step for each global batch; a `RankTrainResult`."""
-        return self._trainer.train(shards, loss_function)
+        return self._trainer.train([_at_hand(shard) for shard in shards], loss_function)
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """Forward passes only."""
-        return self._trainer.evaluate(shard, loss_function)
+        return self._trainer.evaluate(_at_hand(shard), loss_function)
 
     def logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> Any:
         """Log-probability of every token, a tensor for each microbatch; of the reference model if that is asked for."""
         measure = self._trainer.reference_logprobs if reference else self._trainer.logprobs
-        return measure(microbatches)
+        return measure([batch.fetched(fetch_objects) for batch in microbatches])
+
+    def logprobs_and_routes(self, microbatches: Sequence[TokenBatch], _: None) -> Any:
+        """Log-probability of every token, and the routed experts of each sequence, in Ray's object store."""
+        found, routes = self._trainer.logprobs_and_routes([batch.fetched(fetch_objects) for batch in microbatches])
+        return found, put_together(routes, ray.put)
+
+    def compare_routes(self, microbatches: Sequence[TokenBatch], reference: bool) -> Any:
+        """Log-probability of every token, and the experts against those of the batch's tape."""
+        compare = self._trainer.compare_reference_routes if reference else self._trainer.compare_routes
+        return compare([batch.fetched(fetch_objects) for batch in microbatches])
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
-        """Responses to this rank's share of the prompts."""
-        return self._trainer.generate(request, max_batch_size)
+        """Responses to this rank's share of the prompts; their routed experts lie in Ray's object store."""
+        return store_routes(self._trainer.generate(request, max_batch_size), ray.put)
 
     def send_weights(self, transfer: TransportSpec, altered: bool) -> SendOutcome:
         """Sends this rank's part of the weights, or others in its place, to the workers of a generation engine."""
@@ -193,3 +207,8 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         except CheckpointError as error:
             return type(error)(error.problems)  # alone: what it came from may not travel
         return None
+
+
+def _at_hand(shard: GlobalBatchShard) -> GlobalBatchShard:
+    """A shard whose stored columns have been fetched."""
+    return replace(shard, microbatches=tuple(batch.fetched(fetch_objects) for batch in shard.microbatches))

@@ -22,6 +22,23 @@ function lineTrace(run, runNumber, lineNumber, line, numRuns) {
   };
 }
 
+const SMALL = 1e-3;
+const PATTERNS = ["", "/", ".", "x", "-"];
+
+// Parts of a whole, side by side at each step. Steps are names: between those that were measured are gaps.
+function barTrace(run, runNumber, lineNumber, line, numRuns) {
+  const metric = run.metrics[line.key];
+  const shape = numRuns > 1 ? PATTERNS[lineNumber % PATTERNS.length] : "";
+  return {
+    type: "bar",
+    x: Array.from(numbers(metric.steps), String),
+    y: numbers(metric.values),
+    name: plain(numRuns > 1 ? `${run.name} · ${line.label}` : line.label),
+    marker: { color: colorOf(numRuns > 1 ? runNumber : lineNumber), pattern: { shape, solidity: 0.4 } },
+    hovertemplate: "%{y:.5~g}",
+  };
+}
+
 // A dashed line behind the others, at a value to compare them with.
 function referenceTrace(traces, reference) {
   if (!reference || traces.length === 0) {
@@ -58,21 +75,37 @@ function remarksOn(runs, lines) {
   return remarks;
 }
 
-function drawLines(place, runs, { lines, reference, from_zero: fromZero }) {
+function drawLines(place, runs, { lines, reference, from_zero: fromZero, bars }) {
+  const traceOf = bars ? barTrace : lineTrace;
   const traces = runs.flatMap((run, runNumber) =>
     lines.flatMap((line, lineNumber) =>
-      Object.hasOwn(run.metrics, line.key) ? [lineTrace(run, runNumber, lineNumber, line, runs.length)] : [],
+      Object.hasOwn(run.metrics, line.key) ? [traceOf(run, runNumber, lineNumber, line, runs.length)] : [],
     ),
   );
   // A long legend must not squeeze the chart.
   place.style.height = `${PLOT_HEIGHT + LEGEND_LINE * Math.max(0, Math.ceil(traces.length / 2) - 2)}px`;
   const layout = {
     xaxis: axis({ title: { text: "step", standoff: 2 } }),
-    yaxis: axis({ rangemode: fromZero ? "tozero" : "normal" }),
+    yaxis: axis({ rangemode: fromZero ? "tozero" : "normal", exponentformat: exponentsOf(traces) }),
     hovermode: "x unified",
     showlegend: traces.length > 1,
   };
+  if (bars) {
+    layout.barmode = "group";
+    layout.xaxis = { ...layout.xaxis, type: "category", categoryorder: "array", categoryarray: stepsInOrder(traces) };
+    return drawPlot(place, traces, layout);
+  }
   return drawPlot(place, [...referenceTrace(traces, reference), ...traces], layout).then(() => shareSteps(place));
+}
+
+// Thousands have their prefixes, as in 20k; thousandths of divergences are no "m" and "n".
+function exponentsOf(traces) {
+  const isSmall = traces.every(({ y }) => y.every((value) => !(Math.abs(value) >= SMALL)));
+  return isSmall ? "power" : "B";
+}
+
+function stepsInOrder(traces) {
+  return [...new Set(traces.flatMap(({ x }) => x))].sort((a, b) => a - b);
 }
 
 function remarkElement(remarks) {

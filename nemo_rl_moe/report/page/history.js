@@ -21,14 +21,18 @@ function rowsOf(reference) {
   );
 }
 
-function addLayersOverTime(parent, runs, title, caption, choose) {
-  const withLoad = runs.map((run, runNumber) => ({ run, runNumber })).filter(({ run }) => run.load !== null);
-  const matrices = withLoad.map(({ run }) => rowsOf(choose(run.load.by_layer)));
+// `viewOf` gives the layers of a run, its `by_layer`, and the array to draw; nothing for a run without them.
+function addLayersOverTime(parent, runs, { title, caption, viewOf, leastHighest, hover }) {
+  const views = runs
+    .map((run, runNumber) => ({ run, runNumber, view: viewOf(run) }))
+    .filter(({ view }) => view)
+    .map((one) => ({ ...one, matrix: rowsOf(one.view.values) }));
   // As arguments of one call, the values of some large runs would be too many.
-  const highest = matrices.flat(2).reduce((found, value) => Math.max(found, value), 0);
-  for (const [position, { run, runNumber }] of withLoad.entries()) {
+  const all = views.flatMap(({ matrix }) => matrix.flat());
+  const highest = all.reduce((found, value) => (value > found ? value : found), 0);
+  for (const { run, runNumber, view, matrix } of views) {
     const place = element("div", { class: "plot", "data-chart": title });
-    const { layers, by_layer: byLayer } = run.load;
+    const { layers, byLayer } = view;
     place.style.height = `${Math.min(560, Math.max(220, 100 + 10 * layers.length))}px`;
     const width = byLayer.steps_of_a_column;
     const made = card(
@@ -43,12 +47,12 @@ function addLayersOverTime(parent, runs, title, caption, choose) {
         type: "heatmap",
         x: numbers(byLayer.steps),
         y: layers.map((layer) => `layer ${layer}`),
-        z: matrices[position],
+        z: matrix,
         zmin: 0,
-        zmax: Math.max(highest, 1),
+        zmax: Math.max(highest, leastHighest),
         colorscale: IS_DARK.matches ? RISING_SCALE_DARK : RISING_SCALE_LIGHT,
         colorbar: { thickness: 12, outlinewidth: 0 },
-        hovertemplate: "%{y}, step %{x}<br>%{z:.3~f}<extra></extra>",
+        hovertemplate: hover,
       };
       const layout = {
         margin: { l: 60, r: 10, t: 4, b: 36 },

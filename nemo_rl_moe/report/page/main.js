@@ -17,6 +17,12 @@ function addGuarded(place, build) {
   }
 }
 
+function addLoadOverTime(grid, runs, title, caption, which) {
+  const viewOf = ({ load }) => load && { layers: load.layers, byLayer: load.by_layer, values: load.by_layer[which] };
+  const hover = "%{y}, step %{x}<br>%{z:.3~f}<extra></extra>";
+  addLayersOverTime(grid, runs, { title, caption, viewOf, leastHighest: 1, hover });
+}
+
 function addLoads(runs) {
   addSection("Layers and experts", "stack", (place) => addHeatmaps(place, runs));
   addSection("Where and when", "grid", (grid) => {
@@ -25,8 +31,8 @@ function addLoads(runs) {
         ? "How far the loads of each layer's experts spread beyond chance. Healthy: it fades to 0."
         : "How far the loads of each layer's experts spread, by chance too: the routers' top-k is not known.";
     const dead = () => "Experts without any token. Healthy: 0 after the first steps.";
-    addGuarded(grid, () => addLayersOverTime(grid, runs, "spread of each layer", spread, ({ spread }) => spread));
-    addGuarded(grid, () => addLayersOverTime(grid, runs, "dead experts of each layer", dead, ({ dead }) => dead));
+    addGuarded(grid, () => addLoadOverTime(grid, runs, "spread of each layer", spread, "spread"));
+    addGuarded(grid, () => addLoadOverTime(grid, runs, "dead experts of each layer", dead, "dead"));
     addGuarded(grid, () => addOutliers(grid, runs));
   });
   addSection("Other layouts", "grid", (place) => addWhatIf(place, runs));
@@ -35,16 +41,30 @@ function addLoads(runs) {
 async function buildReport() {
   const report = JSON.parse(textOfBlock("document"));
   const { runs } = report;
-  document.getElementById("report").append(element("h1", {}, runs.length > 1 ? "Runs compared" : "Report of a run"));
+  document.getElementById("report").append(element("h1", {}, report.heading));
   const top = element("div", { class: "grid top" });
   document.getElementById("report").append(top);
-  runs.forEach((run, runNumber) => addGuarded(top, () => top.append(runSummary(run, runNumber))));
+  runs.forEach((run, runNumber) => addGuarded(top, () => top.append(runSummary(run, runNumber, report.without_load))));
   await loadBlobs();
   await runPlotly();
-  for (const section of [...new Set(report.charts.map((chart) => chart.section))]) {
+  const [routing, mismatch] = report.routing_sections;
+  const sections = new Set(report.charts.map((chart) => chart.section));
+  if (runs.some((run) => run.routing !== null)) {
+    sections.add(routing);
+  }
+  if (runs.some((run) => run.advantages !== null)) {
+    sections.add(mismatch);
+  }
+  for (const section of sections) {
     addSection(section, "grid", (grid) => {
       for (const chart of report.charts.filter((chart) => chart.section === section)) {
         addGuarded(grid, () => addChart(grid, runs, chart));
+      }
+      if (section === routing) {
+        addRouting(grid, runs);
+      } else if (section === mismatch) {
+        addAllExpertsByAdvantage(grid, runs);
+        addLayerTables(grid, runs);
       }
     });
   }

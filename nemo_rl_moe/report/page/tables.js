@@ -13,7 +13,14 @@ function findingText(finding) {
   return text;
 }
 
-function thresholdText({ dead_expert_steps: dead, excess_cv: cv, overload_factor: overload, sustained_steps: steps }) {
+function thresholdText({
+  dead_expert_steps: dead,
+  excess_cv: cv,
+  overload_factor: overload,
+  sustained_steps: steps,
+  missing_routes_share: missing,
+  missing_routes_steps: missingSteps,
+}) {
   const parts = [];
   if (dead !== null) {
     parts.push(`experts dead for ${dead} steps in a row`);
@@ -24,7 +31,11 @@ function thresholdText({ dead_expert_steps: dead, excess_cv: cv, overload_factor
   if (overload !== null) {
     parts.push(`an overload above ${overload} for ${steps} steps`);
   }
-  return parts.length ? `What is told: ${parts.join(", ")}; updates that were left out, and forced routing.` : "";
+  if (missing !== null) {
+    parts.push(`more than ${100 * missing}% of the routes of rollouts missing for ${missingSteps} steps`);
+  }
+  const always = "updates that were left out, routes that cannot be right, and forced routing";
+  return parts.length ? `What is told: ${parts.join(", ")}; ${always}.` : "";
 }
 
 const FINDINGS_SHOWN = 4;
@@ -46,7 +57,7 @@ function findingsByKind(findings) {
   });
 }
 
-function runSummary(run, runNumber) {
+function runSummary(run, runNumber, withoutLoad) {
   const steps =
     run.planned_steps && run.planned_steps >= run.last_step
       ? `step ${run.last_step} of ${run.planned_steps}`
@@ -65,13 +76,7 @@ function runSummary(run, runNumber) {
   const latest = run.latest.map(({ label, value }) => `${label} ${value}`);
   made.append(element("p", { class: "latest" }, latest.join(" · ")));
   if (run.load === null) {
-    made.append(
-      element(
-        "p",
-        { class: "muted" },
-        "The load of the experts is not known: policy.megatron_cfg.track_moe_metrics was off, or the model is dense.",
-      ),
-    );
+    made.append(element("p", { class: "muted" }, withoutLoad));
   }
   run.notes.forEach((note) => made.append(element("p", { class: "notes" }, note)));
   made.append(element("p", { class: "caption" }, thresholdText(run.thresholds)));

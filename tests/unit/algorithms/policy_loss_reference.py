@@ -20,14 +20,17 @@ PLAIN = {
     "objective": "clipped",
     "sequence_level_importance_ratios": False,
     "token_level_loss": True,
+    "length_normalizer": None,
     "force_on_policy_ratio": "auto",
     "reference_policy_kl_penalty": 0.0,
     "reference_policy_kl_type": "k3",
     "reference_policy_kl_gradient": "estimate",
     "use_kl_in_reward": False,
     "kl_output_clamp_value": 10.0,
+    "entropy_bonus": 0.0,
     "importance_sampling_correction": "none",
-    "importance_sampling_ratio_min": 0.5,
+    "importance_sampling_level": "token",
+    "importance_sampling_ratio_min": None,
     "importance_sampling_ratio_max": 2.0,
 }
 
@@ -96,11 +99,15 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
         old = {t: new[t].detach() if on_policy else inputs.columns["prev_logprobs"].values[row, t] for t in places}
         advantage = float(inputs.columns["advantages"].values[row])
         of_sequence = torch.stack([new[t] - old[t] for t in places]).mean().exp()
+        generation = inputs.columns["generation_logprobs"].values[row]
+        gaps = {t: float(old[t]) - float(generation[t]) for t in places}
         losses = []
         for t in places:
             ratio = of_sequence if config.sequence_level_importance_ratios else torch.exp(new[t] - old[t])
             clipped = torch.clip(ratio, low, high)
-            if config.objective == "cispo":
+            if config.objective == "reinforce":
+                loss = -advantage * new[t]
+            elif config.objective == "cispo":
                 loss = -clipped.detach() * advantage * new[t]
             else:
                 objective = torch.minimum(ratio * advantage, clipped * advantage)
@@ -114,18 +121,24 @@ def reference_loss(inputs: LossInputs, config: PolicyGradientLossConfig, on_poli
                     of_token = torch.exp(new[t] - old[t])
                     kl = kl * (of_token.detach() if config.reference_policy_kl_type == "k2" else of_token)
                 loss = loss + config.reference_policy_kl_penalty * kl
-            weight = math.exp(float(old[t]) - float(inputs.columns["generation_logprobs"].values[row, t]))
+            weight = math.exp(sum(gaps.values()) if config.importance_sampling_level == "sequence" else gaps[t])
+            geometric = math.exp(sum(gaps.values()) / len(gaps))
             minimum, maximum = config.importance_sampling_ratio_min, config.importance_sampling_ratio_max
+            if minimum is None:
+                minimum = 0.5 if config.importance_sampling_correction == "icepop" else 0.0
             losses.append(
                 loss
                 * {
                     "none": 1.0,
-                    "truncated": min(weight, maximum),
+                    "truncated": max(min(weight, maximum), minimum),
                     "icepop": weight if minimum <= weight <= maximum else 0.0,
+                    "sequence_mask": weight if minimum <= geometric <= maximum else 0.0,
                 }[config.importance_sampling_correction]
             )
         if config.token_level_loss:
             total = total + torch.stack(losses).sum() / inputs.global_valid_tokens
+        elif config.length_normalizer is not None:
+            total = total + torch.stack(losses).sum() / config.length_normalizer / inputs.global_sequences
         else:
             total = total + torch.stack(losses).mean() / inputs.global_sequences
     return total

@@ -73,9 +73,18 @@ def reference_losses(inputs: LossInputs, config: PreferenceLossConfig) -> dict[s
         logits = ratios[0] - ratios[1]
         if config.preference_loss_type == "ipo":
             loss = (logits - 1 / (2 * beta)) ** 2
+        elif config.preference_loss_type == "hinge":
+            loss = torch.clamp(1 - beta * logits, min=0)
+        elif config.preference_loss_type == "apo_zero":
+            loss = (1 - _sigmoid(beta * ratios[0])) + _sigmoid(beta * ratios[1])
+        elif config.preference_loss_type == "apo_down":
+            loss = _sigmoid(beta * ratios[0]) + (1 - _sigmoid(beta * logits))
         else:
-            sigmoid = 1 / (1 + torch.exp(-beta * logits))
-            loss = -(1 - smoothing) * torch.log(sigmoid) - smoothing * torch.log(1 - sigmoid)
+            clean = -torch.log(_sigmoid(beta * logits))
+            flipped = -torch.log(1 - _sigmoid(beta * logits))
+            loss = (1 - smoothing) * clean + smoothing * flipped
+            if config.preference_loss_type == "robust":
+                loss = ((1 - smoothing) * clean - smoothing * flipped) / (1 - 2 * smoothing)
         nll = -logps[0] / (lengths[0] if config.sft_average_log_probs else 1)
         values = {
             "loss": config.preference_loss_weight * loss + config.sft_loss_weight * nll,
@@ -92,3 +101,7 @@ def reference_losses(inputs: LossInputs, config: PreferenceLossConfig) -> dict[s
             found.setdefault(name, []).append(value)
     loss = torch.stack(found.pop("loss")).mean()
     return {name: math.fsum(values) / len(values) for name, values in found.items()} | {"loss": loss}
+
+
+def _sigmoid(value: Tensor) -> Tensor:
+    return 1 / (1 + torch.exp(-value))

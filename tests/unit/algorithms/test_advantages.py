@@ -9,16 +9,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.advantages import compute_advantages, frac_zero_std_groups
+from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, frac_zero_std_groups
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 from nemo_rl_moe.rollouts.source import informative_groups
 
 ESTIMATORS = ["grpo", "reinforce_plus_plus_baseline"]
 
 
-def config_of(name: str = "grpo", *, leave_one_out: bool = False, normalize: bool = False) -> AdvantageConfig:
+def config_of(
+    name: str = "grpo", *, leave_one_out: bool = False, normalize: bool = False, over: str = "group"
+) -> AdvantageConfig:
     return AdvantageConfig.model_validate(
-        {"name": name, "use_leave_one_out_baseline": leave_one_out, "normalize_rewards": normalize}
+        {
+            "name": name,
+            "use_leave_one_out_baseline": leave_one_out,
+            "normalize_rewards": normalize,
+            "normalize_over": over,
+        }
     )
 
 
@@ -45,6 +52,41 @@ def test_division_by_the_groups_own_standard_deviation() -> None:
     advantages = compute_advantages(rewards_of([2.0, 0.0], [20.0, 0.0]), config_of(normalize=True))
     small, large = 1 / (math.sqrt(2) + 1e-6), 10 / (10 * math.sqrt(2) + 1e-6)
     assert advantages.flatten().tolist() == pytest.approx([small, -small, large, -large], rel=1e-14)
+
+
+def test_division_by_the_standard_deviation_of_the_batch() -> None:
+    # Rewards 2, 0, 20, 0: mean 5.5, the sum of squares 404 - 4 x 5.5^2 = 283, over 4 - 1. Differences 1, -1, 10, -10.
+    scale = math.sqrt(283 / 3) + 1e-6
+    rewards = rewards_of([2.0, 0.0], [20.0, 0.0])
+    plain = compute_advantages(rewards, config_of(normalize=True, over="batch"))
+    assert plain.flatten().tolist() == pytest.approx([x / scale for x in (1, -1, 10, -10)], rel=1e-14)
+    left_out = compute_advantages(rewards, config_of(normalize=True, over="batch", leave_one_out=True))
+    assert left_out.flatten().tolist() == pytest.approx([x / scale for x in (2, -2, 20, -20)], rel=1e-14)
+    equal = compute_advantages(torch.full((2, 3), 0.7), config_of(normalize=True, over="batch"))
+    assert equal.tolist() == [[0.0] * 3] * 2
+
+
+def test_reinforce_is_the_reward_itself() -> None:
+    rewards = rewards_of([2.0, 0.0], [0.7, 0.7])
+    advantages = compute_advantages(rewards, config_of("reinforce"))
+    assert advantages.tolist() == rewards.tolist()
+    assert advantages.data_ptr() != rewards.data_ptr()
+    assert compute_advantages(rewards_of([3.0]), config_of("reinforce")).tolist() == [[3.0]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (None, None, [-3.0, -0.5, 0.0, 4.0]),
+        (-1.0, None, [-1.0, -0.5, 0.0, 4.0]),
+        (None, 2.0, [-3.0, -0.5, 0.0, 2.0]),
+        (-1.0, 0.0, [-1.0, -0.5, 0.0, 0.0]),
+    ],
+)
+def test_bounds_of_advantages(low: float | None, high: float | None, expected: list[float]) -> None:
+    advantages = rewards_of([-3.0, -0.5], [0.0, 4.0])
+    assert clip_advantages(advantages, low, high).flatten().tolist() == expected
+    assert clip_advantages(rewards_of([math.nan]), low, high).isnan().all()
 
 
 def test_leave_one_out_divides_by_the_standard_deviation_of_the_whole_group() -> None:

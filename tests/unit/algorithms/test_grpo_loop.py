@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of GRPO over fakes: what it does in which order, and what it logs once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,9 +18,13 @@ from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
-from nemo_rl_moe.errors import WeightSyncError
+from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
+from nemo_rl_moe.loggers.console import train_line
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.rollouts.faults import TapeWatch
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
@@ -35,6 +39,7 @@ from tests.support.grpo_fakes import (
     prompts,
     small_config,
 )
+from tests.support.made_tapes import tape_report
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
 VALIDATES = ("grpo.val_at_start=true", "grpo.val_at_end=true")
@@ -57,13 +62,21 @@ class Loop:
     samples: list[tuple[int, str, list[Trajectory]]] = field(default_factory=list)
     stop_after: int = 0
     start: LoopState = field(default_factory=LoopState)
+    tapes: Mapping[int, TapeReport] = field(default_factory=dict)
+    tape_watch: TapeWatch | None = None
+    engine_class: type[FakeEngine] = FakeEngine
+    refit_check: RefitCheck | None = None
+    recorded_tapes: list[tuple[int, TapeReport]] = field(default_factory=list)
     summary: RunSummary = field(init=False)
 
     def __post_init__(self) -> None:
         self.checkpoints = DiaryOfCheckpoints(self.diary)
-        self.engine = FakeEngine(self.diary, self.shares_weights, truncates=self.truncates)
+        self.engine = self.engine_class(self.diary, self.shares_weights, truncates=self.truncates)
         self.policy = FakePolicy(
-            self.diary, tracks_experts=self.tracks_experts, updates_of_call=self.config.updates_per_step
+            self.diary,
+            tracks_experts=self.tracks_experts,
+            updates_of_call=self.config.updates_per_step,
+            tapes=self.tapes,
         )
         self.logger = ListLogger(diary=self.diary)
         self.scorer.diary = self.diary
@@ -78,7 +91,17 @@ class Loop:
             SynchronousSource(self.config.grpo, worker, loader, SAMPLING),
             Validator(self.config.grpo, worker, held_out, SAMPLING) if held_out else None,
             PAD_TOKEN,
-            make_recorder(self.logger, self.loads, self._log_samples, self.checkpoints, self._stop_reason, self.start),
+            make_recorder(
+                self.logger,
+                self.loads,
+                self._log_samples,
+                self.checkpoints,
+                self._stop_reason,
+                self.start,
+                tapes=self.recorded_tapes,
+            ),
+            refit_check=self.refit_check,
+            tape_watch=self.tape_watch,
         )
 
     def _stop_reason(self) -> str | None:
@@ -120,6 +143,8 @@ def test_order_of_the_phases_with_everything() -> None:
 def test_a_copy_of_the_weights_is_never_older_than_the_policy() -> None:
     loop = Loop(small_config(*VALIDATES, "grpo.val_period=1", *TWO_UPDATES), shares_weights=False)
     assert loop.engine.received == [[f"weights of step {step}"] for step in range(4)]
+    lines = [train_line(step, 3, metrics, None) for step, metrics in loop.logger.records if step]
+    assert all("  refit_seconds " in line for line in lines), "what the loop records is what the console looks for"
     versions = {(step, split): {found.weight_version for found in rollouts} for step, split, rollouts in loop.samples}
     assert versions == {
         **{(step, "val"): {2 * step} for step in range(4)},
@@ -138,18 +163,37 @@ class ScoringFake(FakeEngine):
         return [[np.full(len(tokens) - 1, self.gap) for tokens in sequences]]
 
 
-def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
-    engine, policy, clock = ScoringFake(shares_weights=False), FakePolicy(), PhaseClock()
-    check = RefitCheck(
+def check_of_two(diary: list[str], trainers_scores: float = 0.0) -> RefitCheck:
+    """A check of two sequences in float32."""
+    return RefitCheck(
         [[1, 2], [3, 4]],
         0.8,
-        lambda sequences: [np.zeros(1)] * 2,
+        lambda sequences: diary.append("trainer begins") or (lambda: [np.full(1, trainers_scores)] * 2),  # type: ignore[func-returns-value]
         lambda altered: None,
         lambda copy: f"It is copy {copy}.",
         in_float32=True,
         bound_nats=None,
         refits_again=False,
     )
+
+
+def test_a_resumed_run_whose_engine_has_other_weights_generates_nothing() -> None:
+    diary: list[str] = []
+    with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
+        Loop(
+            small_config("grpo.max_num_steps=4", *VALIDATES),
+            shares_weights=False,
+            diary=diary,
+            start=LoopState(step=2, batches_taken=2),
+            engine_class=ScoringFake,
+            refit_check=check_of_two(diary, trainers_scores=0.01),
+        )
+    assert diary == ["refit 0", "weights", "trainer begins", "score weights"]
+
+
+def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
+    engine, policy, clock = ScoringFake(shares_weights=False), FakePolicy(), PhaseClock()
+    check = check_of_two(policy.diary)
     engine.gap = 5e-5
     assert update_engine(engine, policy, clock, check) == {  # type: ignore[arg-type]
         "refit/bytes": 24.0,
@@ -157,6 +201,7 @@ def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
         "refit/checks_failed": 0.0,
     }
     assert engine.diary == ["refit 0", "score weights"]
+    assert policy.diary == ["weights", "trainer begins"], "while the engine still loads"
     assert {"refit", "refit_check"} <= {key.split("/")[1] for key in clock.metrics()}
     assert update_engine(engine, policy, clock) == {"refit/bytes": 24.0}  # type: ignore[arg-type]
     engine.gap = 2e-4
@@ -344,6 +389,24 @@ def test_expert_loads_arrive_once_a_step() -> None:
     loads = Loop(small_config(), tracks_experts=True).loads
     assert [(step, load.counts.tolist()) for step, load in loads] == [(step, [[step, step]]) for step in (1, 2, 3)]
     assert Loop(small_config()).loads == []
+
+
+def test_a_tape_is_recorded_before_it_may_end_the_run() -> None:
+    healthy, wrong = tape_report([0]), tape_report([0], anomalies=[TapeAnomaly("token", "routes are one token late")])
+    recorded: list[tuple[int, TapeReport]] = []
+    diary: list[str] = []
+    with pytest.raises(RoutingTapeError, match="routes are one token late"):
+        Loop(
+            small_config(),
+            diary=diary,
+            tapes={1: healthy, 2: wrong, 3: healthy},
+            tape_watch=TapeWatch(stops=True),
+            recorded_tapes=recorded,
+        )
+    assert recorded == [(1, healthy), (2, wrong)]
+    assert diary[-1] == "train", "the step is neither logged nor saved"
+    told = Loop(small_config(), tapes={2: wrong}, tape_watch=TapeWatch(stops=False))
+    assert (told.recorded_tapes, told.steps) == ([(2, wrong)], [1, 2, 3])
 
 
 def test_dynamic_sampling_that_uses_up_the_prompts_ends_the_run_as_any_other() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.distributed.batch import per_token
-from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.models.interfaces import Head, LossInputs
 from tests.unit.algorithms.policy_loss_reference import (
     columns_of,
     config_of,
@@ -45,7 +45,30 @@ def all_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
     return cases
 
 
-CASES = all_cases()
+MEANS = [
+    {"token_level_loss": True},
+    {"token_level_loss": False},
+    {"token_level_loss": False, "length_normalizer": 7},
+]
+CORRECTIONS: list[dict[str, object]] = [
+    {"importance_sampling_correction": "none"},
+    {"importance_sampling_correction": "truncated", "importance_sampling_ratio_min": 0.8},
+    {"importance_sampling_correction": "truncated", "importance_sampling_level": "sequence"},
+    {"importance_sampling_correction": "icepop", "importance_sampling_level": "sequence"},
+    {"importance_sampling_correction": "sequence_mask", "importance_sampling_ratio_min": 0.8},
+]
+
+
+def further_cases() -> list[tuple[PolicyGradientLossConfig, bool]]:
+    """Means and corrections beside those of `SWITCHES`, and the objective without a ratio."""
+    penalty = {"reference_policy_kl_penalty": 0.25}
+    of_clipped = [mean | correction for mean, correction in product(MEANS[1:], CORRECTIONS)]
+    without_ratio = [{"objective": "reinforce"} | mean | correction for mean, correction in product(MEANS, CORRECTIONS)]
+    cases = [config_of(**penalty, **case) for case in (*of_clipped, *without_ratio)]
+    return [(config, on_policy) for config, on_policy in product(cases, [False, True])]
+
+
+CASES = [*all_cases(), *further_cases()]
 FEW_CASES = CASES[::17]
 # The others hold something constant that follows the log-probabilities.
 WITH_FINITE_DIFFERENCES = [
@@ -83,7 +106,9 @@ def test_gradient_equals_finite_differences(config: PolicyGradientLossConfig) ->
     assert torch.autograd.gradcheck(loss, (inputs.logprobs,))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
+@pytest.mark.parametrize(
+    "bad", [float("nan"), *(pytest.param(float(sign + "inf"), marks=pytest.mark.slow) for sign in ("", "-")), 1e30]
+)
 def test_what_is_masked_reaches_nothing(bad: float) -> None:
     clean = random_inputs(seed=2)
     mask = clean.token_mask
@@ -174,6 +199,7 @@ def test_metrics_carry_no_gradient_and_their_names_follow_from_the_configuration
         "none": set[str](),
         "truncated": {"importance_weight", "importance_weight_truncated_fraction"},
         "icepop": {"importance_weight", "importance_weight_dropped_fraction"},
+        "sequence_mask": {"importance_weight", "importance_weight_dropped_fraction"},
     }
     for config, on_policy in FEW_CASES:
         outputs = PolicyGradientLoss(config, on_policy)(random_inputs(seed=6))
@@ -191,6 +217,39 @@ def test_loss_is_the_surrogate_and_the_weighted_penalty() -> None:
         penalty = outputs.metrics["kl_penalty"][0].item()
         assert penalty > 0
         assert outputs.loss.item() == pytest.approx(without.loss.item() + 0.5 * penalty, rel=1e-12)
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_the_entropy_bonus_lowers_the_loss_by_the_mean_of_the_entropy(mean: dict[str, object]) -> None:
+    inputs, mask = random_inputs(seed=10), random_inputs(seed=10).token_mask
+    entropy = torch.rand(mask.shape, dtype=torch.float64).masked_fill(~mask, float("nan")).requires_grad_()
+    inputs = replace(inputs, entropy=entropy)
+    without = PolicyGradientLoss(config_of(**mean), on_policy=False)
+    loss = PolicyGradientLoss(config_of(**mean, entropy_bonus=0.5), on_policy=False)
+    assert (loss.needs, without.needs) == ({Head.ENTROPY}, frozenset())
+    outputs = loss(inputs)
+    lengths = mask.sum(dim=1, keepdim=True).expand_as(mask)[mask].double()
+    divisors = lengths * inputs.global_sequences
+    if mean["token_level_loss"]:
+        divisors = torch.full_like(lengths, inputs.global_valid_tokens)
+    elif "length_normalizer" in mean:
+        divisors = torch.full_like(lengths, 7 * inputs.global_sequences)
+    expected = float((entropy.detach()[mask] / divisors).sum())
+    assert outputs.metrics["entropy"][0].item() == pytest.approx(expected, rel=1e-12)
+    assert outputs.loss.item() == pytest.approx(without(inputs).loss.item() - 0.5 * expected, rel=1e-12)
+    (gradient,) = torch.autograd.grad(outputs.loss, entropy)
+    torch.testing.assert_close(gradient[mask], -0.5 / divisors, rtol=1e-12, atol=0)
+    assert not gradient[~mask].any()
+
+
+def test_without_a_ratio_the_gradient_is_that_of_the_log_probability() -> None:
+    """-A * log p, of a policy that has moved since the step began too: nothing is clipped."""
+    inputs = random_inputs(seed=11, spread=3.0)
+    outputs = PolicyGradientLoss(config_of(objective="reinforce"), on_policy=False)(inputs)
+    advantages = inputs.columns["advantages"].values[:, None].expand_as(inputs.logprobs)
+    wanted = (-advantages / inputs.global_valid_tokens).where(inputs.token_mask, 0.0)
+    torch.testing.assert_close(gradient_of(outputs.loss, inputs), wanted, rtol=1e-12, atol=0)
+    assert outputs.metrics["clip_fraction_low"][0] == outputs.metrics["clip_fraction_high"][0] == 0
 
 
 @pytest.mark.parametrize("name", ["advantages", "generation_logprobs", "prev_logprobs", "reference_logprobs"])

@@ -21,11 +21,14 @@ SEQUENCES, TARGETS = 7, 5
 
 configurations = st.builds(
     config_of,
-    objective=st.sampled_from(["clipped", "cispo"]),
+    objective=st.sampled_from(["clipped", "cispo", "reinforce"]),
     sequence_level_importance_ratios=st.booleans(),
     token_level_loss=st.booleans(),
+    length_normalizer=st.sampled_from([None, 7]),
     ratio_clip_c=st.sampled_from([None, 1.5]),
-    importance_sampling_correction=st.sampled_from(["none", "truncated", "icepop"]),
+    importance_sampling_correction=st.sampled_from(["none", "truncated", "icepop", "sequence_mask"]),
+    importance_sampling_level=st.sampled_from(["token", "sequence"]),
+    importance_sampling_ratio_min=st.sampled_from([None, 0.8]),
     reference_policy_kl_penalty=st.sampled_from([0.0, 0.3]),
     reference_policy_kl_type=st.sampled_from(["k1", "k2", "k3"]),
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss
+from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, preference_losses
 from nemo_rl_moe.config.schema import PreferenceLossConfig
 from nemo_rl_moe.data.preferences import REFERENCE_SUMS
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
@@ -22,7 +22,8 @@ PAIRS, TARGETS = 5, 6
 
 configurations = st.one_of(
     st.builds(config_of, label_smoothing=st.sampled_from([0.0, 0.2])),
-    st.builds(config_of, preference_loss_type=st.just("ipo")),
+    st.builds(config_of, preference_loss_type=st.just("robust"), label_smoothing=st.sampled_from([0.1, 0.3])),
+    st.builds(config_of, preference_loss_type=st.sampled_from(["ipo", "hinge", "apo_zero", "apo_down"])),
 ).flatmap(
     lambda config: st.builds(
         lambda **changes: config.model_copy(update=changes),
@@ -89,6 +90,38 @@ def test_averages_smoothing_and_ipo_by_hand() -> None:
     ipo = metrics_of(two_pairs(), config_of(preference_loss_type="ipo", reference_policy_kl_penalty=0.25))
     assert ipo["preference_loss"] == pytest.approx(((2 - 2) ** 2 + (1.5 - 2) ** 2) / 2, rel=1e-12)
     assert ipo["reward_margin"] == pytest.approx(0.25 * (2 + 1.5) / 2, rel=1e-12)
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "smoothing", "losses"),
+    [
+        # Rewards 1, 0 and 0.25, -0.5: margins 1 and 0.75.
+        ("hinge", 0.0, [0.0, 0.25]),
+        ("apo_zero", 0.0, [1 - sigmoid(1.0) + 0.5, 1 - sigmoid(0.25) + sigmoid(-0.5)]),
+        ("apo_down", 0.0, [sigmoid(1.0) + 1 - sigmoid(1.0), sigmoid(0.25) + 1 - sigmoid(0.75)]),
+        ("robust", 0.25, [(0.75 * softplus(-m) - 0.25 * softplus(m)) / 0.5 for m in (1.0, 0.75)]),
+    ],
+)
+def test_other_losses_by_hand(kind: str, smoothing: float, losses: list[float]) -> None:
+    config = config_of(preference_loss_type=kind, label_smoothing=smoothing, reference_policy_kl_penalty=0.5)
+    assert metrics_of(two_pairs(), config)["preference_loss"] == pytest.approx(sum(losses) / 2, rel=1e-12)
+
+
+def test_robust_is_right_on_average_over_wrong_labels() -> None:
+    """A share e of the labels flipped: the mean over both is DPO's loss on the right ones, which sigmoid's is not."""
+    chosen, rejected = torch.tensor([1.3], dtype=torch.float64), torch.tensor([-0.4], dtype=torch.float64)
+    right = preference_losses(chosen, rejected, config_of())
+    expected = {}
+    for kind in ("robust", "sigmoid"):
+        config = config_of(preference_loss_type=kind, label_smoothing=0.2)
+        of_right, of_wrong = preference_losses(chosen, rejected, config), preference_losses(rejected, chosen, config)
+        expected[kind] = 0.8 * of_right + 0.2 * of_wrong
+    torch.testing.assert_close(expected["robust"], right, rtol=1e-12, atol=0)
+    assert abs(expected["sigmoid"] - right) > 0.1
 
 
 def test_equal_rewards_are_not_right() -> None:

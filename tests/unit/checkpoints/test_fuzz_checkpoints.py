@@ -66,4 +66,4 @@ def small_files(generator: random.Random, folder: Path) -> Case:
 
 
 def test_small_files(tmp_path: Path) -> None:
-    fuzz(small_files, 40, tmp_path, some_are_refused=False)  # an older one is taken
+    fuzz(small_files, tmp_path, some_are_refused=False)  # an older one is taken

@@ -15,8 +15,8 @@ Problems = Callable[..., list[str]]
     ("override", "problem"),
     [
         (
-            "dpo.preference_loss_type=hinge",
-            "dpo.preference_loss_type: got 'hinge' (str), expected sigmoid or ipo",
+            "dpo.preference_loss_type=apo",
+            "dpo.preference_loss_type: got 'apo' (str), expected one of sigmoid, robust, hinge, ipo, apo_zero,",
         ),
         (
             "dpo.reference_logprobs=before",
@@ -45,12 +45,22 @@ def test_wrong_settings(dpo_problems_of: Problems, override: str, problem: str) 
     assert dpo_problems_of(override)[0].startswith(problem)
 
 
-def test_smoothing_needs_labels(dpo_problems_of: Problems) -> None:
-    assert dpo_problems_of("dpo.preference_loss_type=ipo", "dpo.label_smoothing=0.1") == [
-        "dpo.label_smoothing: got 0.1, expected 0 with dpo.preference_loss_type ipo, which does not read it;"
-        " sigmoid does"
+@pytest.mark.parametrize("kind", ["ipo", "hinge", "apo_zero", "apo_down"])
+def test_smoothing_needs_labels(dpo_problems_of: Problems, kind: str) -> None:
+    assert dpo_problems_of(f"dpo.preference_loss_type={kind}", "dpo.label_smoothing=0.1") == [
+        f"dpo.label_smoothing: got 0.1, expected 0 with dpo.preference_loss_type {kind}, which does not read it;"
+        " sigmoid and robust do"
     ]
-    load_dpo_config("dpo_tiny_moe.yaml", ["dpo.preference_loss_type=ipo"], check_paths=False)
+    load_dpo_config("dpo_tiny_moe.yaml", [f"dpo.preference_loss_type={kind}"], check_paths=False)
+
+
+def test_robust_needs_smoothing(dpo_problems_of: Problems) -> None:
+    assert dpo_problems_of("dpo.preference_loss_type=robust") == [
+        "dpo.label_smoothing: got 0, expected a number above 0 with dpo.preference_loss_type robust, which without it"
+        " is sigmoid"
+    ]
+    robust = ["dpo.preference_loss_type=robust", "dpo.label_smoothing=0.1"]
+    load_dpo_config("dpo_tiny_moe.yaml", robust, check_paths=False)
 
 
 @pytest.mark.parametrize("kind", ["sequence_packing", "dynamic_batching"])

@@ -16,6 +16,7 @@ DRAWN = tuple(f"data.{name}.{value}" for name in ("train", "validation") for val
 LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 
 ESTIMATOR = "grpo.adv_estimator.name"
+REPLAY = "policy.megatron_cfg.routing_replay"
 GSPO = "loss_fn.sequence_level_importance_ratios"
 ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
 VLLM, WAY = "policy.generation.vllm", "policy.generation.weight_transport"
@@ -118,6 +119,41 @@ BROKEN = [
         " holds the prompt too",
     ),
     (
+        ("loss_fn.importance_sampling_level=sequence",),
+        "importance_of_sequences_is_read",
+        "loss_fn.importance_sampling_level: got sequence, expected token with loss_fn.importance_sampling_correction"
+        " none, which does not read it; truncated and icepop do",
+    ),
+    (
+        ("loss_fn.importance_sampling_correction=sequence_mask",),
+        "importance_bounds_are_in_order",
+        "loss_fn.importance_sampling_ratio_min: got null, expected a number with"
+        " loss_fn.importance_sampling_correction sequence_mask, such as 0.999 beside a"
+        " loss_fn.importance_sampling_ratio_max of 1.002",
+    ),
+    (
+        ("loss_fn.length_normalizer=31",),
+        "length_normalizer_has_a_sequence_loss",
+        "loss_fn.length_normalizer: got 31, expected null with loss_fn.token_level_loss true, which divides by the"
+        " tokens of the global batch",
+    ),
+    (
+        (f"{GSPO}=true", "loss_fn.token_level_loss=false", "loss_fn.length_normalizer=31"),
+        "length_normalizer_has_a_sequence_loss",
+        f"loss_fn.length_normalizer: got 31, expected null with {GSPO} true: the one ratio of a sequence would count as"
+        " often as it has tokens",
+    ),
+    (
+        ("loss_fn.objective=reinforce", "loss_fn.ratio_clip_c=3.0"),
+        "dual_clip_has_a_surrogate",
+        "loss_fn.ratio_clip_c: got 3.0, expected null with loss_fn.objective reinforce",
+    ),
+    (
+        (f"{GSPO}=true", "loss_fn.token_level_loss=false", "loss_fn.objective=reinforce"),
+        "sequence_ratios_have_a_sequence_loss",
+        f"{GSPO}: got true, expected false with loss_fn.objective reinforce, which has no ratio",
+    ),
+    (
         ("grpo.reward_shaping={enabled: true, overlong_buffer_length: 32, overlong_buffer_penalty: 1.0}",),
         "overlong_buffer_fits_the_response",
         "grpo.reward_shaping.overlong_buffer_length: got 32, expected at most policy.generation.max_new_tokens = 31",
@@ -151,6 +187,23 @@ BROKEN = [
         " which adds nothing to the loss",
     ),
     (
+        (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_router_fusion=true"),
+        "replay_has_routes",
+        f"policy.megatron_cfg.moe_router_fusion: got true, expected false with {REPLAY} rollout: a fused router takes"
+        " its own experts without a word",
+    ),
+    (
+        (f"{REPLAY}=rollout", "policy.megatron_cfg.moe_enable_routing_replay=true"),
+        "replay_has_routes",
+        f"policy.megatron_cfg.moe_enable_routing_replay: got true, expected false with {REPLAY} rollout: both replay",
+    ),
+    (
+        (f"{REPLAY}=old_policy",),
+        "replay_has_routes",
+        f"{REPLAY}: got old_policy, expected none or rollout with one update a step: only later updates could replay"
+        " what the first one chose (smaller policy.train_global_batch_size for several)",
+    ),
+    (
         ("loss_fn.objective=cispo", "loss_fn.ratio_clip_c=3.0"),
         "dual_clip_has_a_surrogate",
         "loss_fn.ratio_clip_c: got 3.0, expected null with loss_fn.objective cispo",
@@ -170,13 +223,14 @@ BROKEN = [
         ONE_RESPONSE,
         "responses_have_others_to_be_compared_with",
         "grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name grpo, which compares"
-        " the responses to one prompt; reinforce_plus_plus takes 1",
+        " the responses to one prompt; reinforce_plus_plus and reinforce take 1",
     ),
     (
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus_baseline"),
         "responses_have_others_to_be_compared_with",
         "grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name"
-        " reinforce_plus_plus_baseline, which compares the responses to one prompt; reinforce_plus_plus takes 1",
+        " reinforce_plus_plus_baseline, which compares the responses to one prompt; reinforce_plus_plus and reinforce"
+        " take 1",
     ),
     (
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus", "grpo.use_dynamic_sampling=true"),
@@ -245,6 +299,23 @@ BROKEN = [
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
     ),
     (
+        (f"{ESTIMATOR}=reinforce",),
+        "estimator_reads_its_settings",
+        "grpo.adv_estimator.normalize_rewards: got true, expected false with grpo.adv_estimator.name reinforce, whose"
+        " advantage is the reward itself; reinforce_plus_plus normalises over the step",
+    ),
+    (
+        (f"{ESTIMATOR}=reinforce_plus_plus", "grpo.adv_estimator.normalize_over=batch"),
+        "estimator_reads_its_settings",
+        "grpo.adv_estimator.normalize_over: got batch, expected group with grpo.adv_estimator.name"
+        " reinforce_plus_plus, which does not read it; grpo does",
+    ),
+    (
+        ("grpo.advantage_clip_low=0.0", "grpo.advantage_clip_high=0.0"),
+        "advantage_bounds_leave_room",
+        "grpo.advantage_clip_low and grpo.advantage_clip_high: both are 0, so that nothing would be trained",
+    ),
+    (
         (f"{EXPERT_PARALLEL}=2", "+policy.megatron_cfg.moe_token_dispatcher_type=allgather"),
         "ranks_may_have_different_numbers_of_tokens",
         "policy.megatron_cfg.moe_token_dispatcher_type: got allgather, which needs as many tokens on every rank; while"
@@ -288,7 +359,11 @@ def test_every_rule_has_a_broken_example() -> None:
         ("grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}",),
         # What is off is not looked at.
         ("grpo.reward_shaping={enabled: false, overlong_buffer_length: 99, overlong_buffer_penalty: 1.0}",),
-        ("loss_fn.importance_sampling_correction=truncated", "loss_fn.importance_sampling_ratio_min=9.0"),
+        ("loss_fn.importance_sampling_correction=none", "loss_fn.importance_sampling_ratio_min=9.0"),
+        ("loss_fn.importance_sampling_correction=truncated", "loss_fn.importance_sampling_level=sequence"),
+        ("loss_fn.importance_sampling_correction=sequence_mask", "loss_fn.importance_sampling_ratio_min=0.999"),
+        ("loss_fn.token_level_loss=false", "loss_fn.length_normalizer=31"),
+        ("loss_fn.objective=reinforce", "loss_fn.entropy_bonus=0.001"),
         NO_TASK,
         ("loss_fn.ratio_clip_min=1.0", "loss_fn.objective=cispo", "loss_fn.ratio_clip_max=4.0"),
         (f"{GSPO}=true", "loss_fn.token_level_loss=false"),
@@ -300,6 +375,8 @@ def test_every_rule_has_a_broken_example() -> None:
         DRAWN,
         ("data.train.path=null", "data.train.num_items=9", "data.train.seed=1"),
         ("grpo.val_temperature=0.0", "grpo.val_num_generations=1"),
+        ("grpo.adv_estimator.normalize_over=batch", "grpo.advantage_clip_high=3.0", "grpo.advantage_clip_low=0.0"),
+        (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce", "grpo.adv_estimator.normalize_rewards=false"),
         ("grpo.dynamic_sampling_max_gen_batches=1",),
         ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2"),
         (f"{LEAVE_ONE_OUT}=true",),

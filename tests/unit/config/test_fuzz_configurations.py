@@ -194,12 +194,12 @@ def _plan_is_whole(output: Output) -> str | None:
 
 
 def test_overrides(tmp_path: Path) -> None:
-    fuzz(overrides_of_exemplars, 100, tmp_path)
+    fuzz(overrides_of_exemplars, tmp_path)
 
 
 def test_changed_exemplars(tmp_path: Path) -> None:
-    fuzz(changed_exemplars, 100, tmp_path)
+    fuzz(changed_exemplars, tmp_path)
 
 
 def test_texts(tmp_path: Path) -> None:
-    fuzz(texts_of_configurations, 120, tmp_path)
+    fuzz(texts_of_configurations, tmp_path)

@@ -47,11 +47,11 @@ Problems = Callable[..., list[str]]
         (
             "grpo.adv_estimator.name=rloo",
             "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, reinforce_plus_plus,"
-            " reinforce_plus_plus_baseline",
+            " reinforce_plus_plus_baseline, reinforce",
         ),
         (
             "loss_fn.objective=cipso",
-            "loss_fn.objective: got 'cipso' (str), expected clipped or cispo; did you mean cispo?",
+            "loss_fn.objective: got 'cipso' (str), expected one of clipped, cispo, reinforce; did you mean cispo?",
         ),
         (
             "loss_fn.ratio_clip_min=1.1",

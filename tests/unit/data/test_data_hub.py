@@ -4,11 +4,13 @@
 
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
 
 from nemo_rl_moe.data.records import BadLine, Example
-from nemo_rl_moe.data.sources import open_source
+from nemo_rl_moe.data.sources import open_lines, open_source
 from nemo_rl_moe.errors import DataError
 
 ROWS = [
@@ -97,6 +99,25 @@ def test_a_table_that_cannot_be_read_to_its_end_says_why(tmp_path):
         open_source(str(path), "train")
     (problem,) = error.value.problems
     assert problem.startswith(f"{path}: datasets cannot load it: ParserError: Error tokenizing data")
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        (pa.array([b"a", b"\xff\xfe", b"b"]).view(pa.string()), "not valid UTF-8: byte 0xff at byte 1 of a text"),
+        (pa.array([1, 2**62, 2], pa.timestamp("us")), "the row cannot be read: "),
+    ],
+)
+def test_a_row_that_python_has_no_values_for_is_a_bad_line(tmp_path, column, reason):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["1", "2", "3"], "completion": column}), path)
+    source = open_lines(str(path), "train", lambda row, sample_id: (row, sample_id), lambda _, columns: columns)
+    first, second, third = source.lines
+    assert isinstance(second, BadLine)
+    assert second.sample_id == f"{path}[train]:1"
+    assert second.reason.startswith(reason)
+    assert (first[0]["prompt"], first[1]) == ("1", f"{path}[train]:0")
+    assert (third[0]["prompt"], third[1]) == ("3", f"{path}[train]:2")
 
 
 def test_many_long_names_of_columns_are_cut(tmp_path):

@@ -111,6 +111,8 @@ def shows(output: Output, good: Sequence[tuple[int, Any]], other: tuple[int, Any
     report = next(line for line in output.printed.splitlines() if re.search(r": \d[\d,]* (example|pair|prompt)", line))
     heads = re.findall(r"^(\S*):(\d+)(?: \(chosen\)| \(rejected\))?: ", output.printed, re.MULTILINE)
     shown = {int(number) for _, number in heads}
+    if "repeated" in report and other is not None:  # the odd one asks the same as one behind it, which is left out
+        good = [(number, record) for number, record in good if record["prompt"] != other[1]["prompt"]]
     for number, record in good:
         if number not in shown:
             return f"record {number} is not shown: {report}"
@@ -257,12 +259,12 @@ def tables(generator: random.Random, folder: Path) -> Case:
 
 
 def test_lines(tmp_path: Path) -> None:
-    fuzz(lines_of_json, 200, tmp_path)
+    fuzz(lines_of_json, tmp_path)
 
 
 def test_bytes(tmp_path: Path) -> None:
-    fuzz(bytes_of_json, 80, tmp_path)
+    fuzz(bytes_of_json, tmp_path)
 
 
 def test_tables(tmp_path: Path) -> None:
-    fuzz(tables, 80, tmp_path)
+    fuzz(tables, tmp_path)

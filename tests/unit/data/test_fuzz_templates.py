@@ -186,7 +186,7 @@ def chat_templates(generator: random.Random, folder: Path) -> Case:
     model = REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe"
     run = command(
         *("data", "--config", "sft_tiny_moe.yaml", "--show", "5", f"data.train.path={data}", "data.validation=null"),
-        *(f"policy.model_name={model}", f"policy.tokenizer.name={tokenizer_folder()}", "data.load_timeout_s=9"),
+        *(f"policy.model_name={model}", f"policy.tokenizer.name={tokenizer_folder()}", "data.load_timeout_s=100"),
         *(f"policy.tokenizer.chat_template={path}", "policy.max_total_sequence_length=30000"),
         f"data.on_bad_line={generator.choice(['stop', 'skip'])}",
     )
@@ -194,4 +194,4 @@ def chat_templates(generator: random.Random, folder: Path) -> Case:
 
 
 def test_templates(tmp_path: Path) -> None:
-    fuzz(chat_templates, 80, tmp_path)
+    fuzz(chat_templates, tmp_path)

@@ -49,6 +49,10 @@ def problem(tokenizer):
             "{% block a %}{% endblock %}{% block a %}{% endblock %}",
             "the chat template is not valid Jinja: line 1: block 'a' defined twice",
         ),
+        (
+            f"{{{{ {'9' * 5000} }}}}",
+            "the chat template is not valid Jinja: ",
+        ),
         ("{% break %}", f"{CANNOT_RENDER}SyntaxError: 'break' outside loop"),
         ("{{ 10.0 ** 400 }}", f"{CANNOT_RENDER}OverflowError: "),
         (
@@ -63,7 +67,10 @@ def problem(tokenizer):
         ("{{ '(' * 1000 }}" + "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "the chat template is not valid Jinja: "),
         pytest.param(ENDLESS, "the chat template takes longer than 2 s to render", marks=pytest.mark.slow),
         ("{{ 7 ** (10 ** 9) }}", "the chat template takes longer than 2 s to render"),
-        (FILLS_MEMORY, "the chat template needs more than 384 MB of memory to render"),
+        # The tests of memory below fill it, too.
+        pytest.param(
+            FILLS_MEMORY, "the chat template needs more than 384 MB of memory to render", marks=pytest.mark.slow
+        ),
         ("{{ 'x' * 10 ** 11 }}", "the chat template needs more than 384 MB of memory to render"),
         # Only a conversation with an answer shows it: the sample is named.
         pytest.param(

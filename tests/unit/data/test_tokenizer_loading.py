@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.data.tokenizer import load_tokenizer, pad_token_id
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
@@ -29,6 +30,23 @@ def test_folder_without_a_tokenizer_is_one_line(tmp_path):
     (problem,) = error.value.problems
     assert problem.startswith(f"policy.tokenizer.name: {tmp_path}: cannot be loaded: ")
     assert "\n" not in problem
+
+
+def test_a_damaged_tokenizer_is_told(repository, tmp_path):
+    """A vocabulary with two tokens exchanged loads, and trains on other texts."""
+    whole = (repository / "examples/assets/tiny_qwen3_moe/tokenizer.json").read_text()
+    path = tmp_path / "tokenizer.json"
+    path.write_text(whole)
+    write_inventory(tmp_path)
+    load_tokenizer(str(tmp_path))
+    vocabulary = json.loads(whole)["model"]["vocab"]
+    first, second = (f'"{digit}": {vocabulary[digit]}' for digit in "34")
+    assert first in whole
+    assert second in whole
+    path.write_text(whole.replace(first, f'"3": {vocabulary["4"]}').replace(second, f'"4": {vocabulary["3"]}'))
+    with pytest.raises(ConfigurationError) as error:
+        load_tokenizer(str(tmp_path))
+    assert str(error.value).startswith(f"policy.tokenizer.name: {path}: damaged: not the bytes that were written")
 
 
 def test_pad_token(demo_tokenizer, byte_tokenizer):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The local Ray around stand-ins for its servers: a death is noticed, the others are ended, and the program ends."""
 
+import os
 import shutil
 import signal
 import subprocess
@@ -68,9 +69,9 @@ assert goes_on == (True, True), "they are not Ray's"
 
 WORKER = """
 import os, signal, subprocess, sys
-from nemo_rl_moe.distributed.worker_process import _outlive_requests_to_stop
+from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-_outlive_requests_to_stop()
+outlive_requests_to_stop()
 os.kill(os.getpid(), signal.SIGTERM)
 started = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(600)"], stdout=-1)
 started.stdout.readline()
@@ -98,6 +99,23 @@ with StopSignals():
     threading.Thread(target=stop_in_the_start, daemon=True).start()
     LocalRay(num_cpus=1)
     time.sleep(1.0)
+"""
+
+
+PRIVATE = """
+import os, stat
+from pathlib import Path
+from nemo_rl_moe.distributed.local_ray import LocalRay
+from nemo_rl_moe.distributed.node_tools import ray_folder
+
+def mode(path):
+    return f"{stat.S_IMODE(path.stat().st_mode):o}"
+
+os.umask(0)
+ray = LocalRay(num_cpus=1)
+print(mode(Path.home() / ".ray" / "auth_token"), mode(ray_folder(os.getpid())))
+ray.shutdown()
+print(ray_folder(os.getpid()).exists())
 """
 
 
@@ -130,6 +148,16 @@ def test_a_request_to_stop_while_ray_starts_is_the_programs() -> None:
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow
+def test_token_and_folder_are_their_owners_alone(tmp_path: Path) -> None:
+    """Whoever reads the token can run code in Ray; a home without one gets it from Ray, for everybody to read."""
+    environment = {**os.environ, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRIVATE], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "600 700\nFalse\n", done.stderr
+
+
 def test_a_worker_outlives_sigterm_and_what_it_starts_does_not() -> None:
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{-signal.SIGTERM} {-signal.SIGTERM}\n", done.stderr
@@ -149,7 +177,7 @@ def run_program(folder: Path, victim: str, ending: str) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("victim", ["raylet", "gcs_server"])
+@pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
 def test_a_program_that_ends_in_order_leaves_out_rays_end(servers: Path, victim: str) -> None:
     done = run_program(servers, victim, "print(fake.failure, file=sys.stderr); sys.exit(7)")
     assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
@@ -165,17 +193,19 @@ def test_a_program_that_has_succeeded_before_it_ends(servers: Path) -> None:
 
 
 def test_a_server_that_is_stopped_counts_as_dead_after_a_while(servers: Path) -> None:
-    assert "fake.started[victim].kill()" in PROGRAM
-    program = PROGRAM.replace(
-        "fake.started[victim].kill()",
-        "local_ray.FROZEN_S = 1.0\nfake.started[victim].suspend()\ntime.sleep(0.3)\nassert fake.failure is None",
-    )
-    ending = "time.sleep(600)"
+    """It stays until the program has told why it ends: Ray would end the program as soon as it is gone."""
+    waiting = PROGRAM[PROGRAM.index("gone, alive =") : PROGRAM.index("goes_on =")]
+    stopping = "local_ray.FROZEN_S = 1.0\nfake.started[victim].suspend()\ntime.sleep(0.3)\nassert fake.failure is None"
+    program = PROGRAM.replace("fake.started[victim].kill()", stopping).replace(waiting, "")
+    ending = "assert fake.started[victim].is_running()\ntime.sleep(600)"
     done = subprocess.run(
         [sys.executable, "-c", program + ending, str(servers), "raylet"], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.stderr.startswith("error: Ray's raylet (pid "), done.stderr
     assert done.stderr.endswith(") on this machine has been stopped (SIGSTOP) for 1 s\n"), done.stderr
+    commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    assert not [command for command in commands if str(servers) in command], "nothing is left"
 
 
 def test_a_program_that_hangs_is_ended(servers: Path) -> None:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is said of vLLM's installation before a run starts, what its packages ask for, and its inner parts."""
 
+import importlib.util
 import os
 import sys
 import zipfile
@@ -13,11 +14,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.megatron import MegatronGeneration
-from nemo_rl_moe.generation.registry import find_engine
+from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
 from nemo_rl_moe.generation.vllm import install_cpu, releases
+from nemo_rl_moe.models.families import FAMILIES
+from tests.support.family_models import FamilyModel
 
 KEY = "policy.generation.backend"
 
@@ -80,6 +85,38 @@ def test_a_right_installation_is_found_without_importing_it(
     install(monkeypatch, **packages)
     find_engine("vllm", on_gpus=on_gpus)
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_names_no_class_for_vllm_is_one_line(family: str) -> None:
+    config = FamilyModel(family).hf_config()
+    with torch.device("meta"):
+        name = type(AutoModelForCausalLM.from_config(config)).__name__
+    for found, what in (
+        (None, "is missing"),
+        ([], "is missing"),
+        (["BertModel", "Unheard"], 'got ["BertModel", "Unheard"]'),
+    ):
+        config.architectures = found
+        with pytest.raises(ConfigurationError) as error:
+            check_model_of_engine("vllm", config, "my/model")
+        assert str(error.value) == (
+            f'policy.model_name: my/model: config.json: architectures: {what}, expected ["{name}"], the class that vLLM'
+            f" is to build ({KEY}: vllm)"
+        )
+        check_model_of_engine("megatron", config, "my/model")
+    config.architectures = [name]
+    check_model_of_engine("vllm", config, "my/model")
+
+
+@pytest.mark.skipif(releases.installed_release() is None, reason="vLLM is not installed: make vllm")
+def test_vllm_knows_the_classes_of_all_families() -> None:
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None
+    (folder,) = spec.submodule_search_locations or []
+    known = Path(folder, "model_executor/models/registry.py").read_text()
+    for family in FAMILIES:
+        assert f'"{MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]}": (' in known
 
 
 def test_what_a_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:

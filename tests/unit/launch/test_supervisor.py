@@ -5,8 +5,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_rl_moe.distributed.node_tools import ray_folder
+from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, ray_folder
 from nemo_rl_moe.errors import EXIT_FAILURE_TOLD
 from tests.functional.sft_runs import running
 
@@ -71,6 +73,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             stderr=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
+            # Whoever runs the tests under nohup has hangups ignored, and so has what they start.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
         started.append(process)
         return process
@@ -108,7 +112,7 @@ def end_of(process: subprocess.Popen[str], folder: Path) -> tuple[int, str]:
     return process.returncode, errors
 
 
-@pytest.mark.parametrize("code", [0, 2, 3, 130, 143])
+@pytest.mark.parametrize("code", [0, 2, *(pytest.param(code, marks=pytest.mark.slow) for code in (3, 130)), 143])
 def test_the_drivers_exit_code_is_passed_on(start: Start, tmp_path: Path, code: int) -> None:
     assert end_of(start(f"start_family(); sys.exit({code})"), tmp_path) == (code, "")
 
@@ -164,11 +168,21 @@ def test_a_supervisor_is_killed(start: Start, tmp_path: Path, who: str) -> None:
     family = wait_for_family(tmp_path)
     (guardian,) = psutil.Process(process.pid).children()
     (driver,) = noted(tmp_path, "driver")
-    (folder := ray_folder(driver)).mkdir()
+    folders = [
+        ray_folder(driver),
+        *(
+            parent / f"nemo_rl_moe-test-{socket.gethostname()}-{driver}-abc"
+            for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY)
+        ),
+    ]
+    for folder in folders:
+        folder.mkdir()
     os.kill(process.pid if who == "front" else guardian.pid, signal.SIGKILL)
     process.wait(LIMIT_S)
     deadline = time.monotonic() + 5.0
-    while folder.exists() or [pid for pid in (*family, guardian.pid) if is_running(pid)]:
+    while [folder for folder in folders if folder.exists()] or [
+        pid for pid in (*family, guardian.pid) if is_running(pid)
+    ]:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     if who == "guardian":
@@ -177,7 +191,12 @@ def test_a_supervisor_is_killed(start: Start, tmp_path: Path, who: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "received"), [(signal.SIGINT, "SIGINT"), (signal.SIGTERM, "SIGTERM"), (signal.SIGHUP, "SIGTERM")]
+    ("sent", "received"),
+    [
+        (signal.SIGINT, "SIGINT"),
+        pytest.param(signal.SIGTERM, "SIGTERM", marks=pytest.mark.slow),
+        (signal.SIGHUP, "SIGTERM"),
+    ],
 )
 def test_a_request_reaches_the_driver_alone_and_once(
     start: Start, tmp_path: Path, sent: signal.Signals, received: str

@@ -18,9 +18,14 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.moe.findings import Finding
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.routing import RoutingWriter
 from tests.support.loggers import load_of, settings_for
+from tests.support.made_runs import tape_metrics
+from tests.support.made_tapes import tape_report
 
 TOPK = 2
 HEALTHY = load_of([100, 100, 101, 99], [101, 98, 100, 101])
@@ -115,6 +120,59 @@ def test_steps_long_past_are_not_read_again(tmp_path: Path) -> None:
     (first, *_) = sorted((tmp_path / "expert_load.parquet").iterdir())
     first.write_bytes(b"damaged")
     assert log_run(tmp_path, dict.fromkeys(range(251, 256), SICK), resumed_after=250) == []
+
+
+LATE = TapeAnomaly("token", "routes are one token late")
+LATE_TOLD = "warning: step {}: routes are one token late; since step {}"
+
+
+def log_tapes(
+    run_folder: Path, tapes: Mapping[int, TapeReport], *enabled: str, resumed_after: int | None = None
+) -> str:
+    """Logs steps as a GRPO run does, of the last one the tape alone; returns what the console shows."""
+    resume = None
+    if resumed_after is not None:
+        rewind_run_folder(run_folder, resumed_after)
+        resume = LoggerResume(resumed_after, {})
+    stream = io.StringIO()
+    settings = settings_for(run_folder.parent, *enabled, alerts=True)
+    with build_loggers(settings, run_folder, ConsoleLogger(99, stream=stream), resume) as loggers:
+        writer = RoutingWriter(run_folder, pytest.fail)
+        for step, report in tapes.items():
+            writer.write(step, report)
+            loggers.log_tape_report(step, report)
+            if step < max(tapes):
+                loggers.log_step(step, {"train/loss": 1.0, **tape_metrics(report)})
+        writer.close()
+    return "\n".join(line for line in stream.getvalue().splitlines() if line.startswith("warning"))
+
+
+def test_wrong_routes_are_told_before_the_step_ends(tmp_path: Path) -> None:
+    """A run that replays them ends by them: their step has no metrics."""
+    wrong = tape_report([0], anomalies=[LATE])
+    assert log_tapes(tmp_path, {1: tape_report([0]), 2: wrong}, "wandb") == LATE_TOLD.format(2, 2)
+    (file,) = wandb_files(tmp_path / "wandb")
+    (alert,) = wandb_records(file, "alert")
+    assert (alert.title, alert.level) == ("routes of another token at step 2", "WARN")
+    assert alert.text == "routes are one token late; since step 2"
+
+
+@pytest.mark.parametrize(("begins", "told_again"), [(2, ""), (8, LATE_TOLD.format(8, 8))])
+def test_wrong_routes_from_before_the_checkpoint_are_not_told_again(
+    begins: int, told_again: str, tmp_path: Path
+) -> None:
+    tapes = {step: tape_report([0], anomalies=[LATE] * (step in (begins, begins + 1))) for step in range(1, 12)}
+    assert log_tapes(tmp_path, tapes) == LATE_TOLD.format(begins, begins)
+    rest = {step: report for step, report in tapes.items() if step > 6}
+    assert log_tapes(tmp_path, rest, resumed_after=6) == told_again
+
+
+def test_missing_routes_are_told_when_they_last(tmp_path: Path) -> None:
+    told = log_tapes(tmp_path, {step: tape_report([0], missing=[13 * (step > 2)]) for step in range(1, 8)})
+    assert told.startswith(
+        "warning: step 5: 33.3% of the routes of rollouts are missing, and some have been since step 3: "
+    )
+    assert "\n" not in told
 
 
 def test_a_validation_between_the_steps_ends_no_episode() -> None:

@@ -51,7 +51,7 @@ def test_plain_line_a_step() -> None:
 
 
 def test_a_step_tells_of_its_refit() -> None:
-    refit = {"train/refit/seconds": 0.234, "train/refit/logprob_gap": 2.4e-6, "train/refit/checks_failed": 0.0}
+    refit = {"timing/refit/seconds": 0.234, "train/refit/logprob_gap": 2.4e-6, "train/refit/checks_failed": 0.0}
     metrics = {"train/loss": 0.5, "train/refit/bytes": 7e6, **refit}
     expected = "step 1/2  loss 0.5000  refit_seconds 0.23  refit_gap 2.4e-06  refit_checks_failed 0"
     assert train_line(1, 2, metrics, None) == expected

@@ -45,7 +45,6 @@ def test_a_healthy_backend_gets_everything_in_order(told: Told) -> None:
     logger.log_config({"c": 1})
     log_steps(logger, range(1, 50))
     logger.close("killed")
-    told.notices.show()
     assert backend.steps == [(step, {"train/loss": float(step)}) for step in range(1, 50)]
     assert (backend.config, backend.outcome) == ({"c": 1}, "killed")
     assert backend.thread is not threading.current_thread()
@@ -57,13 +56,11 @@ def test_a_backend_that_blocks_is_told_once_and_finds_its_steps(told: Told, gate
     logger = IsolatedLogger("x", backend.open, told.notices, patience=QUICK)
     logger.wait_until_open()
     assert log_steps(logger, range(1, 5), pause=0.08) < 0.5
-    told.notices.show()
     assert told.warnings == [
         "logger x has not answered for 0.1 s (step 1); training goes on, its steps are kept (up to 3)"
     ]
     gate.set()
     logger.close()
-    told.notices.show()
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4]
     assert told.messages == ["logger x answers again"]
     assert len(told.warnings) == 1
@@ -77,7 +74,6 @@ def test_steps_beyond_the_queue_are_dropped_and_counted(told: Told, gate: thread
     assert log_steps(logger, range(2, 10)) < 0.5
     gate.set()
     logger.close()
-    told.notices.show()
     assert [step for step, _ in backend.steps] == [1, 2, 3, 4]
     assert told.warnings == [
         "logger x does not answer: steps are dropped from step 5 on",
@@ -95,7 +91,6 @@ def test_a_backend_that_hangs_at_the_end_is_left_behind(told: Told, gate: thread
     assert time.monotonic() - started < 1
     assert abandoned.is_set()
     assert not logger.is_active
-    told.notices.show()
     (warning,) = told.warnings
     assert warning.startswith("logger x did not end within 0 s and is left behind; ")
 
@@ -126,7 +121,6 @@ def test_a_backend_that_opens_late_gets_all_steps(told: Told, gate: threading.Ev
     log_steps(logger, range(1, 4))
     gate.set()
     logger.close()
-    told.notices.show()
     assert [step for step, _ in backend.steps] == [1, 2, 3]
     assert told.warnings == [
         "logger x did not open within 0.2 s; training starts without it, its steps are kept (up to 3)"
@@ -140,7 +134,6 @@ def test_a_backend_that_fails_three_times_in_a_row_is_left_out(told: Told) -> No
     eventually(lambda: not logger.is_active)
     log_steps(logger, range(6, 9))
     logger.close()
-    told.notices.show()
     assert told.warnings == [
         "logger x does not take step 3: OSError: disk is full",
         "logger x failed at step 5 and is left out from here on: OSError: disk is full",
@@ -166,7 +159,6 @@ def test_a_backend_that_cannot_open_is_left_out(told: Told, error: BaseException
     assert not logger.is_active
     log_steps(logger, range(1, 4))
     logger.close()
-    told.notices.show()
     assert told.warnings == [f"logger x could not start and is left out from here on: {reason}"]
 
 
@@ -176,7 +168,6 @@ def test_a_step_with_a_rejected_key_is_missing_there_and_told_once(told: Told) -
     for step in range(1, 10):
         logger.log_step(step, dict.fromkeys("abc" if step % 3 else "ac", float(step)))
     logger.close()
-    told.notices.show()
     assert backend.steps == [(step, dict.fromkeys("ac", float(step))) for step in (3, 6, 9)]
     assert told.warnings == ["logger x does not take step 1: ValueError: invalid key ['b']"]
     assert backend.outcome == "finished"

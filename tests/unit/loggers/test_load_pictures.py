@@ -7,11 +7,11 @@ import time
 
 import pytest
 
-from nemo_rl_moe.loggers import pictures
+from nemo_rl_moe.loggers import step_pictures
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
-from nemo_rl_moe.loggers.pictures import LoadPictures
+from nemo_rl_moe.loggers.step_pictures import StepPictures
 from tests.support.loggers import ListBackend, load_of
 
 LOAD = load_of([3, 1], [0, 4])
@@ -35,14 +35,14 @@ def drawn_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
         time.sleep(DRAWING_S)
         return {"pictures/a": b"%d" % step}
 
-    monkeypatch.setattr(pictures, "expert_load_pictures", draw)
+    monkeypatch.setattr(step_pictures, "expert_load_pictures", draw)
     return threads
 
 
 def fan_out(backends: list[ListBackend], warnings: list[str], every: int | None, patience: Patience) -> FanOutLogger:
     notices = Notices(pytest.fail, warnings.append)
     isolated = [IsolatedLogger("x", backend.open, notices, patience=patience) for backend in backends]
-    return FanOutLogger([], notices, isolated, pictures=LoadPictures(every, notices))
+    return FanOutLogger([], notices, isolated, pictures=StepPictures(every, notices))
 
 
 def log(loggers: FanOutLogger, steps: range) -> float:
@@ -125,7 +125,7 @@ def test_drawing_that_fails_is_told_once_for_all_backends(warnings: list[str], m
     def draw(step: int, layers: object, counts: object) -> dict[str, bytes]:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(pictures, "expert_load_pictures", draw)
+    monkeypatch.setattr(step_pictures, "expert_load_pictures", draw)
     backends = [ListBackend(), ListBackend()]
     loggers = fan_out(backends, warnings, 2, PATIENT)
     log(loggers, range(1, 6))

@@ -211,12 +211,12 @@ def tokenizers(generator: random.Random, folder: Path) -> Case:
 
 
 def test_configurations(tmp_path: Path) -> None:
-    fuzz(configurations, 80, tmp_path)
+    fuzz(configurations, tmp_path)
 
 
 def test_weights(tmp_path: Path) -> None:
-    fuzz(weights, 120, tmp_path)
+    fuzz(weights, tmp_path)
 
 
 def test_tokenizers(tmp_path: Path) -> None:
-    fuzz(tokenizers, 80, tmp_path)
+    fuzz(tokenizers, tmp_path)

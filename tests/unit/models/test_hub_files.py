@@ -159,27 +159,47 @@ def test_the_cache_of_a_machine_without_network(hub: FakeHub, tmp_path: Path, re
     (repository / "refs" / "main").write_text(COMMIT)
     for file in ("config.json", INDEX, *SHARDS):
         shutil.copy(hub.repository / file, snapshot)
-    found = json.loads(in_other_process(tmp_path / "home", repository_root))
-    assert found == [str(snapshot), ["config.json", INDEX, *SHARDS]]
+    (found,) = in_other_process(tmp_path / "home", repository_root)
+    assert json.loads(found) == [str(snapshot), ["config.json", INDEX, *SHARDS]]
     (snapshot / SHARDS[2]).unlink()
-    assert f"and {SHARDS[2]} of it cannot be had from the hub" in in_other_process(tmp_path / "home", repository_root)
+    (told,) = in_other_process(tmp_path / "home", repository_root)
+    assert f"and {SHARDS[2]} of it cannot be had from the hub" in told
 
 
-def in_other_process(home: Path, repository_root: Path, **settings: str) -> str:
-    code = (
-        "import json; from tests.unit.models.test_hub_files import *\n"
-        "try:\n"
-        "    source = find_model(policy_of()); check_weights(policy_of(), source.folder())\n"
-        "    print(json.dumps([str(source.folder()), source.hub.files]))\n"
-        "except ConfigurationError as error: print(error)\n"
-    )
+ASK = """
+import json, shutil, sys
+from nemo_rl_moe.config.loading import load_config
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.hf_files import check_weights, find_model
+
+policy = load_config("sft_tiny_moe.yaml", ["policy.init=pretrained"], check_paths=False).policy
+policy = policy.model_copy(update={"model_name": sys.argv[1]})
+for come_meanwhile in [None, *sys.argv[2:]]:
+    if come_meanwhile:
+        shutil.copytree(*come_meanwhile.split(":"), dirs_exist_ok=True)
+    try:
+        source = find_model(policy)
+        check_weights(policy, source.folder())
+        print(json.dumps([str(source.folder()), source.hub.files]))
+    except ConfigurationError as error:
+        print(error)
+"""
+
+
+def in_other_process(home: Path, repository_root: Path, *come_meanwhile: str, **settings: str) -> list[str]:
+    """What a process is told that asks for the model; and again, once a folder `FROM:TO` has been copied."""
     environment: dict[str, Any] = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **settings}
     environment.pop("HF_HUB_CACHE", None)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=repository_root, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", ASK, NAME, *come_meanwhile],
+        cwd=repository_root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "Retrying" not in done.stderr, done.stderr
-    return done.stdout.strip()
+    return done.stdout.splitlines()
 
 
 @pytest.fixture
@@ -199,24 +219,23 @@ def test_a_hub_that_is_away_is_not_asked_again_and_again(
     (repository / "snapshots" / COMMIT).mkdir(parents=True)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    told = in_other_process(tmp_path / "home", repository_root, **away)
+    in_cache = repository / "snapshots" / COMMIT
+    told, found = in_other_process(tmp_path / "home", repository_root, f"{hub.repository}:{in_cache}", **away)
     expected = (
         f"policy.model_name: got '{NAME}', which is no folder here, and config.json of it cannot be had from the hub"
         f" ({away['HF_ENDPOINT']}: ConnectError: "
     )
     assert told.startswith(expected), told
     assert told.endswith("), nor from its cache on this machine; a folder with the model's files will do")
-    for file in ("config.json", INDEX, *SHARDS):
-        shutil.copy(hub.repository / file, repository / "snapshots" / COMMIT)
-    found = json.loads(in_other_process(tmp_path / "home", repository_root, **away))
-    assert found[1] == ["config.json", INDEX, *SHARDS]
+    assert json.loads(found) == [str(in_cache), ["config.json", INDEX, *SHARDS]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("load", "arguments", "line"),
     [
         ("tokenizer import load_tokenizer as load", f"'{NAME}'", f"policy.tokenizer.name: {NAME}: "),
-        pytest.param("sources import open_source as load", f"'{NAME}', 'train'", f"{NAME}: ", marks=pytest.mark.slow),
+        ("sources import open_source as load", f"'{NAME}', 'train'", f"{NAME}: "),
     ],
 )
 def test_tokenizers_and_data_sets_of_a_hub_that_is_away(

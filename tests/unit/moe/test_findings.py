@@ -192,3 +192,36 @@ def test_a_biased_router_is_told_from_a_random_one() -> None:
     counts = generator.multinomial(2000, shares / shares.sum(1, keepdims=True), size=(10, 2))
     findings, _ = watch(list(counts))
     assert [(finding.kind, finding.layer, finding.first_step) for finding in findings] == [("imbalance", 1, 1)]
+
+
+SUDDEN = Thresholds(10, None, 1.5, 10, sudden_steps=2)
+
+
+def test_an_expert_that_loses_its_tokens_at_once_is_told_soon() -> None:
+    dead = [0, 133, 133, 134]
+    _, begun = watch([[EVEN]] * 5 + [[dead]] * 12, SUDDEN)
+    assert [step for step, found in enumerate(begun, 1) if found] == [7]
+    assert begun[6][0].text == "layer 0: 1 of 4 experts dead since step 6; beyond sampling noise"
+
+
+@pytest.mark.parametrize(
+    ("before", "then"),
+    [
+        ([EVEN] * 2, [0, 133, 133, 134]),  # no level before
+        ([[40, 120, 120, 120]] * 9, [0, 133, 133, 134]),  # it had less than half of its share
+        ([[2, 2, 2, 2]] * 9, [0, 3, 3, 2]),  # chance
+    ],
+)
+def test_an_expert_that_may_be_idle_has_the_usual_time(before: list[list[int]], then: list[int]) -> None:
+    _, begun = watch([[counts] for counts in before] + [[then]] * 5, SUDDEN)
+    assert not any(begun)
+
+
+def test_overload_that_rises_at_once_is_told_soon() -> None:
+    factors = [1.1, 1.12, 1.08, 1.1, 1.11, 2.0, 1.1, 2.0, 2.0, 2.0]
+    metrics = [{"train/moe/avg_overload_factor": factor} for factor in factors]
+    _, begun = watch([None] * len(factors), SUDDEN, metrics=metrics)
+    assert [step for step, found in enumerate(begun, 1) if found] == [9]
+    high = [{"train/moe/avg_overload_factor": 1.9 + 0.01 * (step % 3)} for step in range(9)]
+    _, begun = watch([None] * 9, SUDDEN, metrics=high)
+    assert not any(begun), "it has always been so"

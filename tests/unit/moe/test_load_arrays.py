@@ -12,6 +12,7 @@ from nemo_rl_moe.moe.load_arrays import (
     dead,
     excess_coefficient_of_variation,
     highest_coefficient_of_variation_by_chance,
+    load_distance,
     null_variance,
     overload_of_steps,
     utilization,
@@ -77,3 +78,11 @@ def test_chance_exceeds_its_bound_about_as_often_as_it_says(num_experts: int, to
     # A bound that chance never reaches would hide what is real.
     assert (cv > highest_coefficient_of_variation_by_chance(counts, topk, 0.3)).mean() > 0.1
     assert (cv <= highest_coefficient_of_variation_by_chance(counts, topk, 1e-9)).all()
+
+
+def test_distance_of_loads_beyond_chance() -> None:
+    some = np.array([[400, 0, 400, 0], [200, 200, 200, 200], [0, 0, 0, 0]])
+    others = np.array([[200, 200, 200, 200], [210, 190, 200, 200], [1, 2, 3, 4]])
+    # Utilizations differ by 1 throughout, 4 / 3; by chance (1 - 2 / 4) * 4 / 800 of either, more than in the second.
+    expected = [(4 / 3 - 2 * 0.0025) ** 0.5, 0, 0]
+    np.testing.assert_allclose(load_distance(some, others, 2), expected, rtol=1e-12)

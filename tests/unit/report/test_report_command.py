@@ -150,7 +150,7 @@ def test_without_plotly_the_user_is_told_how_to_get_it(
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     monkeypatch.setattr(command, "_plotly", command._plotly.__wrapped__)
     assert cli.main(["report", str(make_run(tmp_path / "run", {}))]) == 2
-    assert "pip install 'nemo-rl-moe[report]'" in capsys.readouterr().err
+    assert "pip install plotly" in capsys.readouterr().err
     assert not (tmp_path / "run" / "report.html").exists()
 
 

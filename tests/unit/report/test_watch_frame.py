@@ -67,6 +67,15 @@ def test_a_frame() -> None:
     ]
 
 
+def test_routing_has_a_line() -> None:
+    routing = {"train/moe/routing/agreement": 1.0, "train/moe/routing/live_agreement": 0.99512}
+    (line,) = [line for line in text_of(watched(routing=routing)) if line.startswith("routing")]
+    assert line == "routing   agreement 1.0000, by itself 0.9951, no wrong routes"
+    (line,) = [line for line in text_of(watched(routing=routing, num_wrong_steps=2)) if line.startswith("routing")]
+    assert line.endswith(", wrong routes in 2 steps")
+    assert not any(line.startswith("routing") for line in text_of(watched()))
+
+
 def test_a_narrow_frame_without_findings() -> None:
     lines = text_of(watched(load=None), room=replace(PLAIN, width=60))
     assert lines == [

@@ -1,7 +1,7 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of
 from nemo_rl_moe.report.watch_state import RunWatcher
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.routing import RoutingWriter
 from nemo_rl_moe.run_folder.run_data import read_run
-from tests.support.made_runs import make_run, random_counts
+from tests.support.made_runs import make_run, random_counts, tape_metrics
+from tests.support.made_tapes import tape_report
 
 ALERTS = {"dead_expert_steps": 3, "excess_cv": 0.5, "overload_factor": 1.5, "sustained_steps": 2}
 CONFIG = {"sft": {"max_num_steps": 30}, "logger": {"alerts": ALERTS}}
@@ -136,3 +139,66 @@ def test_what_cannot_be_read_is_noted(tmp_path: Path) -> None:
     assert "effective_moe_configuration.json: cannot be read" in settings
     assert lines == "metrics.jsonl: lines that are no records: 1"
     assert "steps-00000002-00000002.parquet: cannot be read" in load
+
+
+LATE = TapeAnomaly("token", "routes are one token late")
+
+
+def write_tape_step(folder: Path, step: int, anomalies: Sequence[TapeAnomaly] = (), *, ends: bool = False) -> None:
+    """As a GRPO run does: the tape first; a run that ends by it has no record of the step."""
+    report = tape_report([step, 0], anomalies=anomalies)
+    writer = RoutingWriter(folder, print)
+    writer.write(step, report)
+    writer.close()
+    if not ends:
+        write_step(folder, step, {"train/loss": 1.0, **tape_metrics(report)})
+
+
+@pytest.mark.parametrize("steps_at_a_time", [1, 4])
+@pytest.mark.parametrize("ends", [False, True])
+def test_the_tape_is_taken_as_the_report_takes_it(tmp_path: Path, steps_at_a_time: int, ends: bool) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    watcher = RunWatcher(folder)
+    for step in range(1, 9):
+        write_tape_step(folder, step, [LATE] * (step in (3, 8)), ends=ends and step == 8)
+        if step % steps_at_a_time == 0:
+            run = watcher.look()
+    expected = findings_of(read_run(folder))
+    assert [(found.kind, found.first_step, found.last_step, found.is_over) for found in expected] == [
+        ("routes_of_another_token", 3, 8, False)
+    ]
+    assert list(run.episodes) == episodes_of(expected)
+    assert run.num_wrong_steps == 2
+    last = 7 if ends else 8
+    assert run.routing["train/moe/routing/live_agreement"] == pytest.approx(1 - last / 78)
+
+
+def test_anomalies_that_are_seen_before_their_step_are_counted_once(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    write_tape_step(folder, 1)
+    watcher = RunWatcher(folder)
+    watcher.look()
+    report = tape_report([0], anomalies=[LATE])
+    RoutingWriter(folder, print).write(2, report)
+    assert [episode.latest.is_over for episode in watcher.look().episodes] == [False]
+    write_step(folder, 2, {"train/loss": 1.0, **tape_metrics(report)})
+    run = watcher.look()
+    assert (run.num_wrong_steps, [episode.latest.is_over for episode in run.episodes]) == (1, [False])
+
+
+def test_a_run_that_goes_on_behind_wrong_routes_forgets_them(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {}, config=CONFIG)
+    for step in range(1, 4):
+        write_tape_step(folder, step, [LATE] * (step == 3), ends=step == 3)
+    watcher = RunWatcher(folder)
+    assert len(watcher.look().episodes) == 1
+    rewind_run_folder(folder, 2)
+    run = watcher.look()
+    assert (run.step, run.episodes, run.num_wrong_steps) == (2, [], 0)
+
+
+def test_damaged_anomalies_are_noted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", {1: {"train/loss": 1.0}}, config=CONFIG)
+    (folder / "routing_anomalies.jsonl").write_text("{}\n")
+    assert RunWatcher(folder).look().notes == ["routing_anomalies.jsonl: lines that are no records: 1"]
+    assert read_run(folder).notes == [f"{folder}/routing_anomalies.jsonl: lines that are no anomalies: 1"]

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from nemo_rl_moe.distributed.batch import Axis
+from nemo_rl_moe.distributed.batch import Axis, Destination
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.environments.interface import Fault, Score
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
@@ -173,25 +174,36 @@ def test_an_error_of_the_engine_ends_the_run_with_itself() -> None:
         run(two_turns, Broken())
 
 
-def test_routes_of_the_last_request_are_kept_and_later_tokens_have_none() -> None:
+def test_routes_stay_those_with_which_tokens_were_drawn() -> None:
+    """Of a second request those of later tokens are added, and the last token, which no model was fed, has none."""
+
     class Routed(FakeEngine):
+        num_requests = 0
+
         def _respond_to(self, request: GenerationRequest) -> GeneratedSequence:
-            size = len(request.token_ids) + 2
-            routes = np.arange(size * 2, dtype=np.int16).reshape(size, 2, 1)
-            return GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, routes)
+            fed = len(request.token_ids) + 1
+            self.num_requests += 1
+            routes = 100 * self.num_requests + np.arange(fed, dtype=np.int16).reshape(fed, 1, 1)
+            return GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, StoredRows.of(routes))
 
         def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             yield from enumerate(map(self._respond_to, requests))
 
-    async def asks_and_adds(session: Session) -> Trajectory:
+    async def asks_twice(session: Session) -> Trajectory:
         await session.generate()
         session.append([42])
+        await session.generate()
         return session.finish(Score(0.0, is_correct=False))
 
-    (found,) = run(asks_and_adds, Routed(), num_prompts=1, generations=1)
-    assert found.routed_experts is not None
-    assert found.routed_experts.dtype == np.int16
-    assert found.routed_experts[:, 0, 0].tolist() == [0, 2, 4, -1]
+    (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
+    size = len(found.token_ids)
+    batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
+    routes = batch.columns["routed_experts"]
+    assert routes.values.dtype == torch.int16
+    assert routes.goes_to is Destination.MODEL
+    prompt = size - 5  # two responses of two tokens, and one token between them
+    first = [100 + place for place in range(prompt + 1)]
+    assert routes.values[0, :, 0, 0].tolist() == first + [200 + place for place in range(prompt + 1, size - 1)] + [-1]
 
 
 async def named_in_a_configuration(session: Session) -> Trajectory:

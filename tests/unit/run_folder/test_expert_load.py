@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder import expert_load
+from nemo_rl_moe.run_folder import step_tables
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from tests.support.full_disk import files_no_longer_than
 
@@ -100,7 +100,7 @@ def test_other_tools_read_the_folder(writer: ExpertLoadWriter, tmp_path: Path) -
 
 
 def test_many_steps_become_one_file(writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    monkeypatch.setattr(step_tables, "STEPS_OF_A_FILE", 3)
     steps = [1, 2, 5, 6, 7, 8, 9]
     write(writer, steps)
     assert file_names(tmp_path) == [
@@ -116,7 +116,7 @@ def test_many_steps_become_one_file(writer: ExpertLoadWriter, tmp_path: Path, mo
 def test_a_crash_while_the_joined_files_are_removed(
     num_removed: int, writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    monkeypatch.setattr(step_tables, "STEPS_OF_A_FILE", 3)
     unlink, removed = Path.unlink, []
 
     def killed_after_some(path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_full_disk_leaves_nothing_half_written(
 def test_what_never_gets_space_is_counted(
     writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_load, "_MOST_STEPS_KEPT", 2)
+    monkeypatch.setattr(step_tables, "_MOST_STEPS_KEPT", 2)
     with files_no_longer_than(100):
         write(writer, range(1, 5))
     write(writer, [5])
@@ -203,7 +203,7 @@ def test_what_never_gets_space_is_counted(
 def test_files_that_cannot_be_joined_stay_as_they_are(
     damage: str, writer: ExpertLoadWriter, tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(expert_load, "STEPS_OF_A_FILE", 3)
+    monkeypatch.setattr(step_tables, "STEPS_OF_A_FILE", 3)
     write(writer, range(1, 3))
     first = tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet"
     first.write_bytes(b"PAR1")
@@ -244,7 +244,7 @@ def test_a_file_that_is_no_load_matrix_is_damaged(tmp_path, writer, change, reas
 
 
 def test_a_small_file_of_very_many_rows_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_load, "_MOST_ROWS", 11)
+    monkeypatch.setattr(step_tables, "_MOST_ROWS", 11)
     (tmp_path / FOLDER_NAME).mkdir()
     pq.write_table(table_of(rows_of_steps([1])), tmp_path / FOLDER_NAME / "steps-00000001-00000001.parquet")
     with pytest.raises(DataError, match="12 rows, expected at most 11"):

@@ -16,12 +16,16 @@ from tempfile import mkdtemp
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from nemo_rl_moe.errors import UserError, tell
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.folder import read_logger_run_ids, read_run_id
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.fuzzing import Case, Output, command, fuzz
 from tests.support.made_runs import make_run, random_counts
+from tests.support.made_tapes import tape_report
 from tests.support.mutations import mutated_bytes, mutated_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -46,7 +50,11 @@ def whole_run() -> Path:
         for step in range(1, NUM_STEPS + 1)
     }
     samples = [{**SAMPLE, "step": step, "sample_id": f"d:{number}"} for step in (0, 4, 8, 12) for number in range(2)]
-    make_run(folder, metrics, random_counts(NUM_STEPS, 2, 4, 50), config=CONFIG, samples=samples)
+    late = TapeAnomaly("token", "routes are one token late")
+    tapes = {step: tape_report([step, 0], anomalies=[late] * (step % 4 == 1)) for step in metrics}
+    scores = {step: AdvantageScores((0, 1), torch.randn(2, 4)) for step in metrics}
+    counts = random_counts(NUM_STEPS, 2, 4, 50)
+    make_run(folder, metrics, counts, config=CONFIG, samples=samples, tapes=tapes, scores=scores)
     (folder / "run.json").write_text(json.dumps({"run_id": "abc", "algorithm": "grpo", "created": "2026-01-01"}))
     (folder / "logger_run_ids.json").write_text(json.dumps({"wandb": "abc"}))
     return folder
@@ -145,6 +153,9 @@ _CHANGES: dict[str, tuple[Callable[[random.Random, Path], str], ...]] = {
     "run.json": (_its_tree, _its_bytes),
     "logger_run_ids.json": (_its_tree, _its_bytes),
     "expert_load.parquet": (_odd_table, _odd_table, _its_bytes, _file_names),
+    "routing.parquet": (_odd_table, _odd_table, _its_bytes, _file_names),
+    "experts_by_advantage.parquet": (_odd_table, _odd_table, _its_bytes, _file_names),
+    "routing_anomalies.jsonl": (_one_line, _one_line, _its_bytes),
 }
 
 
@@ -167,7 +178,7 @@ def _rewound(folder: Path) -> Callable[[Output], str | None]:
     """What is left of later steps, by Python's own reader, or has gone of earlier ones."""
 
     def difference(output: Output) -> str | None:
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl"):
             steps = []
             for line in (folder / name).read_bytes().split(b"\n"):
                 try:
@@ -198,9 +209,8 @@ def _page_is_whole(page: Path) -> Callable[[Output], str | None]:
     return difference
 
 
-def run_folders(generator: random.Random, folder: Path) -> Case:
+def _case(generator: random.Random, folder: Path, name: str) -> Case:
     run = Path(shutil.copytree(whole_run(), folder / "exp_001"))
-    name = generator.choice([*_CHANGES, "metrics.jsonl", "samples.jsonl", "expert_load.parquet"])
     path = run / name
     if path.is_dir():
         path = generator.choice(sorted(path.iterdir()))
@@ -215,5 +225,26 @@ def run_folders(generator: random.Random, folder: Path) -> Case:
     return Case(f"report, {what}", command("report", str(run), "--output", str(page)), _page_is_whole(page))
 
 
+def run_folders(generator: random.Random, folder: Path) -> Case:
+    names = [name for name in _CHANGES if name not in ("samples.jsonl", "expert_load.parquet")]
+    return _case(generator, folder, generator.choice([*names, "metrics.jsonl"]))
+
+
+def samples_of_runs(generator: random.Random, folder: Path) -> Case:
+    return _case(generator, folder, "samples.jsonl")
+
+
+def loads_of_runs(generator: random.Random, folder: Path) -> Case:
+    return _case(generator, folder, "expert_load.parquet")
+
+
 def test_run_folders(tmp_path: Path) -> None:
-    fuzz(run_folders, 250, tmp_path)
+    fuzz(run_folders, tmp_path)
+
+
+def test_samples(tmp_path: Path) -> None:
+    fuzz(samples_of_runs, tmp_path, some_are_refused=False)  # told, and left out
+
+
+def test_loads(tmp_path: Path) -> None:
+    fuzz(loads_of_runs, tmp_path, some_are_refused=False)

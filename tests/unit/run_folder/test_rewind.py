@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder import expert_load
+from nemo_rl_moe.run_folder import step_tables
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.full_disk import fill
@@ -30,7 +30,7 @@ def steps_in(path: Path) -> list[int]:
 
 def write_load(folder: Path, steps: range, steps_of_a_file: int = 4) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(expert_load, "STEPS_OF_A_FILE", steps_of_a_file)
+        patch.setattr(step_tables, "STEPS_OF_A_FILE", steps_of_a_file)
         writer = ExpertLoadWriter(folder, pytest.fail)
         for step in steps:
             writer.write(step, ExpertLoad((1,), torch.tensor([[step, 0]])))
@@ -40,7 +40,7 @@ def load_steps(folder: Path) -> list[int]:
     return read_expert_load(folder).steps.tolist()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl"])
 @pytest.mark.parametrize("torn", ["", '{"step": 1, "te', "\0\0\0"])
 @pytest.mark.parametrize(("step", "kept"), [(-1, 0), (0, 1), (2, 4), (3, 5), (9, 5)])
 def test_lines(name: str, torn: str, step: int, kept: int, tmp_path: Path) -> None:

@@ -12,21 +12,18 @@ import torch
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.expert_load import (
-    STEPS_OF_A_FILE,
-    ExpertLoadTail,
-    ExpertLoadWriter,
-    read_expert_load,
-)
-from nemo_rl_moe.run_folder.metrics import MetricsTail, NewRecords, parse_record
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadTail, ExpertLoadWriter, read_expert_load
+from nemo_rl_moe.run_folder.line_tail import NewRecords
+from nemo_rl_moe.run_folder.metrics import MetricsTail, StepRecord, parse_record
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.step_tables import STEPS_OF_A_FILE
 
 
 def line_of(step: int, loss: float = 1.0) -> bytes:
     return json.dumps({"step": step, "time": step, "metrics": {"train/loss": loss}}).encode() + b"\n"
 
 
-def steps_of(new: NewRecords) -> list[int]:
+def steps_of(new: NewRecords[StepRecord]) -> list[int]:
     return [record.step for record in new.records]
 
 

@@ -190,7 +190,7 @@ def slow_receive(spec: TransportSpec, receiver: int) -> None:
     spec.receive(receiver, load)
 
 
-@pytest.mark.parametrize("max_unacknowledged", [1, 2, 5])
+@pytest.mark.parametrize("max_unacknowledged", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5)), 2])
 def test_the_bytes_in_flight_are_bounded(max_unacknowledged: int, tmp_path: Path) -> None:
     """With a receiver that is slower than the senders, they wait for it."""
     log, folder = tmp_path / "held", tmp_path / "transfers"

@@ -61,7 +61,7 @@ def check_of(
     return RefitCheck(
         SEQUENCES,
         0.7,
-        lambda sequences: as_scores(sequences, 0.0),
+        lambda sequences: lambda: as_scores(sequences, 0.0),
         engine.refit,
         lambda copy: f"It is expert 3 of copy {copy}.",
         in_float32=in_float32,

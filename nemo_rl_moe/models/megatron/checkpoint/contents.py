@@ -24,6 +24,7 @@ from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     Sharded,
     ensure_state,
     put_back,
+    reset_state,
     set_num_updates,
     sharded_optimizer_state,
 )
@@ -226,6 +227,7 @@ def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> Traine
     """
     restore_model(objects.chunks, loaded["model"])
     if "counters" not in loaded:
+        reset_state(objects.optimizer)  # a checkpoint that was found damaged may have left some
         objects.optimizer.reload_model_params()
         return None
     num_updates, num_calls, scheduler_ticks = loaded["counters"].tolist()

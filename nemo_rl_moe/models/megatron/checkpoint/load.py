@@ -24,7 +24,7 @@ from nemo_rl_moe.models.megatron.checkpoint.contents import (
     sharded_model,
 )
 from nemo_rl_moe.models.megatron.checkpoint.index import check_folder, data_only
-from nemo_rl_moe.models.megatron.model.agreement import damage_of_all_ranks
+from nemo_rl_moe.models.megatron.model.agreement import DamageSearch
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -45,8 +45,10 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
         The counters; None with the weights alone.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, holds anything but tensors, lacks a tensor of the model or holds one
-            too many, lacks the optimizer, or is not where every rank can reach it. The same on every rank.
+        CheckpointError: The checkpoint holds anything but tensors, lacks a tensor of the model or holds one too many,
+            lacks the optimizer, or is not where every rank can reach it. The same on every rank.
+        DamagedCheckpointError: Its files are not what was written. The same on every rank; the objects hold nothing
+            that may be used before another checkpoint has been loaded.
     """
     index = _index_of_all_ranks(directory, with_optimizer=with_optimizer)
     counters = TrainerCounters(0, 0, 0) if with_optimizer else None
@@ -80,16 +82,24 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str, Any]:
+    search = DamageSearch(directory, in_parts=True, most_threads=1)
+    loaded: dict[str, Any] = {}
+    problem: CheckpointError | None = None
     try:
         with data_only(index):
-            loaded: dict[str, Any] = dist_checkpointing.load(wanted, str(directory))
-    except CheckpointError:
-        raise
+            loaded = dist_checkpointing.load(wanted, str(directory))
+    except CheckpointError as error:
+        problem = error
     # CheckpointException of torch is a BaseException; a damaged file can fail in any way.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
-        raise CheckpointError(f"{directory}: cannot be loaded: {_reason(error)}") from error
+        problem = CheckpointError(f"{directory}: cannot be loaded: {_reason(error)}")
+        problem.__cause__ = error
+    if damage := search.of_all_ranks():
+        raise DamagedCheckpointError(damage)
+    if problem is not None:
+        raise problem
     return loaded
 
 
@@ -119,7 +129,8 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
             f"{directory}: rank {strangers[0]} finds another checkpoint than rank 0; all ranks must share the folder"
         )
     assert index is not None  # no rank has a problem
-    if damage := damage_of_all_ranks(directory):
+    # The index is used at once; the tensors are compared while they are read.
+    if damage := DamageSearch(directory, in_parts=False).of_all_ranks():
         raise DamagedCheckpointError(damage)
     return index
 

@@ -55,6 +55,16 @@ def ensure_state(optimizer: MegatronOptimizer) -> None:
                     state["step"] = _step_count(parameter, 0)
 
 
+def reset_state(optimizer: MegatronOptimizer) -> None:
+    """Makes what state there is that of an optimizer which has not taken a step."""
+    for part in optimizer_parts(optimizer):
+        for state in part.optimizer.state.values():
+            for kind in _MOMENTS:
+                if kind in state:
+                    state[kind].zero_()
+    set_num_updates(optimizer, 0)
+
+
 def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
     """Sets the optimizer's number of updates, which Adam's bias correction needs.
 

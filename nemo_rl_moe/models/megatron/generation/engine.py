@@ -3,7 +3,8 @@
 """Generation engine on the training workers' own weights, with Megatron-Core's modules and a key-value cache."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,14 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
 from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
+from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
 from nemo_rl_moe.models.megatron.training.token_statistics import hidden_states_only
 
 # isort: split
@@ -151,10 +155,21 @@ class MegatronGenerator:
         config: Their configuration.
         tokenizer: For stop strings alone; otherwise None will do.
         device: Where the chunks are.
+        taps: Taps on the chunks' routers: sequences get their routed experts; None without.
+        stages: Pipeline stages of the MoE layers, with `taps`.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, tokenizer: Any, device: torch.device):
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        config: TransformerConfig,
+        tokenizer: Any,
+        device: torch.device,
+        taps: RouterTaps | None = None,
+        stages: StagesOfLayers | None = None,
+    ):
         self._chunks, self._config, self._device = chunks, config, device
+        self._taps, self._stages = taps, stages
         self._tokenizer = tokenizer
         self._coordinates = parallel_coordinates()
         self._passes = ForwardPasses(chunks, config, device)
@@ -184,15 +199,21 @@ class MegatronGenerator:
         check_request(request, self._chunks[0], self._config, max_batch_size)
         stop = StopCondition(request.sampling, self._tokenizer)
         sequences: dict[int, GeneratedSequence] = {}
-        with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded):
+        shown = nullcontext() if self._taps is None else self._taps.shown()
+        with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded), shown:
             for batch in _batches(request, max_batch_size):
-                responses = self._run(request, batch, stop)
-                sequences |= zip(batch, responses.sequences(weight_version), strict=True)
+                responses, routes = self._run(request, batch, stop)
+                found = responses.sequences(weight_version)
+                if routes is not None:
+                    found = self._with_routes(request, batch, found, routes)
+                sequences |= zip(batch, found, strict=True)
             self._passes.wait_for_peers()
         return [sequences[index] for index in range(len(sequences))] if self._coordinates.reports_loss else []
 
-    def _run(self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition) -> Responses:
-        """Responses to some of the prompts, together."""
+    def _run(
+        self, request: GenerationBatch, batch: Sequence[int], stop: StopCondition
+    ) -> tuple[Responses, CapturedRoutes | None]:
+        """Responses to some of the prompts, together, and what the routers have chosen where that is captured."""
         parameters = request.sampling
         plan = plan_slots(
             [request.prompts[index] for index in batch],
@@ -204,10 +225,17 @@ class MegatronGenerator:
         responses = Responses(len(batch), parameters.max_new_tokens, stop)
         cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
+        routes, places = None, torch.arange(len(batch), device=self._device)
+        if self._taps is not None:
+            topk = int(self._config.moe_router_topk)
+            routes = CapturedRoutes(self._taps, len(plan.prompt_tokens), len(batch), topk, self._device)
         inputs, last_prompt = plan.prompt_tokens[: plan.prefill].t(), first_sampled.max()
         while True:
+            first_slot = cached.num_filled
             logits = self._passes.logits(inputs, cached)
             slot = cached.num_filled
+            if routes is not None:
+                routes.add(first_slot, slot, places)
             chosen = self._choose(logits, plan.uniforms[slot], parameters)
             token_ids, logprobs = chosen.cpu().numpy()
             ended = responses.append(rows, token_ids.astype(np.int64), logprobs, slot >= first_sampled)
@@ -216,13 +244,31 @@ class MegatronGenerator:
                 inputs = torch.where(plan.first_sampled > slot, plan.prompt_tokens[slot], inputs)
             num_ended = np.count_nonzero(ended)
             if num_ended == len(rows):
-                return responses
+                return responses, routes
             if num_ended >= LEAVE_SHARE * len(rows):
                 rows, first_sampled = rows[~ended], first_sampled[~ended]
                 kept = torch.from_numpy(np.flatnonzero(~ended)).to(self._device)
-                plan, inputs = plan.keep(kept), inputs[kept]
+                plan, inputs, places = plan.keep(kept), inputs[kept], places[kept]
                 cached.keep_rows(kept)
             inputs = inputs[:, None]
+
+    def _with_routes(
+        self,
+        request: GenerationBatch,
+        batch: Sequence[int],
+        sequences: Sequence[GeneratedSequence],
+        routes: CapturedRoutes,
+    ) -> list[GeneratedSequence]:
+        """Sequences with the routed experts of all their tokens but the last one, which was never fed to the model."""
+        assert self._stages is not None  # there are taps
+        prompts = [len(request.prompts[index]) for index in batch]
+        first_slots = [max(prompts) - size if self._passes.padded else 0 for size in prompts]
+        num_fed = [size + len(found.token_ids) - 1 for size, found in zip(prompts, sequences, strict=True)]
+        of_sequences = routes.sequences(self._stages, first_slots, num_fed)
+        return [
+            replace(sequence, routed_experts=StoredRows.of(rows))
+            for sequence, rows in zip(sequences, of_sequences, strict=True)
+        ]
 
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters

@@ -8,12 +8,15 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import transformer_config_fields
 
 # isort: split
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.moe import moe_utils
@@ -187,22 +190,34 @@ def router_state_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
 
 
 class ExpertBias:
-    """Saved expert bias, to undo its update where an optimizer step is skipped.
+    """Saved expert bias: to undo its update where an optimizer step is skipped, and to see how far it has moved.
 
-    The tokens that each expert got, from which the bias is moved, Megatron-Core sets to zero with every move.
+    The tokens that each expert got, from which the bias is moved, Megatron-Core sets to zero with every move. It moves
+    every expert whose load is not the mean, so that a layer whose bias stays the same has not been updated.
 
     Args:
-        chunks: The model's chunks. Where routers have no bias there is nothing to do.
+        chunks: This rank's chunks. Where routers have no bias there is nothing to do.
+        config: The model's configuration.
     """
 
-    def __init__(self, chunks: Sequence[GPTModel]):
+    def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig):
         self._routers = [
             module
             for chunk in chunks
             for module in chunk.modules()
             if isinstance(module, TopKRouter) and module.expert_bias is not None
         ]
+        self._is_on = bool(config.moe_router_enable_expert_bias)
+        self._moves = self._is_on and config.moe_router_bias_update_rate > 0
         self._kept: list[Tensor] = []
+        self._at_start: list[Tensor] = []
+        self._num_frozen = torch.zeros((), dtype=torch.long, device=project_parallel_state.device())
+
+    @torch.no_grad()
+    def start_step(self) -> None:
+        """Saves the bias that a step begins with, for `metrics`."""
+        self._at_start = [router.expert_bias.clone() for router in self._routers]
+        self._num_frozen.zero_()
 
     @torch.no_grad()
     def snapshot(self) -> None:
@@ -214,3 +229,31 @@ class ExpertBias:
         """Restores the saved bias."""
         for router, kept in zip(self._routers, self._kept, strict=True):
             router.expert_bias.copy_(kept)
+
+    def count_frozen(self) -> None:
+        """Counts this rank's layers whose bias is what it was before the step; called after it."""
+        self._num_frozen.zero_()
+        for router, kept in zip(self._routers, self._kept, strict=True):
+            self._num_frozen += (router.expert_bias == kept).all()
+
+    @torch.no_grad()
+    def metrics(self) -> dict[str, float]:
+        """Moves of the bias in this step; empty where there is no bias. A collective operation: every rank calls it.
+
+        `expert_bias/max_abs_change` and `expert_bias/max_abs`: largest change of an expert's bias, and largest bias.
+        `expert_bias_frozen_layers`: layers whose bias the last update left as it was, of all stages; absent where none.
+        """
+        if not self._is_on:
+            return {}
+        largest = torch.zeros(2, device=self._num_frozen.device)
+        for router, before in zip(self._routers, self._at_start, strict=True):
+            found = torch.stack([(router.expert_bias - before).abs().max(), router.expert_bias.abs().max()])
+            largest = largest.maximum(found)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)  # stages hold other layers
+        metrics = dict(zip(("expert_bias/max_abs_change", "expert_bias/max_abs"), largest.tolist(), strict=True))
+        if self._moves:
+            if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+                dist.all_reduce(self._num_frozen, group=parallel_state.get_pipeline_model_parallel_group())
+            if frozen := int(self._num_frozen):
+                metrics["expert_bias_frozen_layers"] = float(frozen)
+        return metrics

@@ -4,6 +4,7 @@
 
 import hashlib
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.checksums import find_damage
+from nemo_rl_moe.checksums import MOST_THREADS, find_damage
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
 from nemo_rl_moe.models.safetensors_folder import one_line
@@ -76,14 +77,38 @@ class SharedFailure:
         return not self.has_failed
 
 
-def damage_of_all_ranks(folder: Path) -> list[str]:
-    """Files of a folder that are not what was written, a line each, the same on every rank. Every rank calls it.
+class DamageSearch:
+    """Comparison of a folder's files with their checksums, in a thread beside the rank that reads them.
 
-    Each compares its share of the bytes with the checksums beside them; a folder without `files.json` has none.
+    What is read first, by either, comes from the disk, and the other one finds it in memory: a folder is read once. A
+    rank trusts nothing that it has read before it has asked for the damage. A folder without `files.json` has none.
+
+    Args:
+        folder: The folder. Each rank compares its share of the bytes.
+        in_parts: As of `find_damage`.
+        most_threads: As of `find_damage`. One keeps up with a rank that reads, and leaves it the other cores.
     """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, find_damage(folder, share=dist.get_rank(), num_shares=dist.get_world_size()))
-    return list(dict.fromkeys(problem for problems in found for problem in problems))
+
+    def __init__(self, folder: Path, *, in_parts: bool | None = None, most_threads: int = MOST_THREADS):
+        self._found: list[str] = []
+        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts, most_threads), daemon=True)
+        self._share, self._num_shares = dist.get_rank(), dist.get_world_size()
+        self._thread.start()
+
+    def of_all_ranks(self) -> list[str]:
+        """Files that are not what was written, a line each, the same on every rank. Every rank calls it, and waits."""
+        self._thread.join()
+        found: list[Any] = [None] * self._num_shares
+        dist.all_gather_object(found, self._found)
+        return list(dict.fromkeys(problem for problems in found for problem in problems))
+
+    def _compare(self, folder: Path, in_parts: bool | None, most_threads: int) -> None:
+        try:
+            self._found = find_damage(
+                folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts, most_threads=most_threads
+            )
+        except Exception as error:  # what was not compared is not whole
+            self._found = [f"{folder}: cannot be compared with its checksums: {one_line(error)}"]
 
 
 def agree_on_model(config_json: Mapping[str, Any], folder: Path, *, with_weights: bool) -> None:

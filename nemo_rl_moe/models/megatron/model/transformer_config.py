@@ -15,6 +15,7 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
+from nemo_rl_moe.moe.routers import moe_layer_indices
 
 # isort: split
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -39,15 +40,6 @@ def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
     enabled = {kind for kind, coefficient in zip(types, coefficients, strict=True) if coefficient > 0}
     names = [name for kind, name in _NAME_OF_BALANCING_TYPE.items() if kind in enabled]
     return [*names, Z_LOSS] if config.moe_z_loss_coeff is not None else names
-
-
-def moe_layer_indices(config: TransformerConfig) -> list[int]:
-    """Global 0-based indices of the decoder layers that have experts, the same on every pipeline stage."""
-    if config.num_moe_experts is None:
-        return []
-    frequency = config.moe_layer_freq
-    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(config.num_layers)]
-    return [index for index, has_experts in enumerate(pattern) if has_experts]
 
 
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:

@@ -3,7 +3,7 @@
 """Runs microbatches through Megatron-Core's schedule: to train, to measure, or for log-probabilities alone."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBa
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
+from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -22,6 +23,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
 from nemo_rl_moe.models.megatron.training.token_statistics import (
     TokenStatistics,
     hidden_states_only,
@@ -51,6 +53,9 @@ class ForwardBackward:
         device: Where the model lives.
         temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
         recorder: Hears of every training forward; None when nothing is tracked.
+        taps: Taps on the routers, for batches with a tape of routed experts; None without.
+        advantages: Hears of every training forward too; None when nobody asks which experts serve which advantages.
+        counts: Training passes count in the taps' ledger; False for passes beside the step's own.
     """
 
     config: TransformerConfig
@@ -59,6 +64,9 @@ class ForwardBackward:
     device: torch.device
     temperature: float = 1.0
     recorder: ExpertLoadRecorder | None = None
+    taps: RouterTaps | None = None
+    advantages: AdvantageRecorder | None = None
+    counts: bool = True
 
     def train(
         self,
@@ -66,20 +74,25 @@ class ForwardBackward:
         shard: GlobalBatchShard,
         loss_function: LossFunction,
         first_microbatch: int = 0,
+        num_microbatches: int | None = None,
     ) -> list[MicrobatchMetrics]:
         """One forward and backward pass over all microbatches.
+
+        Of the first few alone, gradients are brought to the size that those of all would have.
 
         Args:
             chunks: This rank's model chunks.
             shard: The microbatches.
             loss_function: What is trained.
             first_microbatch: The number that the recorder knows the first microbatch by.
+            num_microbatches: Run the first so many; None: all.
 
         Returns:
             The loss function's metrics and its `loss`, for each microbatch; empty but on the last pipeline stage.
         """
         step = partial(self._training_step, shard, loss_function)
-        return self._run(chunks, shard.microbatches, step, first_microbatch=first_microbatch, forward_only=False)
+        chosen = shard.microbatches[:num_microbatches]
+        return self._run(chunks, chosen, step, first_microbatch=first_microbatch, forward_only=False)
 
     def evaluate(
         self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
@@ -164,10 +177,16 @@ class ForwardBackward:
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
         bare = unwrap_model(model)
         bare.needs_entropy = Head.ENTROPY in needs_of(loss_function)
-        with nullcontext() if self.recorder is None else self.recorder.training_forward(chunk, number):
-            output = self._run_model(model, microbatch, labels=microbatch.labels)
+        with ExitStack() as stack:
+            if self.recorder is not None:
+                stack.enter_context(self.recorder.training_forward(chunk, number))
+            if self.advantages is not None:
+                stack.enter_context(self.advantages.training_forward(number, microbatch))
+            output = self._run_model(model, microbatch, number, labels=microbatch.labels)
         if self.recorder is not None:
             self.recorder.watch_backward(output, chunk, number)
+        if self.taps is not None:
+            self.taps.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
         return output, partial(_training_loss, shard, loss_function, microbatch, entropy)
 
@@ -178,7 +197,7 @@ class ForwardBackward:
         data_iterator: Iterator[tuple[int, ModelMicrobatch]],
         model: MegatronModule,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Result]]]:
-        _, microbatch = next(data_iterator)
+        number, microbatch = next(data_iterator)
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
             bare = unwrap_model(model)
@@ -188,12 +207,27 @@ class ForwardBackward:
             # The schedule divides the loss that it is given in place, and does nothing else with this one.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
 
-        return self._run_model(model, microbatch, labels=None), finish
+        return self._run_model(model, microbatch, number, labels=None), finish
 
-    def _run_model(self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None) -> Tensor:
+    def _run_model(
+        self, model: MegatronModule, microbatch: ModelMicrobatch, number: int, labels: Tensor | None
+    ) -> Tensor:
         padding_mask = microbatch.padding_mask
         if padding_mask is None and needs_padding_mask(self.config):
             padding_mask = torch.zeros_like(microbatch.input_ids, dtype=torch.bool)
+        chunk = get_attr_wrapped_model(model, "vp_stage") or 0
+        taps = self.taps
+        trains = labels is not None
+        with (
+            nullcontext()
+            if taps is None
+            else taps.forward(chunk, microbatch, number, trains=trains, counts=trains and self.counts)
+        ):
+            return self._run_chunk(model, microbatch, labels, padding_mask)
+
+    def _run_chunk(
+        self, model: MegatronModule, microbatch: ModelMicrobatch, labels: Tensor | None, padding_mask: Tensor | None
+    ) -> Tensor:
         output: Tensor = model(
             microbatch.input_ids,
             microbatch.position_ids,

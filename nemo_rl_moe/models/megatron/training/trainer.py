@@ -5,12 +5,15 @@
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from jaxtyping import Int
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -26,7 +29,10 @@ from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.training.advantage_recorder import attach_advantage_recorder
+from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
+from nemo_rl_moe.models.megatron.training.gradients_at_logits import attach_gradients_at_logits
 from nemo_rl_moe.models.megatron.training.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -34,11 +40,15 @@ from nemo_rl_moe.models.megatron.training.optimizer import (
     step_if_finite,
     wrap_data_parallel,
 )
+from nemo_rl_moe.models.megatron.training.router_gradients import attach_router_gradients
+from nemo_rl_moe.models.megatron.training.router_taps import attach_taps
 from nemo_rl_moe.models.megatron.training.routing_recorder import attach_recorder
 from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
 from nemo_rl_moe.models.megatron.weights.starting_weights import ReferenceWeights, set_starting_weights
 from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeReport
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 # isort: split
@@ -55,12 +65,15 @@ class RankTrainResult:
         lr: Learning rate of the last optimizer step.
         num_microbatches: Microbatches of this data-parallel rank.
         microbatch_metrics: The loss function's metrics of this rank's microbatches; empty where no loss is computed.
-        moe_metrics: The same on every rank.
+        moe_metrics: The same on every rank, but for those of a tape and of the routers' gradients, which rank 0 alone
+            has.
         expert_load: The load matrix of the call, on rank 0 alone; None when tracking is off.
         num_skipped_updates: Optimizer steps left out for a loss or gradient that was not finite. The same on every
             rank.
         skipped_in_a_row: How many of the last steps of the call those are. The same on every rank.
         weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
+        tape_report: Of the rollouts' tape, on rank 0 alone; None without one.
+        advantage_scores: Of experts by advantage, on rank 0 alone; None where nobody asks, or there are no advantages.
     """
 
     global_loss: float
@@ -73,6 +86,8 @@ class RankTrainResult:
     num_skipped_updates: int
     skipped_in_a_row: int
     weight_version: int
+    tape_report: TapeReport | None = None
+    advantage_scores: AdvantageScores | None = None
 
 
 class MegatronModel:
@@ -103,14 +118,19 @@ class MegatronModel:
         for chunk in self.chunks:
             chunk.temperature = temperature
         self.modules: Sequence[MegatronModule] = half_precision_modules(self.config, self.chunks)
+        self._taps = attach_taps(self.chunks, self.config, policy, self.device)
         self._forward_backward = ForwardBackward(
             config=self.config,
             packed=policy.sequence_packing.enabled,
             explicit_mask=policy.megatron_cfg.layer_spec == "local",
             device=self.device,
             temperature=temperature,
+            taps=self._taps,
         )
-        self._generator = MegatronGenerator(self.chunks, self.config, tokenizer, self.device)
+        self._stages = None if self._taps is None else StagesOfLayers(self._taps, self.device)
+        self._generator = MegatronGenerator(
+            self.chunks, self.config, tokenizer, self.device, taps=self._taps, stages=self._stages
+        )
         self.num_updates = 0
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
@@ -131,6 +151,33 @@ class MegatronModel:
         with torch.no_grad():
             found = self._forward_backward.logprobs(self.modules, microbatches)
         return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def logprobs_and_routes(
+        self, microbatches: Sequence[TokenBatch]
+    ) -> tuple[list[torch.Tensor], list[Int[np.ndarray, "tokens moe_layers topk"]]]:
+        """`logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the ranks that report.
+
+        The model has MoE layers, and the configuration asks for a tape.
+        """
+        assert self._taps is not None
+        assert self._stages is not None
+        with self._taps.capturing() as captured:
+            found = self.logprobs(microbatches)
+        routes = [
+            rows
+            for microbatch, chosen in captured
+            for rows in routes_of_microbatch(microbatch, chosen, self._stages, self._taps.cut)
+        ]
+        return found, routes if self.coordinates.reports_loss else []
+
+    def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
+        """`logprobs` with the routers' own experts, and how far these are those of the tape; every rank calls it.
+
+        The model has MoE layers, and the configuration asks for a tape.
+        """
+        assert self._taps is not None
+        with self._taps.comparing() as totals:
+            return self.logprobs(microbatches), totals()
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
@@ -181,7 +228,8 @@ class MegatronModel:
 
     def _evaluation_mode(self) -> None:
         for chunk in self.modules:
-            chunk.eval()
+            if chunk.training:  # it takes milliseconds to tell all modules
+                chunk.eval()
 
     def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
         if not self.coordinates.reports_loss:
@@ -219,10 +267,13 @@ class MegatronTrainer(MegatronModel):
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
         force_routing(self.chunks, self.config)
-        self._expert_bias = ExpertBias(self.chunks)
+        self._expert_bias = ExpertBias(self.chunks, self.config)
         tracked = policy.megatron_cfg.track_moe_metrics
         self._recorder = attach_recorder(self.chunks, self.config, self.device) if tracked else None
-        self._forward_backward = replace(self._forward_backward, recorder=self._recorder)
+        self._advantages = attach_advantage_recorder(self.chunks, self.config, policy, self.device)
+        self._forward_backward = replace(self._forward_backward, recorder=self._recorder, advantages=self._advantages)
+        self._router_gradients = attach_router_gradients(self.ddp_chunks, self.config, policy, self.device)
+        self._at_logits = attach_gradients_at_logits(self.ddp_chunks, self.config, policy, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
         self._calls = 0
         self._checkpoint_write: CheckpointWrite | None = None
@@ -236,13 +287,25 @@ class MegatronTrainer(MegatronModel):
         done = 0
         if self._recorder is not None:
             self._recorder.start(num_microbatches)
+        if self._taps is not None:
+            self._taps.start_step(len(shards))
+        if self._advantages is not None:
+            self._advantages.start(shards)
+        self._expert_bias.start_step()
         for chunk in self.ddp_chunks:
             chunk.train()
+        gradient_metrics = self._measure_router_gradients(shards[0], loss_function)
+        every = self.policy.megatron_cfg.router_gradients.at_logits_every_n_steps
+        at_logits = self._at_logits if self._is_due(every) else None
         for shard in shards:
             for chunk in self.ddp_chunks:
                 chunk.zero_grad_buffer()
             self._expert_bias.snapshot()
-            results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
+            # Of the first global batch alone, as the exact form.
+            with nullcontext() if at_logits is None or done else at_logits.recording():
+                results = self._forward_backward.train(self.ddp_chunks, shard, loss_function, first_microbatch=done)
+            if self._taps is not None:
+                self._taps.clear()
             done += len(shard.microbatches)
             series.append(self._series(results))
             losses.append(self._sum_over_ranks(series[-1]))
@@ -254,12 +317,18 @@ class MegatronTrainer(MegatronModel):
             if is_updated:
                 self.scheduler.step(1)
                 self.num_updates += 1
+                self._expert_bias.count_frozen()
             else:
                 self._expert_bias.restore()
             skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
             num_skipped += not is_updated
+        if at_logits is not None:
+            gradient_metrics |= at_logits.report()
         self._calls += 1
-        moe_metrics = self._moe_metrics(num_microbatches)
+        taps, advantages, per_layer = self._taps, self._advantages, self.policy.megatron_cfg.moe_per_layer_logging
+        tape_report = None if taps is None else taps.report(per_layer=per_layer)
+        moe_metrics = self._moe_metrics(num_microbatches) | ({} if tape_report is None else tape_report.metrics)
+        moe_metrics |= self._further_moe_metrics() | gradient_metrics
         return RankTrainResult(
             global_loss=sum(losses) / len(losses),
             grad_norm=sum(grad_norms) / len(grad_norms),
@@ -272,6 +341,8 @@ class MegatronTrainer(MegatronModel):
             num_skipped_updates=num_skipped,
             skipped_in_a_row=skipped_in_a_row,
             weight_version=self.num_updates,
+            tape_report=tape_report,
+            advantage_scores=advantages.scores if advantages is not None and dist.get_rank() == 0 else None,
         )
 
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
@@ -279,6 +350,12 @@ class MegatronTrainer(MegatronModel):
         assert self._reference is not None  # the run keeps one wherever its loss needs it
         with self._reference.in_place():
             return self.logprobs(microbatches)
+
+    def compare_reference_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
+        """`compare_routes` of the weights that the run began with."""
+        assert self._reference is not None  # asked for where the run keeps one
+        with self._reference.in_place():
+            return self.compare_routes(microbatches)
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""
@@ -332,6 +409,23 @@ class MegatronTrainer(MegatronModel):
             overload=megatron.log_moe_overload_factor,
             what_if_expert_parallel_sizes=chosen.what_if_expert_parallel_sizes,
         )
+
+    def _further_moe_metrics(self) -> dict[str, float]:
+        """Of the expert bias, and of experts by advantage."""
+        if not self.policy.megatron_cfg.track_moe_metrics:
+            return {}
+        return self._expert_bias.metrics() | ({} if self._advantages is None else self._advantages.report())
+
+    def _measure_router_gradients(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, float]:
+        """Metrics of the step's first global batch, before it is trained on; empty on steps without."""
+        every = self.policy.megatron_cfg.router_gradients.every_n_steps
+        if self._router_gradients is None or not self._is_due(every):
+            return {}
+        return self._router_gradients.measure(self._forward_backward, shard, loss_function)
+
+    def _is_due(self, every: int | None) -> bool:
+        """True in a `train` call that is the `every`th, counted over the whole run."""
+        return every is not None and (self._calls + 1) % every == 0
 
     def _sum_over_ranks(self, series: dict[str, MetricSeries]) -> float:
         own = series["loss"].reduce() if "loss" in series else 0.0

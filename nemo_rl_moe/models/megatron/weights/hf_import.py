@@ -15,7 +15,7 @@ from nemo_rl_moe.checksums import ACCEPTING
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.rules import Rows, Rule
-from nemo_rl_moe.models.megatron.model.agreement import damage_of_all_ranks, union_of_ranks
+from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_ranks
 from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.safetensors_files import TYPES, SliceReader
@@ -168,10 +168,9 @@ def load_weights(
     """
     plan = _plan(chunks, config, hf_config, folder)
     lines = _agreed(plan, hf_config, folder)
-    if damage := damage_of_all_ranks(folder):
-        raise ConfigurationError(
-            [f"policy.model_name: {problem}; {ACCEPTING.format(folder=folder)}" for problem in damage]
-        )
+    # First, and not beside the reading: that maps the files page by page, and finds in memory what was compared.
+    if damage := DamageSearch(folder).of_all_ranks():
+        raise ConfigurationError([f"policy.model_name: {line}; {ACCEPTING.format(folder=folder)}" for line in damage])
     problem = None
     try:
         assert plan.folder is not None  # all have agreed

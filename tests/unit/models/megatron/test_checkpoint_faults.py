@@ -5,12 +5,17 @@
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from nemo_rl_moe.checksums import read_inventory
 from tests.support.checkpoint_run import (
     problem_of_a_rank_s_folder,
     problems_of_saving,
     save_once,
     save_with_an_index_that_cannot_be_written,
+    train_from_weights,
 )
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import tiny_policy
@@ -121,3 +126,33 @@ def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None
         first, last = run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(saved), str(second)], timeout_s=60)
         assert first.replace(str(saved), str(second)) == last.replace(str(saved), str(second))
         assert words in first
+
+
+@pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}], ids=["float32", "bfloat16"])
+def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Weights alone: nothing but the optimizer's own state could keep what was read of the damaged one."""
+    settings = RunSettings(tiny_policy(2, **changes))
+    damaged, weights = tmp_path / "damaged", tmp_path / "weights"
+    for folder, with_optimizer in ((damaged, True), (weights, False)):
+        folder.mkdir()
+        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
+    names = []
+    for name, entry in read_inventory(damaged).items():
+        start = 0
+        for part in entry.parts:
+            if part.name.startswith("optimizer.state.exp_avg"):
+                # The numbers lie in the middle of what torch writes of a tensor.
+                with (damaged / name).open("r+b") as file:
+                    file.seek(start + part.num_bytes // 2)
+                    file.write(b"\x00\x00\x80\x3f")
+                names.append(part.name)
+            start += part.num_bytes
+    assert names
+    expected = run_ranks(train_from_weights, 2, settings, str(weights), None)
+    found = run_ranks(train_from_weights, 2, settings, str(weights), str(damaged))
+    for problems, steps in found:
+        assert problems
+        assert all(": damaged in optimizer.state.exp_avg" in problem for problem in problems)
+        assert steps == expected[0][1]

@@ -104,8 +104,8 @@ def largest_difference(found: Steps, expected: Steps) -> float:
 @pytest.mark.parametrize(
     "job",
     [
-        Job(),
-        Job(2, {}, ZERO),
+        pytest.param(Job(), marks=pytest.mark.slow),
+        pytest.param(Job(2, {}, ZERO), marks=pytest.mark.slow),
         Job(2, {"ep": 2}, {**ZERO, **EXPERT_BIAS}),
         pytest.param(Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
         Job(2, {"tp": 2}, ZERO),
@@ -128,7 +128,7 @@ def test_the_same_layout_goes_on_to_the_last_bit(job: Job, written: Callable[[Jo
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [
-        (Job(), Job(2, {"ep": 2})),
+        pytest.param(Job(), Job(2, {"ep": 2}), marks=pytest.mark.slow),
         (Job(), Job(2, {"pp": 2})),
         pytest.param(Job(), Job(2, {"tp": 2}), marks=pytest.mark.slow),
         pytest.param(Job(1, {}, ZERO), Job(2, {}, ZERO), marks=pytest.mark.slow),

@@ -102,7 +102,14 @@ def test_evaluation_and_training_measure_the_same(expected: tuple[float, ...]) -
 
 @pytest.mark.parametrize(
     ("world_size", "changes"),
-    [(1, PACKED), (2, {}), (2, layout(tp=2)), (2, layout(pp=2)), (2, layout(pp=2, vpp=2)), (2, layout(ep=2))],
+    [
+        (1, PACKED),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (2, layout(tp=2)),
+        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
+        (2, layout(pp=2, vpp=2)),
+        (2, layout(ep=2)),
+    ],
 )
 def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple[float, ...]) -> None:
     assert joined(world_size, **changes) == pytest.approx(expected, rel=1e-4)

@@ -123,6 +123,13 @@ ONE_RANK_ALONE: dict[str, Variant] = {
 }
 
 ALL = tuple(VARIANTS)
+# On one rank: what the layouts of several are compared with, and of the rest the cases that combine most.
+ON_ONE_RANK = tuple(
+    name
+    for name in VARIANTS
+    if name not in {"recompute_moe", "recompute_full_local", "one_each", "four_each", "added_padding_local"}
+)
+QUICK_ALONE = {"capacity_local", "capacity_local_recomputed", "padded_capacity_auto", "padded_capacity_auto_recomputed"}
 BASE = ("auto", "local", "recompute_full", "packed")
 
 
@@ -148,13 +155,9 @@ def _layout(world_size: int, sizes: Mapping[str, int], *variants: str, every: Se
 
 
 LAYOUTS: dict[str, Layout] = {
-    "single": _layout(1, {}, *ALL),
-    "dp2": _layout(2, {}, "auto", "packed", "one_each", "dynamic", "evaluation", "padded_capacity", "three_batches"),
-    "ep2": _layout(
-        2,
-        {"ep": 2},
-        *("auto", "local", "recompute_full", "packed_planned", "capacity", "shared_experts", "recompute_moe"),
-    ),
+    "single": _layout(1, {}, *ON_ONE_RANK),
+    "dp2": _layout(2, {}, "auto", "one_each", "dynamic", "padded_capacity"),
+    "ep2": _layout(2, {"ep": 2}, "auto", "packed_planned", "capacity", "shared_experts"),
     "pp2": _layout(
         2,
         {"pp": 2},
@@ -164,7 +167,7 @@ LAYOUTS: dict[str, Layout] = {
     "tp2": _layout(
         2,
         {"tp": 2},
-        *("auto", "local", "packed", "recompute_full", "added_padding"),
+        *("auto", "local", "added_padding"),
         every=(*BASE, "recompute_moe", "uneven", "added_padding", "dense_layers", "shared_experts"),
     ),
     # An interleaved schedule runs microbatches in groups of as many as there are stages.
@@ -308,7 +311,7 @@ def job(name: str, *, further: bool = False) -> dict[str, list[Step]]:
     chosen = LAYOUTS[name]
     variants = {variant: VARIANTS[variant] for variant in (chosen.further if further else chosen.variants)}
     if name == "single":
-        variants |= ONE_RANK_ALONE
+        variants |= {each: ONE_RANK_ALONE[each] for each in ONE_RANK_ALONE if (each not in QUICK_ALONE) == further}
     return run_ranks(run_variants, chosen.world_size, chosen.world_size, chosen.sizes, variants)[0]
 
 
@@ -345,10 +348,18 @@ def test_layouts_count_as_one_rank_does(name: str, variant: str, further: bool) 
     assert_same_loads(job(name, further=further)[variant], expected, same_microbatches=chosen.same_microbatches)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *ONE_RANK_ALONE])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=() if name in QUICK_ALONE or name in ON_ONE_RANK else pytest.mark.slow)
+        for name in (*VARIANTS, *ONE_RANK_ALONE)
+    ],
+)
 def test_one_rank_counts_what_the_logits_call_for(variant: str) -> None:
-    steps = job("single")[variant]
-    reference = job("single")[({**VARIANTS, **ONE_RANK_ALONE})[variant].reference]
+    further = variant not in QUICK_ALONE and variant not in ON_ONE_RANK
+    name = {**VARIANTS, **ONE_RANK_ALONE}[variant].reference
+    steps = job("single", further=further)[variant]
+    reference = job("single", further=further and name in ONE_RANK_ALONE)[name]
     assert len(steps) > 0
     for step, wanted in zip(steps, reference, strict=False):
         assert step.counts.dtype == np.int64

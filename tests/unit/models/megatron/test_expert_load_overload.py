@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.moe.overload_factor import predict_overload, what_if_metrics
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,
@@ -157,6 +159,23 @@ def test_overload_is_what_a_walk_over_the_events_finds(name: str) -> None:
         assert 1.0 < expected["max_cum_overload_factor"] < expected["max_overload_factor"] < size
 
 
+@pytest.mark.parametrize(
+    "name", ["dp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ep2_dp4", "pp2_ep2"))]
+)
+def test_other_sizes_are_predicted_from_all_slices(name: str) -> None:
+    """Ranks share the events out, after an exchange among the slices; as whoever has all counts would say."""
+    sizes = (1, 2, 4, 8)
+    records = records_of(name, moe_metrics__what_if_expert_parallel_sizes=str(list(sizes)))
+    slices = counts_of_slices(records)
+    counts = torch.from_numpy(np.stack([slices[index] for index in sorted(slices)]))
+    expected = what_if_metrics(
+        predict_overload(counts, sizes, recorded_expert_parallel_size=LAYOUTS[name][1].get("ep", 1))
+    )
+    assert len(expected) == 2 * len(sizes)
+    for record in records:
+        assert {key: record.metrics[key] for key in expected} == pytest.approx(expected, abs=1e-12)
+
+
 def test_overload_of_several_global_batches() -> None:
     records = records_of("pp2_ep2", batches_in_step=2)
     assert records[0].counts.shape[0] == 2 * len(MICROBATCHES) // 2
@@ -182,7 +201,11 @@ NO_PIPELINE = [(kind, 0, m) for m in range(4) for kind in (F, B)]
 FIRST_OF_TWO = [(F, 0, 0), *[event for m in range(3) for event in ((F, 0, m + 1), (B, 0, m))], (B, 0, 3)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"activation_checkpointing": "full"}], ids=["plain", "recompute"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), {"activation_checkpointing": "full"}],
+    ids=["plain", "recompute"],
+)
 def test_events_are_the_schedules(changes: dict[str, str]) -> None:
     assert [record.events for record in records_of("single", **changes)] == [NO_PIPELINE]
     assert [record.events for record in records_of("pp2", **changes)] == [FIRST_OF_TWO, NO_PIPELINE]
@@ -211,8 +234,8 @@ def test_events_of_several_global_batches_follow_one_another() -> None:
 @pytest.mark.parametrize(
     ("name", "layer_spec"),
     [
-        ("ep2", "local"),
-        ("ep2", "auto"),
+        pytest.param("ep2", "local", marks=pytest.mark.slow),
+        pytest.param("ep2", "auto", marks=pytest.mark.slow),
         pytest.param("pp2_ep2", "local", marks=pytest.mark.slow),
         ("pp2_ep2", "auto"),
         ("tp2_ep2", "local"),

@@ -28,20 +28,18 @@ from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_b
 LOGITS_TOLERANCE = 1e-4
 
 # Of the layouts of several ranks, those that a model is tried in without being asked for slow tests. Together every
-# family's experts are spread, and every kind of its layers are put into stages.
+# kind of experts is spread (with a shared one, with groups, with biases), and every kind of layer is put into stages.
 ON_SEVERAL_RANKS = {
-    "mixtral": {"ep2"},
     # Tensor parallelism goes through OLMoE's own norms.
-    "olmoe": {"ep2", "tp2"},
+    "olmoe": {"tp2"},
     "qwen2_moe": {"ep2"},
     "qwen3": {"pp2"},
-    "qwen3_moe": {"ep2"},
     "gpt_oss": {"pp2_ep2"},
-    "deepseek_v2": {"pp2_ep2"},
     "deepseek_v2_groups": {"ep2"},
     "deepseek_v3": {"pp2_ep2"},
-    "deepseek_v3_moonlight": {"ep2"},
 }
+# Megatron-Core's own modules: plain attention and experts, sinks and biases, latents.
+WITH_STOCK_MODULES = {"mixtral", "gpt_oss", "deepseek_v3"}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +52,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def is_quick(name: str, where: str) -> bool:
     if where == "one_rank_local":
-        # Megatron-Core's own modules see no difference between the variants of a family; this project's may.
-        return name == FAMILY_MODELS[name].model_type and name not in ("llama", "mistral", "qwen2", "qwen3")
+        return name in WITH_STOCK_MODULES
     return where == "one_rank" or where in ON_SEVERAL_RANKS.get(name, set())
 
 

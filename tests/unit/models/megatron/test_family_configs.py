@@ -199,6 +199,8 @@ def test_yarn_positions(tmp_path: Path) -> None:
             {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0},
             r"rope_type: got 'longrope', supported: ",
         ),
+        ({"rope_theta": "null"}, r"rope_theta: got 'null', expected a number above 0"),
+        ({"rope_theta": 0}, r"rope_theta: got 0, expected a number above 0"),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
             r"rope_parameters.partial_rotary_factor: got 0.5, a field that is not known for rope_type 'default'",

@@ -62,9 +62,18 @@ def biases_of_models(world_size: int, settings: dict[str, Any], num_models: int 
             TopKRouter.routing = routing
 
 
-@pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(
-    "sizes", [{}, pytest.param({"ep": 2}, marks=pytest.mark.slow), {"tp": 2}], ids=["dp2", "ep2", "tp2"]
+    ("sizes", "sign"),
+    [
+        pytest.param(
+            sizes,
+            sign,
+            id=f"{name}-{sign}",
+            marks=() if (name, sign) in (("dp2", -1), ("tp2", 1)) else pytest.mark.slow,
+        )
+        for name, sizes in (("dp2", {}), ("ep2", {"ep": 2}), ("tp2", {"tp": 2}))
+        for sign in (1, -1)
+    ],
 )
 def test_all_ranks_have_the_same_bias(sizes: dict[str, int], sign: int) -> None:
     settings = {"moe_router_force_biased": sign * DEVIATION, **layout(**sizes)}
@@ -87,7 +96,7 @@ def test_a_positive_deviation_draws_anew_in_each_forward(recompute: str) -> None
     assert abs(calls.mean()) < 5 * DEVIATION / np.sqrt(calls.size)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", [pytest.param("none", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("sizes", [{}, {"pp": 2}], ids=["single", "pp2"])
 def test_a_negative_deviation_draws_once_for_each_layer(sizes: dict[str, int], recompute: str) -> None:
     world_size = 2 if sizes else 1
@@ -135,7 +144,7 @@ def test_a_plain_model_after_a_forced_one_is_plain() -> None:
     ("forced", "what"),
     [
         ({"moe_router_force_biased": 1.0}, "full"),
-        ({"moe_router_force_biased": 1.0}, "moe"),
+        pytest.param({"moe_router_force_biased": 1.0}, "moe", marks=pytest.mark.slow),
         ({"moe_router_force_biased": -1.0}, "full"),
         ({"moe_router_force_load_balancing": True}, "full"),
         ({"moe_router_force_hot_rank": 0}, "moe"),

@@ -39,7 +39,7 @@ def packed(policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"sequence_packing": packing})
 
 
-@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_microbatch_size_changes_nothing(layer_spec: str) -> None:
     # Without auxiliary losses: those are means over microbatches by definition.
     policy = tiny_policy(1, layer_spec=layer_spec, **WITHOUT_LOSSES)
@@ -47,7 +47,10 @@ def test_microbatch_size_changes_nothing(layer_spec: str) -> None:
     _assert_same(runs, runs[0])
 
 
-@pytest.mark.parametrize("microbatches", [blocks(1), blocks(4), ((0,), (1, 2, 3), (4, 5, 6, 7))])
+@pytest.mark.parametrize(
+    "microbatches",
+    [*(pytest.param(blocks(size), marks=pytest.mark.slow) for size in (1, 4)), ((0,), (1, 2, 3), (4, 5, 6, 7))],
+)
 def test_packing_changes_nothing(microbatches: Sequence[Sequence[int]]) -> None:
     policy = tiny_policy(1, layer_spec="auto")
     (padded_run,) = run_ranks(train_run, 1, RunSettings(policy, microbatches=microbatches))
@@ -105,7 +108,7 @@ def evaluate_between_steps(settings: RunSettings) -> dict[str, Any]:
         }
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_evaluation_leaves_nothing_behind(checkpointing: str) -> None:
     policy = tiny_policy(1, layer_spec="local", activation_checkpointing=checkpointing)
     settings = RunSettings(policy, num_steps=2)
@@ -166,7 +169,7 @@ def test_frozen_routers_stay_and_all_else_trains() -> None:
     assert unchanged == []
 
 
-@pytest.mark.parametrize("layer_spec", ["local", "auto"])
+@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_bfloat16_stays_close_to_float32(layer_spec: str) -> None:
     (exact,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec=layer_spec)))
     (rounded,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, layer_spec=layer_spec, precision="bfloat16")))

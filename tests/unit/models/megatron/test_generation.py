@@ -51,8 +51,15 @@ def longest_logprob_difference(policy: PolicyConfig, model: dict[str, Any]) -> f
         return float(max(differences))
 
 
-@pytest.mark.parametrize("layer_spec", LAYER_SPECS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "layer_spec"),
+    [
+        # How the model is made does not depend on whose modules it is made of.
+        pytest.param(model, spec, marks=pytest.mark.slow if spec == "local" and model != "plain" else ())
+        for model in MODELS
+        for spec in LAYER_SPECS
+    ],
+)
 def test_logprobs_are_those_of_the_trainer(model: str, layer_spec: str) -> None:
     (difference,) = run_ranks(longest_logprob_difference, 1, tiny_policy(1, layer_spec=layer_spec), MODELS[model])
     # Largest seen: 1.2e-6.
@@ -92,7 +99,7 @@ def save_weights(weights: dict[str, torch.Tensor], folder: Path) -> None:
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("layer_spec", LAYER_SPECS)
+@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_greedy_is_transformers_greedy(layer_spec: str) -> None:
     (pairs,) = run_ranks(greedy_tokens, 1, tiny_policy(1, layer_spec=layer_spec))
     for found, expected in pairs:
@@ -119,7 +126,7 @@ def responses_in_batches(policy: PolicyConfig) -> dict[str, list[tuple[list[int]
         }
 
 
-@pytest.mark.parametrize("layer_spec", LAYER_SPECS)
+@pytest.mark.parametrize("layer_spec", [pytest.param("local", marks=pytest.mark.slow), "auto"])
 def test_a_response_does_not_depend_on_the_batch(layer_spec: str) -> None:
     (found,) = run_ranks(responses_in_batches, 1, tiny_policy(1, layer_spec=layer_spec))
     together = found["together"]
@@ -227,11 +234,11 @@ def trained_with_and_without(policy: PolicyConfig, generates: bool) -> tuple[lis
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {"layer_spec": "auto"}),
-        (1, {"layer_spec": "local"}),
+        pytest.param(1, {"layer_spec": "auto"}, marks=pytest.mark.slow),
+        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
         (1, {"layer_spec": "auto", "moe_input_jitter_eps": 0.1}),
         (2, {"layer_spec": "auto", **layout(tp=2)}),
-        (2, {"layer_spec": "auto", **layout(pp=2)}),
+        pytest.param(2, {"layer_spec": "auto", **layout(pp=2)}, marks=pytest.mark.slow),
     ],
     ids=["auto", "local", "jitter", "tp2", "pp2"],
 )

@@ -89,7 +89,7 @@ def one_rank() -> RankRun:
 @pytest.mark.parametrize(
     ("world_size", "sizes", "changes"),
     [
-        pytest.param(1, {}, {}, id="fast modules"),
+        pytest.param(1, {}, {}, id="fast modules", marks=slow),
         pytest.param(1, {}, PACKED, id="packed"),
         pytest.param(2, {"tp": 2, "ep": 2}, SHARDED, id="tp2_ep2_zero1"),
         pytest.param(2, {"tp": 2}, PACKED, id="tp2_packed", marks=slow),

@@ -105,7 +105,7 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
 @pytest.mark.parametrize(
     ("sizes", "function"),
     [
-        ({"tp": 2, "etp": 2}, "torch.Tensor.new_empty"),
+        pytest.param({"tp": 2, "etp": 2}, "torch.Tensor.new_empty", marks=pytest.mark.slow),
         ({"tp": 2, "etp": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._joined"),
         ({"ep": 2}, "nemo_rl_moe.models.megatron.weights.hf_gather._as_bytes"),
         ({"pp": 2}, "nemo_rl_moe.models.safetensors_files.SafetensorsWriter.write"),

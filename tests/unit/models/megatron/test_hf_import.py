@@ -89,9 +89,9 @@ def expected_bytes(tensors: dict[str, torch.Tensor], changes: dict[str, Any], si
 @pytest.mark.parametrize(
     ("sizes", "changes"),
     [
-        ({"pp": 2}, {}),
+        pytest.param({"pp": 2}, {}, marks=pytest.mark.slow),
         ({"pp": 2}, TIED),
-        ({"ep": 2}, {}),
+        pytest.param({"ep": 2}, {}, marks=pytest.mark.slow),
         ({"tp": 2, "ep": 2}, {}),
         ({"tp": 2, "etp": 2}, {"vocab_size": 61}),
     ],
@@ -141,7 +141,7 @@ def test_padding_of_the_vocabulary_is_zero(tmp_path: Path) -> None:
         assert not second[ours].any()
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2, "etp": 2}])
+@pytest.mark.parametrize("sizes", [pytest.param({"ep": 2}, marks=pytest.mark.slow), {"tp": 2, "etp": 2}])
 def test_experts_may_be_stacked(sizes: dict[str, int], tmp_path: Path) -> None:
     hf_config = tiny_hf_config()
     tensors = tiny_tensors(hf_config)
@@ -165,7 +165,7 @@ def test_other_types_are_cast(tmp_path: Path) -> None:
     assert all(torch.equal(written[name], tensor.float()) for name, tensor in tensors.items())
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "etp": 2}, {"ep": 2}])
+@pytest.mark.parametrize("sizes", [{"tp": 2, "etp": 2}, pytest.param({"ep": 2}, marks=pytest.mark.slow)])
 def test_model_of_half_the_bits_keeps_them(sizes: dict[str, int], tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     write_folder({name: tensor.bfloat16() for name, tensor in tiny_tensors(tiny_hf_config()).items()}, source)

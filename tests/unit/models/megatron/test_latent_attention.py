@@ -102,11 +102,11 @@ def test_projections_cut_in_columns_lose_gradients() -> None:
     ("model", "changes"),
     [
         ("v3", {"sequence_packing__enabled": True}),
-        ("v3", {"activation_checkpointing": "full"}),
+        pytest.param("v3", {"activation_checkpointing": "full"}, marks=slow),
         ("v3", {"activation_checkpointing": "moe"}),
-        ("v3", {"layer_spec": "local"}),
+        pytest.param("v3", {"layer_spec": "local"}, marks=slow),
         ("v2", {"layer_spec": "local"}),
-        ("v2", {"sequence_packing__enabled": True}),
+        pytest.param("v2", {"sequence_packing__enabled": True}, marks=slow),
     ],
 )
 def test_ways_to_compute_make_no_difference(model: str, changes: dict[str, Any]) -> None:

@@ -60,16 +60,23 @@ def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
         assert getattr(found, name) <= limit, f"{name}: {found}"
 
 
-# Every two dimensions of a layout meet in one of the others too: dp4 in the sharded one, tp2_pp2 in packed sequences,
-# dp2_zero1 in the one that overlaps, tp2_zero1 in that of four ranks.
-COVERED_BY_OTHERS = {"dp4", "dp2_zero1", "tp2_zero1", "tp2_etp2", "pp2_ep2", "pp2_ep2_zero1", "tp2_pp2"}
-# What Megatron-Core's own modules compute in two dimensions they compute in one.
-QUICK_WITH_STOCK_MODULES = {"ep2", "pp2", "tp2"}
+# Every dimension of a layout, every two of them, and the sharded optimizer with each are in one of these.
+COMBINING_MOST = {
+    "dp2_zero1_overlap",
+    "ep2_zero1",
+    "pp2_vpp2_dp2_zero1",
+    "tp2_ep2_dp2_zero1",
+    "tp2_etp2_ep2",
+    "tp2_pp2_ep2_zero1",
+}
+# What Megatron-Core's own modules compute in two dimensions they compute in one; of stages those of recomputed
+# activations see them.
+QUICK_WITH_STOCK_MODULES = {"ep2", "tp2"}
 
 
 def _marks(name: str, layer_spec: str) -> list[pytest.MarkDecorator]:
-    is_slow = name in COVERED_BY_OTHERS or (layer_spec == "local" and name not in QUICK_WITH_STOCK_MODULES)
-    return [pytest.mark.slow] if is_slow else []
+    quick = QUICK_WITH_STOCK_MODULES if layer_spec == "local" else COMBINING_MOST
+    return [] if name in quick else [pytest.mark.slow]
 
 
 # The sharded optimizer does not know which modules run, so with Megatron-Core's own it is tried once.
@@ -91,8 +98,8 @@ def test_layout_trains_as_one_rank_does(name: str, layer_spec: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "layer_spec"),
     [
-        pytest.param({"pp": 2}, "local", id="pp2-local"),
-        pytest.param({"pp": 2}, "auto", id="pp2-auto"),
+        pytest.param({"pp": 2}, "local", id="pp2-local", marks=pytest.mark.slow),
+        pytest.param({"pp": 2}, "auto", id="pp2-auto", marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2}, "local", id="pp2_tp2-local", marks=pytest.mark.slow),
         pytest.param({"pp": 2, "tp": 2}, "auto", id="pp2_tp2-auto", marks=pytest.mark.slow),
         pytest.param({"pp": 2, "ep": 2}, "local", id="pp2_ep2-local", marks=pytest.mark.slow),
@@ -109,20 +116,30 @@ def test_pipeline_stage_without_experts(sizes: dict[str, int], layer_spec: str) 
     assert layers == {"load_balancing_loss_layer_2", "load_balancing_loss_layer_3"}
 
 
-@pytest.mark.parametrize("what", ["full", "moe"])
+RECOMPUTING = {
+    "single-local": (1, {}, "local"),
+    "single-auto": (1, {}, "auto"),
+    "pp2-local": (2, {"pp": 2}, "local"),
+    "ep2-auto": (2, {"ep": 2}, "auto"),
+    "tp2-local": (2, {"tp": 2}, "local"),
+}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "sizes", "layer_spec"),
+    ("world_size", "sizes", "layer_spec", "what"),
     [
-        pytest.param(1, {}, "local", marks=pytest.mark.slow),
-        (1, {}, "auto"),
-        (2, {"pp": 2}, "local"),
-        (2, {"ep": 2}, "auto"),
-        pytest.param(2, {"tp": 2}, "local", marks=pytest.mark.slow),
+        pytest.param(
+            *job,
+            what,
+            id=f"{name}-{what}",
+            marks=() if f"{name}-{what}" in ("pp2-local-full", "ep2-auto-moe") else pytest.mark.slow,
+        )
+        for name, job in RECOMPUTING.items()
+        for what in ("full", "moe")
     ],
-    ids=["single-local", "single-auto", "pp2-local", "ep2-auto", "tp2-local"],
 )
 def test_recomputed_activations_change_nothing(
-    what: str, world_size: int, sizes: dict[str, int], layer_spec: str
+    world_size: int, sizes: dict[str, int], layer_spec: str, what: str
 ) -> None:
     policy = tiny_policy(world_size, layer_spec=layer_spec, activation_checkpointing=what, **layout(**sizes))
     runs = run_ranks(train_run, world_size, RunSettings(policy))
@@ -134,10 +151,10 @@ def test_recomputed_activations_change_nothing(
     ("world_size", "changes"),
     [
         (1, {}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (2, layout(ep=2)),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
-        (2, layout(pp=2, vpp=2)),
+        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
         pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
         (4, layout(tp=2, pp=2)),
     ],
@@ -152,7 +169,11 @@ def test_packed_sequences_train_as_padded_ones(world_size: int, changes: dict[st
 
 @pytest.mark.parametrize(
     ("world_size", "sizes"),
-    [(2, {"ep": 2}), (2, {"tp": 2}), pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.slow)],
+    [
+        pytest.param(2, {"ep": 2}, marks=pytest.mark.slow),
+        (2, {"tp": 2}),
+        pytest.param(4, {"tp": 2, "pp": 2}, marks=pytest.mark.slow),
+    ],
     ids=["ep2", "tp2", "tp2_pp2"],
 )
 def test_z_loss_in_layouts(world_size: int, sizes: dict[str, int]) -> None:
@@ -167,7 +188,7 @@ def test_z_loss_in_layouts(world_size: int, sizes: dict[str, int]) -> None:
     assert_same_training(runs, reference)
 
 
-@pytest.mark.parametrize("balancing", ["seq_aux_loss", "global_aux_loss"])
+@pytest.mark.parametrize("balancing", ["seq_aux_loss", pytest.param("global_aux_loss", marks=pytest.mark.slow)])
 def test_other_balancing_losses_under_tensor_parallelism(balancing: str) -> None:
     changes = {"layer_spec": "auto", "moe_router_load_balancing_type": balancing}
     (reference,) = run_ranks(train_run, 1, RunSettings(tiny_policy(1, **changes)))
@@ -190,7 +211,12 @@ def test_global_batch_loss_spans_the_data_parallel_ranks() -> None:
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"pp": 2}, {"pp": 2, "vpp": 2}, pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow), {"tp": 2}],
+    [
+        pytest.param({"pp": 2}, marks=pytest.mark.slow),
+        {"pp": 2, "vpp": 2},
+        pytest.param({"pp": 2, "tp": 2}, marks=pytest.mark.slow),
+        {"tp": 2},
+    ],
     ids=str,
 )
 def test_tied_embeddings(sizes: dict[str, int]) -> None:

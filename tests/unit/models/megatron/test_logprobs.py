@@ -133,15 +133,15 @@ def joined(parts: Sequence[Array]) -> Array:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (1, PACKED),
         (1, {"layer_spec": "local"}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (2, layout(tp=2)),
         pytest.param(2, PACKED | layout(tp=2), marks=pytest.mark.slow),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
         (2, PACKED | layout(pp=2)),
-        (2, layout(pp=2, vpp=2)),
+        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
         (2, layout(ep=2)),
     ],
 )
@@ -233,7 +233,10 @@ def training_inputs(policy: PolicyConfig, folder: str) -> list[tuple[Array, Arra
 IN_BFLOAT16 = {"precision": "bfloat16", "generation__temperature": 0.7}
 
 
-@pytest.mark.parametrize("changes", [{}, PACKED, {"generation__temperature": 1.0}, IN_BFLOAT16])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, PACKED, pytest.param({"generation__temperature": 1.0}, marks=pytest.mark.slow), IN_BFLOAT16],
+)
 def test_training_sees_the_same_and_columns_in_line(changes: dict[str, Any], model_folder: str) -> None:
     (microbatches,) = run_ranks(training_inputs, 1, policy_for(**changes), model_folder)
     assert len(microbatches) == len(MICROBATCHES)
@@ -284,11 +287,11 @@ def weights_of(trainer: MegatronTrainer) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (1, {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}),
         (2, {"distributed_data_parallel_config__use_distributed_optimizer": True}),
         (2, layout(pp=2)),
-        (2, layout(ep=2)),
+        pytest.param(2, layout(ep=2), marks=pytest.mark.slow),
         (1, {"precision": "bfloat16"}),
     ],
 )
@@ -322,7 +325,10 @@ def share_loss(inputs: LossInputs) -> LossOutputs:
     return replace(outputs, metrics=outputs.metrics | metrics)
 
 
-@pytest.mark.parametrize(("world_size", "changes"), [(1, {}), (2, {}), (2, layout(pp=2))])
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [*(pytest.param(ranks, {}, marks=pytest.mark.slow) for ranks in (1, 2)), (2, layout(pp=2))],
+)
 def test_shares_of_several_global_batches_are_their_mean(world_size: int, changes: dict[str, Any]) -> None:
     ranks = run_ranks(two_global_batches, world_size, policy_for(world_size, **changes))
     series = [metrics for metrics, *_ in ranks if metrics]

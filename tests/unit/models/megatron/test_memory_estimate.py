@@ -173,6 +173,8 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], dict[str, Any]]] = {
 
 # Each is a quick case's with one thing less.
 SLOW_CASES = {
+    "two copies, bfloat16, sharded",
+    "expert parallel",
     "two copies, bfloat16, whole",
     "bfloat16, float32 gradients",
     "float32, sharded",

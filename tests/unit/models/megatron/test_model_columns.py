@@ -21,6 +21,7 @@ from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
+    logprobs_by_sequence,
     parallel_job,
     shard_of_rank,
     tiny_batch,
@@ -89,12 +90,7 @@ def measure(policy: PolicyConfig, microbatches: Any, *, with_columns: bool) -> M
         whole = batch_with_columns() if with_columns else tiny_batch(3)
         place = trainer.coordinates
         shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size, microbatches)
-        count = len(microbatches) // place.data_parallel_size
-        rows = microbatches[place.data_parallel_rank * count :][:count]
-        logprobs: dict[int, np.ndarray] = {}
-        for indices, values in zip(rows, trainer.logprobs(shard.microbatches), strict=False):
-            for index, found in zip(indices, values, strict=True):
-                logprobs[index] = found[: int(whole.lengths[index])].numpy()
+        logprobs = logprobs_by_sequence(trainer, shard, whole, microbatches)
         evaluated = trainer.evaluate(shard, sft_loss)
         result = trainer.train([shard], sft_loss)
         loss = evaluated["loss"].reduce() if "loss" in evaluated else 0.0
@@ -135,12 +131,12 @@ def test_the_columns_change_what_the_model_gives(expected: Any) -> None:
     ("world_size", "changes", "microbatches"),
     [
         (1, PACKED, MICROBATCHES),
-        (1, {}, LENGTH_SORTED),
+        pytest.param(1, {}, LENGTH_SORTED, marks=pytest.mark.slow),
         (2, {}, MICROBATCHES),
-        (2, layout(tp=2), MICROBATCHES),
+        pytest.param(2, layout(tp=2), MICROBATCHES, marks=pytest.mark.slow),
         (2, PACKED | layout(tp=2), MICROBATCHES),
         (2, layout(ep=2), LENGTH_SORTED),
-        (2, layout(pp=2), MICROBATCHES),
+        pytest.param(2, layout(pp=2), MICROBATCHES, marks=pytest.mark.slow),
         (2, PACKED | layout(pp=2), LENGTH_SORTED),
         (2, layout(pp=2, vpp=2), MICROBATCHES),
     ],

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A report takes one collective and one copy to the host, whatever the model, the batch and the options."""
+"""A report takes few collectives and one copy to the host, whatever the model, the batch and the options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.training import trainer as trainer_module
@@ -24,15 +25,18 @@ WAITING = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__",
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Notes every operation of torch.distributed, whatever function called it."""
+    """Notes every operation of torch.distributed, whatever function called it, and the bytes of its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.bytes: list[int] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace == "c10d":
             self.names.append(function._schema.name.removeprefix("c10d::"))
+            tensors = [item for item in tree_leaves(args) if isinstance(item, torch.Tensor)]
+            self.bytes.append(sum(tensor.numel() * tensor.element_size() for tensor in tensors))
         return function(*args, **(kwargs or {}))
 
 
@@ -75,7 +79,8 @@ def logged_report(job: Job) -> dict[str, Any]:
         place = trainer.coordinates
         shard = shard_of_rank(tiny_batch(1), place.data_parallel_rank, place.data_parallel_size, job.microbatches)
         result = trainer.train([shard], sft_loss)
-        return {"collectives": collectives.names, "waits": waits.names, "metrics": result.moe_metrics}
+        found = {"collectives": collectives.names, "bytes": collectives.bytes}
+        return {**found, "waits": waits.names, "metrics": result.moe_metrics}
 
 
 JOBS = {
@@ -95,6 +100,7 @@ JOBS = {
     "no_overload": Job(changes={"log_moe_overload_factor": False, "moe_per_layer_logging": False}),
     "no_losses": Job(changes={"moe_router_load_balancing_type": "none"}),
     "dp2": Job(sizes={}),
+    "what_if_over_slices": Job(sizes={}, changes={"moe_metrics__what_if_expert_parallel_sizes": "[2,4]"}),
     "tp2": Job(sizes={"tp": 2}),
     "pp2_vpp2": Job(sizes={"pp": 2, "vpp": 2}),
     "pp2_ep2": Job(4, {"pp": 2, "ep": 2}),
@@ -102,16 +108,40 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_one_collective_and_one_copy(name: str) -> None:
+# Two dimensions at a time, or more of one thing, are in the others.
+COVERED_BY_OTHERS = {"dp2", "many_layers", "pp2_vpp2"}
+SUM_AND_MAXIMUM = ["allreduce_", "allreduce_"]
+OTHER_COLLECTIVES = {
+    "no_overload": ["allreduce_"],
+    "what_if_over_slices": ["alltoall_base_", *SUM_AND_MAXIMUM],
+}
+WITHIN_A_SLICE = {"ep2", "many_layers", "many_experts", "many_microbatches", "many_names", "no_losses", "pp2_ep2"}
+"""Whose ranks that exchange tokens add up their counts first."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in COVERED_BY_OTHERS else ()) for name in JOBS]
+)
+def test_few_collectives_and_one_copy(name: str) -> None:
     reports = run_ranks(logged_report, JOBS[name].world_size, JOBS[name])
     for report in reports:
-        assert report["collectives"] == ["allreduce_"]
+        in_slice = ["allreduce_"] if name in WITHIN_A_SLICE else []
+        assert report["collectives"] == in_slice + OTHER_COLLECTIVES.get(name, SUM_AND_MAXIMUM)
         # All that follows the copy works on the host.
         assert report["waits"][0] == "cpu"
         assert report["waits"].count("cpu") == 1
         assert report["metrics"] == reports[0]["metrics"]
     assert "cv_mean" in reports[0]["metrics"]
+
+
+def test_bytes_over_the_whole_job_do_not_grow_with_microbatches_and_slices() -> None:
+    names = ("ep2", "many_microbatches", "dp2")
+    few, many, two_slices = (run_ranks(logged_report, 2, JOBS[name])[0]["bytes"] for name in names)
+    layers, experts, one_loss, one_size = 4, 8, 1, 1
+    in_slice = 2 * layers * 2 * 4  # microbatches of a rank, layers, ranks of 4 bytes
+    assert few == [in_slice, 8 * layers * (one_loss + experts + 2 * one_size), 8 * (layers * one_size + 1)]
+    assert many == [2 * in_slice, *few[1:]]
+    assert two_slices == few[1:]
 
 
 def test_one_rank_needs_no_collective() -> None:

@@ -12,8 +12,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import per_sequence
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, tiny_policy
+from tests.support.tiny_model import (
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_grpo_policy,
+    tiny_policy,
+)
 from tests.support.training_run import NUM_STEPS, RunSettings, build_trainer, shard_of_step, train_run
 
 # Methods that hand a value to Python; not all of them are operations that the dispatcher sees.
@@ -32,6 +41,7 @@ OPERATIONS = {
     "unique_consecutive",
     "unique_dim",
 }
+PACKED = {"sequence_packing__enabled": True}
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -105,6 +115,41 @@ def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]
         return waits.until_stop, dict(waits.counts)
 
 
+def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
+    """Counts on this rank of a step whose sequences have advantages, from its start to its MoE report."""
+    with parallel_job(policy):
+        trainer = build_trainer(RunSettings(policy))
+        waits, report = Waits(), trainer._moe_metrics
+
+        def stop_and_report(num_microbatches: int) -> Any:
+            waits.stop()
+            return report(num_microbatches)
+
+        trainer._moe_metrics = stop_and_report  # type: ignore[method-assign]
+        batch = tiny_batch(1).with_columns(advantages=per_sequence(torch.arange(8.0)))
+        place = trainer.coordinates
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        trainer.train([shard], sft_loss)
+        with waits:
+            metrics = trainer.train([shard], sft_loss).moe_metrics
+        asked = policy.megatron_cfg.experts_by_advantage  # type: ignore[attr-defined]
+        assert ("routing_advantage/excess" in metrics) == asked
+        return waits.until_stop
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [(1, {}), (1, PACKED), (2, layout(tp=2)), pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow)],
+)
+def test_experts_by_advantage_wait_for_nothing_before_the_report(world_size: int, changes: dict[str, Any]) -> None:
+    off, on = (
+        run_ranks(waits_with_advantages, world_size, tiny_grpo_policy(world_size, experts_by_advantage=flag, **changes))
+        for flag in (False, True)
+    )
+    assert on == off
+    assert sum(on[0].values()) > 0
+
+
 JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "local": (1, {"layer_spec": "local"}),
     "auto": (1, {"layer_spec": "auto"}),
@@ -115,7 +160,10 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", JOBS)
+# "ep2" does what "auto" does, on two ranks.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "auto" else ()) for name in JOBS]
+)
 def test_tracking_waits_for_nothing_before_the_report(name: str) -> None:
     world_size, changes = JOBS[name]
     off, on = (
@@ -165,7 +213,9 @@ def test_the_counter_sees_what_waits() -> None:
     assert waits.counts == {}
 
 
-@pytest.mark.parametrize("name", ["local", "auto", "ep2", "capacity"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("local", "auto")), "ep2", "capacity"]
+)
 def test_tracking_changes_no_bit(name: str) -> None:
     world_size, changes = JOBS[name]
     settings = {

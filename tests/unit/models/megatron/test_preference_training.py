@@ -120,7 +120,11 @@ def test_training_starts_at_the_reference_and_leaves_it(plain: tuple[Training, l
     assert first["num_valid_pairs"] == NUM_PAIRS
 
 
-@pytest.mark.parametrize("way", WAYS)
+# In the others' cuts these are one part.
+SLOW_WAYS = {"packed", "two ranks"}
+
+
+@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.slow if way in SLOW_WAYS else ()) for way in WAYS])
 def test_every_cut_trains_alike(plain: tuple[Training, list[list[float]]], way: str) -> None:
     expected, sums = plain
     ranks, changes = WAYS[way]

@@ -163,10 +163,10 @@ def gradients_of_transformers(folder: str) -> list[Any]:
 @pytest.mark.parametrize(
     ("world_size", "changes"),
     [
-        (1, {}),
+        pytest.param(1, {}, marks=pytest.mark.slow),
         (1, {"sequence_packing__enabled": True}),
         (1, {"layer_spec": "local"}),
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
         (2, layout(ep=2)),
     ],
 )
@@ -182,7 +182,11 @@ def test_without_an_auxiliary_loss_the_gradient_is_that_of_the_policy_loss(
     assert_close(found, expected, 1e-4)
 
 
-@pytest.mark.parametrize("advantages", [NO_ADVANTAGES, ADVANTAGES[:2] * 4], ids=["auxiliary loss alone", "both"])
+@pytest.mark.parametrize(
+    "advantages",
+    [pytest.param(NO_ADVANTAGES, marks=pytest.mark.slow), ADVANTAGES[:2] * 4],
+    ids=["auxiliary loss alone", "both"],
+)
 def test_the_number_of_microbatches_changes_nothing(advantages: tuple[float, ...]) -> None:
     whole = Update(policy_for(coefficient=COEFFICIENT), advantages, num_microbatches=1, repeats=True)
     expected = router_gradients(whole)

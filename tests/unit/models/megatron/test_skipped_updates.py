@@ -43,8 +43,18 @@ def _weights(trainer: MegatronTrainer) -> torch.Tensor:
     return torch.cat([weight.detach().flatten() for chunk in trainer.chunks for weight in chunk.parameters()])
 
 
-@pytest.mark.parametrize("kind", ["loss", "gradient", "both"])
-@pytest.mark.parametrize("settings", [{}, ZERO, {"precision": "bfloat16"}], ids=["plain", "zero", "bfloat16"])
+SETTINGS: dict[str, Mapping[str, Any]] = {"plain": {}, "zero": ZERO, "bfloat16": {"precision": "bfloat16"}}
+QUICK = {"plain-loss", "zero-gradient", "bfloat16-both"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kind"),
+    [
+        pytest.param(settings, kind, id=f"{name}-{kind}", marks=() if f"{name}-{kind}" in QUICK else pytest.mark.slow)
+        for name, settings in SETTINGS.items()
+        for kind in ("loss", "gradient", "both")
+    ],
+)
 def test_a_spoiled_update_is_left_out(settings: Mapping[str, Any], kind: str) -> None:
     found = run_ranks(run_with, 2, RunSettings(tiny_policy(2, **settings)), [None, SpoiledLoss(kind), None])
     assert str(found[0]) == str(found[1]), "all ranks decide alike; as text, since NaN equals nothing"
@@ -88,7 +98,7 @@ def expert_biases(settings: RunSettings, losses: list[Any]) -> list[list[float]]
         return found
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"pp": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({"ep": 2}, marks=pytest.mark.slow), {"pp": 2}, {"tp": 2}], ids=str)
 def test_one_rank_s_nan_stops_the_update_on_all(sizes: Mapping[str, int]) -> None:
     settings = RunSettings(tiny_policy(2, **layout(**sizes)))
     found = run_ranks(run_with, 2, settings, [SpoiledLoss("gradient", only_width=16), None])

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of the policy over fake workers: who gets what, and how the answers come together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -65,18 +65,22 @@ class FakeWorkers:
             ]
         if method == "save_weights":
             return self.outcomes
-        if method == "send_weights":
-            return self.sent
         return [self.weight_version if method == "weight_version" else None for _ in self.places]
 
     def shutdown(self) -> None:
         self.is_stopped = True
 
-    def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> Callable[[], list[Any]]:
         self.calls.append((method, arguments))
+        return lambda: self._results(method, arguments)
+
+    def _results(self, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
+        if method == "send_weights":
+            return self.sent
         answer = getattr(self, f"_{method}")
         return [
-            answer(*given) if place.reports_loss else [] for place, given in zip(self.places, arguments, strict=True)
+            None if given is None else answer(*given) if place.reports_loss else []
+            for place, given in zip(self.places, arguments, strict=True)
         ]
 
     def _generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
@@ -198,6 +202,32 @@ def test_few_sequences_are_not_filled_up_to_a_microbatch(
     assert sizes == {rows}
 
 
+@pytest.mark.parametrize(
+    ("layout", "called"),
+    [
+        ({}, {0}),
+        ({"expert_model_parallel_size": 2}, {0, 1}),
+        ({"expert_tensor_parallel_size": 2}, {0, 1}),
+        ({"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}, {0}),
+    ],
+    ids=["no experts elsewhere", "expert-parallel", "experts cut over two copies", "experts within a copy"],
+)
+def test_one_copy_of_the_model_scores_a_few_sequences_where_it_has_all_experts(
+    layout: dict[str, int], called: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small_config("policy.logprob_batch_size=64")
+    megatron = config.policy.megatron_cfg.model_copy(update=layout)
+    config = config.model_copy(update={"policy": config.policy.model_copy(update={"megatron_cfg": megatron})})
+    policy, workers = make_policy(monkeypatch, config, 2)
+    batch = tiny_batch(4)
+    assert torch.equal(policy.start_logprobs(batch, by_one_copy=True)(), policy.logprobs(batch))
+    method, arguments = workers.calls[-2]
+    assert method == "logprobs"
+    assert {
+        place.data_parallel_rank for place, given in zip(workers.places, arguments, strict=True) if given is not None
+    } == called
+
+
 def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
     with policy.weight_transport() as transport:
@@ -205,7 +235,7 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert spec.num_senders == 4
         assert spec.folder.parent == tmp_path, "several machines share no memory"
         assert transport.send() == 1 + 2 + 3
-        assert workers.calls[-1] == ("send_weights", (spec, False))
+        assert workers.calls[-1] == ("send_weights", [(spec, False)] * 4)
         assert transport.num_bytes == 1 + 2 + 3
         workers.sent[2] = SendOutcome(problem="receiver 0 is full")
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
@@ -214,8 +244,25 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
         spec = transport.open(num_receivers=1, version=3)
         with pytest.raises(WeightSyncError):
             transport.send()
-        assert workers.calls[-1] == ("send_weights", (spec, True))
+        assert workers.calls[-1] == ("send_weights", [(spec, True)] * 4)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    policy, workers = make_policy(monkeypatch, small_config(f"checkpointing.checkpoint_dir={tmp_path}"))
+    batch = tiny_batch(4)
+    asked: list[Callable[[], torch.Tensor]] = []
+    with policy.weight_transport(then=lambda: asked.append(policy.start_logprobs(batch))) as transport:
+        transport.open(num_receivers=1, version=3)
+        assert asked == []
+        workers.sent[1] = SendOutcome(problem="receiver 0 is full")
+        with pytest.raises(WeightSyncError, match="receiver 0 is full"):
+            transport.send()
+    # Ranks run forward passes together: those that could send must not wait for one that could not.
+    assert [method for method, _ in workers.calls[-2:]] == ["send_weights", "logprobs"]
+    assert torch.equal(asked[0](), policy.logprobs(batch))
 
 
 def test_weights_need_a_folder_that_all_machines_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ class IndexTopKRouter(TopKRouter):
         probs, indices = self._choose(logits)
         # Not when a checkpointed segment runs without gradients: its second pass counts.
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
-            probs = self._attach_auxiliary_loss(logits, probs, indices, padding_mask)
+            counted = getattr(self.router_replay, "counted", None)
+            probs = self._attach_auxiliary_loss(logits, probs, indices if counted is None else counted, padding_mask)
         self.last_topk_indices = indices
         return probs, indices
 
@@ -65,13 +66,19 @@ class IndexTopKRouter(TopKRouter):
     def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.config.moe_router_pre_softmax:
             scores = logits.softmax(-1, dtype=torch.float32).type_as(logits)
-            probs, indices = scores.topk(self.topk, dim=-1)
+            probs, indices = self._top_experts(scores)
         else:
-            chosen, indices = logits.topk(self.topk, dim=-1)
+            chosen, indices = self._top_experts(logits)
             probs = chosen.softmax(-1, dtype=torch.float32).type_as(logits)
         if self.config.moe_router_topk_scaling_factor:
             probs = probs * self.config.moe_router_topk_scaling_factor
         return probs, indices
+
+    def _top_experts(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        if self.router_replay is None:
+            return scores.topk(self.topk, dim=-1)
+        # Asked as the stock router asks it: a router that did not would take its own experts without a word.
+        return self.router_replay.get_replay_topk(scores, self.topk, None, None, _plain_topk)
 
     def _attach_auxiliary_loss(
         self, logits: Tensor, probs: Tensor, indices: Tensor, padding_mask: Tensor | None
@@ -91,6 +98,10 @@ class IndexTopKRouter(TopKRouter):
         return self.attach_and_log_load_balancing_loss(
             probs, coefficient, loss, "load_balancing_loss", self.tp_cp_group, valid_token_count=valid_tokens
         )
+
+
+def _plain_topk(scores: Tensor, topk: int, *_groups: Any, **_named_groups: Any) -> tuple[Tensor, Tensor]:
+    return scores.topk(topk, dim=-1)
 
 
 class DispatchFunction(torch.autograd.Function):

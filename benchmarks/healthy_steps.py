@@ -1,0 +1,215 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Healthy steps in large numbers: made of the tapes and live routes of real runs, and given to all checks.
+
+A simulated step draws its sequences, with replacement, from those of one recorded step, neighbours together as answers
+to one prompt are; from one simulated step to the
+next the recorded one moves by at most one, back and forth, so that what changes over a run changes here too. Everything
+behind the routers is the code that a run executes: the ledger, the counts of repeated rows and of ranks, the sample's
+identity, the metrics, the alerts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl_moe.config.schema_run import AlertsConfig
+from nemo_rl_moe.loggers.alerts import AlertWatch
+from nemo_rl_moe.moe.load_arrays import overload_of_steps
+from nemo_rl_moe.moe.replay import RoutedTokens
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeLedger
+from nemo_rl_moe.moe.tape_ranks import rows_by_rank
+from nemo_rl_moe.moe.tape_repeats import RepeatedRows
+from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
+
+NUM_RANKS, SAMPLED, WINDOW = 2, 2, 48
+STEPS_A_RUN = 100
+CPU = torch.device("cpu")
+
+
+def record_steps(trainer: Any, rank: int, folder: Path) -> None:
+    """Has a worker save tape and live routes of each training pass, a file a step.
+
+    Arrays `tape` and `live` are `[sequences, tokens, moe_layers, topk]`, `margin` is `[sequences, tokens, moe_layers]`,
+    `lengths` has the tokens of each sequence that were fed to the model that made the tape.
+    """
+    taps, parts = trainer._taps, list[Any]()
+    add, train = taps.ledger.add, trainer.train
+
+    def recording(number: int, layers: Any, routes: Any, fed: Any, seen: Any) -> None:
+        add(number, layers, routes, fed, seen)
+        live = np.stack([of_layer.live.numpy() for of_layer in seen], 1).astype(np.int16)
+        margin = np.stack([of_layer.margin.numpy() for of_layer in seen], 1).astype(np.float16)
+        parts.append((routes.numpy(), live, margin, fed.numpy()))
+
+    def training(shards: Sequence[Any], loss_function: Any) -> Any:
+        parts.clear()
+        result = train(shards, loss_function)
+        batches = [batch for shard in shards for batch in shard.microbatches]
+        rows: dict[str, list[np.ndarray]] = {"tape": [], "live": [], "margin": [], "fed": []}
+        for batch, part in zip(batches, parts, strict=True):
+            for name, values in zip(rows, part, strict=True):
+                # Routers see all sequences of a column, then those of the next one.
+                rows[name].append(values.reshape(-1, len(batch), *values.shape[1:]).swapaxes(0, 1))
+        longest = max(values.shape[1] for values in rows["tape"])
+        fills = {"tape": -1, "live": 0, "margin": 0, "fed": False}
+        arrays: dict[str, Any] = {
+            name: np.concatenate([_padded(values, longest, fills[name]) for values in of_kind])
+            for name, of_kind in rows.items()
+        }
+        lengths = arrays.pop("fed").sum(1)
+        number = len(list(folder.glob(f"*_rank_{rank}.npz"))) + 1
+        arrays["lengths"] = lengths
+        np.savez(folder / f"step_{number:04d}_rank_{rank}.npz", **arrays)
+        return result
+
+    taps.ledger.add, trainer.train = recording, training
+
+
+def _padded(values: np.ndarray, longest: int, fill: float) -> np.ndarray:
+    widths = [(0, 0), (0, longest - values.shape[1]), *[(0, 0)] * (values.ndim - 2)]
+    return np.pad(values, widths, constant_values=fill)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Sequences of one recorded step, of all ranks.
+
+    Attributes:
+        arrays: `tape`, `live`, `margin` and `lengths`, as `record_steps` writes them.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+
+    def drawn(self, places: np.ndarray) -> dict[str, torch.Tensor]:
+        """Some of the sequences."""
+        return {name: torch.from_numpy(values[places]) for name, values in self.arrays.items()}
+
+
+def read_steps(folder: Path) -> list[Recorded]:
+    """The steps that workers have recorded."""
+    files: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("step_*.npz")):
+        files.setdefault(path.name.split("_rank_")[0], []).append(path)
+    return [Recorded(_joined([dict(np.load(path)) for path in of_step])) for of_step in files.values()]
+
+
+def _joined(parts: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    longest = max(part["tape"].shape[1] for part in parts)
+    fills = {"tape": -1, "live": 0, "margin": 0}
+    joined = {
+        name: np.concatenate([_padded(part[name], longest, fill) for part in parts]) for name, fill in fills.items()
+    }
+    return joined | {"lengths": np.concatenate([part["lengths"] for part in parts])}
+
+
+class HealthySteps:
+    """Simulated steps of one recorded run.
+
+    Args:
+        recorded: Its steps.
+        num_experts: Routed experts of a layer.
+        is_exact: Tape and live routes are of the same weights in float32.
+        alerts: Thresholds of a run.
+    """
+
+    def __init__(
+        self,
+        recorded: Sequence[Recorded],
+        num_experts: int,
+        alerts: AlertsConfig,
+        *,
+        is_exact: bool,
+    ):
+        *_, num_layers, self._topk = recorded[0].arrays["tape"].shape
+        self._recorded, self._num_experts, self._layers = recorded, num_experts, tuple(range(num_layers))
+        self._alerts, self._is_exact = alerts, is_exact
+        self.agreements: list[float] = []
+        """Live agreement of each step."""
+
+    def alarms(self, num_steps: int, seed: int) -> list[str]:
+        """Alarms of the checks over so many steps, in runs of a hundred; a line each."""
+        generator = np.random.default_rng(seed)
+        said: list[str] = []
+        for first in range(0, num_steps, STEPS_A_RUN):
+            watch = AlertWatch(self._alerts, self._topk)
+            place = int(generator.integers(len(self._recorded)))
+            for step in range(1, min(STEPS_A_RUN, num_steps - first) + 1):
+                place = int(np.clip(place + generator.integers(-1, 2), 0, len(self._recorded) - 1))
+                metrics, counts, anomalies = self._step(self._recorded[place], generator)
+                said += [anomaly.text for anomaly in anomalies]
+                said += [alert.line for alert in watch.observe(step, metrics, self._layers, counts)]
+        return said
+
+    def _step(
+        self, recorded: Recorded, generator: np.random.Generator
+    ) -> tuple[dict[str, float], np.ndarray, list[TapeAnomaly]]:
+        size = len(recorded.arrays["lengths"])
+        ledgers, repeats, samples = [], torch.zeros(3, dtype=torch.long), []
+        slots = None
+        for rank in range(NUM_RANKS):
+            first = generator.integers(size - 1, size=size // NUM_RANKS // 2)
+            drawn = recorded.drawn(np.stack([first, first + 1], 1).reshape(-1))
+            ledger = self._ledger(drawn)
+            ledgers.append(ledger)
+            repeats += self._repeated(drawn)
+            of_rank = rows_by_rank(ledger.rows, rank)
+            slots = of_rank if slots is None else slots + of_rank
+            samples.append(_sampled(drawn))
+        assert slots is not None
+        of_ranks = [ledger.reduced() for ledger in ledgers]
+        names = [field.name for field in fields(LedgerTotals)]
+        totals = LedgerTotals(*(torch.stack([getattr(part, name) for part in of_ranks]).sum(0) for name in names))
+        checked = CheckTotals(repeats, slots, num_ranks=NUM_RANKS, is_exact=self._is_exact)
+        sample = TapeSample(*(np.concatenate([part[kind] for part in samples]) for kind in (0, 1)))
+        layers = tuple(self._layers)
+        report = tape_report(layers, totals, checked, sample, num_experts=self._num_experts, per_layer=False)
+        metrics, anomalies = report.metrics, list(report.anomalies)
+        self.agreements.append(metrics["routing/live_agreement"])
+        counts = totals.live_experts.numpy()
+        overload = float(overload_of_steps(counts, NUM_RANKS).mean())
+        named = {f"train/moe/{name}": value for name, value in metrics.items()}
+        return named | {"train/moe/avg_overload_factor": overload}, counts, anomalies
+
+    def _ledger(self, drawn: Mapping[str, torch.Tensor]) -> TapeLedger:
+        ledger = TapeLedger(len(self._layers), self._num_experts, CPU)
+        tape, live, margin = (_in_router_order(drawn[name]) for name in ("tape", "live", "margin"))
+        seen = [
+            RoutedTokens(live[:, layer].long(), live[:, layer].long(), margin[:, layer].float())
+            for layer in range(len(self._layers))
+        ]
+        ledger.add(0, torch.arange(len(self._layers)), tape, _in_router_order(_fed(drawn)), seen)
+        return ledger
+
+    def _repeated(self, drawn: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        rows = RepeatedRows(self._num_experts, CPU)
+        tape, live = (_in_router_order(drawn[name]) for name in ("tape", "live"))
+        places = torch.arange(len(tape)) - len(drawn["lengths"])
+        rows.add(tape, live.long(), _in_router_order(_fed(drawn)), places.clamp(min=-1))
+        return rows.counts
+
+
+def _fed(drawn: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.arange(drawn["tape"].shape[1]) < drawn["lengths"][:, None]
+
+
+def _in_router_order(values: torch.Tensor) -> torch.Tensor:
+    return values.transpose(0, 1).flatten(0, 1)
+
+
+def _sampled(drawn: Mapping[str, torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Tape and live routes of the last tokens of a rank's first sequences, as a run samples them."""
+    shape = (SAMPLED, WINDOW, *drawn["tape"].shape[2:])
+    found = []
+    for name in ("tape", "live"):
+        sample = np.full(shape, -1, dtype=np.int32)
+        for row, length in enumerate(drawn["lengths"][:SAMPLED].tolist()):
+            last = drawn[name][row, max(0, length - WINDOW) : length].numpy()
+            sample[row, : len(last)] = last
+        found.append(sample)
+    return found[0], found[1]

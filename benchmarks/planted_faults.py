@@ -1,0 +1,363 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Silent failures of routing, planted into the workers of a real run from outside: the package knows nothing of them.
+
+A worker of a planted run is a subclass of the real one that wraps its trainer: what it generates, what it is given to
+train on, its routers, or what it sends to a generation engine. Each fault names where its kind has been seen.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from healthy_steps import record_steps
+
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.generation.interface import GeneratedSequence
+from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
+
+Routes = np.ndarray
+"""Experts of a sequence's tokens in each MoE layer, `[tokens, moe_layers, topk]`."""
+Spoil = Callable[["Site", list[Routes]], list[Routes]]
+NUM_REPLAYED = 67
+SHARED_RUN = ("policy.megatron_cfg.routing_replay=rollout",)
+WITH_BIAS = (
+    "policy.megatron_cfg.moe_router_enable_expert_bias=true",
+    "policy.megatron_cfg.moe_router_score_function=sigmoid",
+)
+WITH_EXPERT_PARALLELISM = (
+    "policy.megatron_cfg.expert_model_parallel_size=2",
+    "policy.megatron_cfg.log_moe_overload_factor=true",
+)
+
+
+@dataclass
+class Site:
+    """One worker of a planted run.
+
+    Attributes:
+        trainer: Its `MegatronTrainer`.
+        rank: Its rank.
+        onset: First step that the fault strikes.
+        step: Step that is under way, from 1.
+        kept: Routes of the step before, by place.
+    """
+
+    trainer: Any
+    rank: int
+    onset: int
+    step: int = 1
+    kept: Sequence[Routes] = ()
+
+    @property
+    def strikes(self) -> bool:
+        """True from the first step on that the fault strikes."""
+        return self.step >= self.onset
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of failure.
+
+    Attributes:
+        title: In words.
+        seen: Where its kind has been seen; empty: nowhere that is known.
+        plant: Puts it into a worker.
+        settings: Overrides of a run that it can strike.
+        vllm: It strikes the weights of an engine that keeps a copy.
+        patience: Steps in a row that its finding waits for where there are no healthy ones to compare with.
+        spoil: What it does to routes, where it is a fault of the tape alone: files can have it too.
+    """
+
+    title: str
+    seen: str
+    plant: Callable[[Site], None]
+    settings: tuple[str, ...] = SHARED_RUN
+    vllm: bool = False
+    patience: int = 3
+    spoil: Spoil | None = None
+
+
+class PlantedWorker(MegatronPolicyWorker):
+    """A worker with a fault.
+
+    Args:
+        rank: Global rank.
+        world_size: Number of ranks.
+        fault: Its name in `FAULTS`; None: none.
+        onset: First step that it strikes.
+        record_to: Folder that gets what healthy steps are made of; None: nothing is recorded.
+        kwargs: As of the real worker.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, *, fault: str | None, onset: int, record_to: Path | None, **kwargs: Any
+    ):
+        super().__init__(rank, world_size, **kwargs)
+        if self._problems:
+            return
+        site = Site(self._trainer, rank, onset)
+        if fault is not None:
+            FAULTS[fault].plant(site)
+        if record_to is not None:
+            record_steps(self._trainer, rank, record_to)
+        _count_steps(site)
+
+
+def _count_steps(site: Site) -> None:
+    train = site.trainer.train
+
+    def counting(*args: Any) -> Any:
+        result = train(*args)
+        site.step += 1
+        return result
+
+    site.trainer.train = counting
+
+
+def on_tape(spoil: Spoil) -> Callable[[Site], None]:
+    """A fault of the routes that rollouts come with, as an engine reports them."""
+
+    def plant(site: Site) -> None:
+        generate = site.trainer.generate
+
+        def spoiling(*args: Any) -> list[GeneratedSequence]:
+            made = generate(*args)
+            routes = [sequence.routed_experts.pieces[0].source for sequence in made]
+            given = spoil(site, [rows.copy() for rows in routes]) if site.strikes else routes
+            site.kept = routes
+            return [
+                replace(sequence, routed_experts=StoredRows.of(rows))
+                for sequence, rows in zip(made, given, strict=True)
+            ]
+
+        site.trainer.generate = spoiling
+
+    return plant
+
+
+def _of_each(change: Callable[[Routes], Routes | None]) -> Spoil:
+    """A change to the routes of every sequence, in place or not."""
+
+    def spoil(site: Site, sequences: list[Routes]) -> list[Routes]:
+        changed = [(rows, change(rows)) for rows in sequences]
+        return [rows if new is None else new for rows, new in changed]
+
+    return spoil
+
+
+def _wrong_layer(rows: Routes) -> None:
+    rows[:, 2] = rows[:, 1]
+
+
+def _layer_one_in_layer_zero(rows: Routes) -> None:
+    rows[:, 0] = rows[:, 1]
+
+
+def _one_late(rows: Routes) -> None:
+    rows[1:] = rows[:-1].copy()
+
+
+def _zeros(rows: Routes) -> None:
+    rows[:] = 0
+
+
+def _behind_the_end(rows: Routes) -> Routes:
+    """Routes of five tokens more than the sequence has: what the buffer held before."""
+    return np.concatenate([rows, rows[:5]])
+
+
+def _of_the_step_before(site: Site, sequences: list[Routes]) -> list[Routes]:
+    for rows, old in zip(sequences, site.kept or sequences[::-1], strict=False):
+        length = min(len(rows), len(old))
+        rows[:length] = old[:length]
+    return sequences
+
+
+def _replayed_again(site: Site, sequences: list[Routes]) -> list[Routes]:
+    """One row of the first rank, 67 times, over as many sequences as it takes."""
+    if site.rank > 0:
+        return sequences
+    left, row = NUM_REPLAYED, sequences[0][4].copy()
+    for rows in sequences:
+        taken = min(left, len(rows) - 4)
+        rows[4 : 4 + taken] = row
+        left -= taken
+    return sequences
+
+
+def _swapped(site: Site, sequences: list[Routes]) -> list[Routes]:
+    """Each sequence with the next one, as far as both go."""
+    for one, other in zip(sequences[::2], sequences[1::2], strict=False):
+        length = min(len(one), len(other))
+        one[:length], other[:length] = other[:length].copy(), one[:length].copy()
+    return sequences
+
+
+def _dropped_in_one_rank(site: Site) -> None:
+    from nemo_rl_moe.distributed.batch import TokenBatch
+    from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
+
+    train = site.trainer.train
+
+    def without(batch: TokenBatch) -> TokenBatch:
+        column = batch.columns[ROUTED_EXPERTS]
+        return batch.with_columns(**{ROUTED_EXPERTS: replace(column, values=column.values.clone().fill_(UNKNOWN))})
+
+    def dropping(shards: Sequence[Any], loss_function: Any) -> Any:
+        if site.strikes and site.rank == 1:
+            shards = [replace(shard, microbatches=tuple(map(without, shard.microbatches))) for shard in shards]
+        return train(shards, loss_function)
+
+    site.trainer.train = dropping
+
+
+def _routers(site: Site) -> Iterator[tuple[int, Any]]:
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    found = (module for chunk in site.trainer.chunks for module in chunk.modules() if isinstance(module, TopKRouter))
+    yield from enumerate(found)
+
+
+def _router_in_bfloat16(site: Site) -> None:
+    """Of the engine alone; the router that trains computes in float32."""
+    from torch.nn.functional import linear
+
+    generate = site.trainer.generate
+    generates = False
+
+    def generating(*args: Any) -> Any:
+        nonlocal generates
+        generates = site.strikes
+        try:
+            return generate(*args)
+        finally:
+            generates = False
+
+    def gating_of(router: Any, gating: Callable[[Any], Any], inputs: Any) -> Any:
+        return linear(inputs.bfloat16(), router.weight.bfloat16()).float() if generates else gating(inputs)
+
+    def evaluate_of(router: Any, evaluate: Callable[[Any], Any], inputs: Any) -> Any:
+        return router._choose(router.gating(inputs)) if generates else evaluate(inputs)
+
+    site.trainer.generate = generating
+    for _, router in _routers(site):
+        router.gating = functools.partial(gating_of, router, router.gating)
+        if hasattr(router, "evaluate"):  # the router of one rank on a CPU has a way of its own
+            router.evaluate = functools.partial(evaluate_of, router, router.evaluate)
+
+
+def _with_logits(site: Site, router: Any, change: Callable[[Any], Any]) -> None:
+    name = "_choose" if hasattr(router, "_choose") else "routing"  # of one rank on a CPU; Megatron-Core's
+    choose = getattr(router, name)
+
+    def changed(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        return choose(change(logits) if site.strikes else logits, *args, **kwargs)
+
+    setattr(router, name, changed)
+
+
+def _dead_expert(site: Site) -> None:
+    def without_expert(logits: Any) -> Any:
+        logits = logits.clone()
+        logits[..., 3] -= 1e4
+        return logits
+
+    for layer, router in _routers(site):
+        if layer == 1:
+            _with_logits(site, router, without_expert)
+
+
+def _hot_rank(site: Site) -> None:
+    def to_the_first_half(logits: Any) -> Any:
+        logits = logits.clone()
+        logits[..., : logits.shape[-1] // 2] += 1e4
+        return logits
+
+    for _, router in _routers(site):
+        _with_logits(site, router, to_the_first_half)
+
+
+def _frozen_bias(site: Site) -> None:
+    module: Any = import_module("megatron.core.distributed.finalize_model_grads")
+    update = module._update_router_expert_bias
+
+    def forgetting(*args: Any, **kwargs: Any) -> None:
+        if not site.strikes:
+            update(*args, **kwargs)
+
+    module._update_router_expert_bias = forgetting
+
+
+def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]) -> Callable[[Site], None]:
+    """A fault of the tensors that arrive in an engine: from those of now, and those of the refit before."""
+
+    def plant(site: Site) -> None:
+        from nemo_rl_moe.models.megatron.training import trainer as module
+
+        gather = module.tensors_of_this_rank
+        earlier: dict[str, Any] = {}
+
+        def spoiling(*args: Any) -> Iterator[tuple[str, Any]]:
+            now = {name: tensor.clone() for name, tensor in gather(*args)}
+            # A refit follows the step's training: that of the first struck step is the first struck one.
+            given = change(now, earlier or now) if site.step > site.onset else now
+            earlier.update(given)
+            yield from given.items()
+
+        module.tensors_of_this_rank = spoiling  # type: ignore[assignment]
+
+    return plant
+
+
+def _stale_experts(now: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    return {name: earlier[name] if ".experts." in name else tensor for name, tensor in now.items()}
+
+
+def _without_an_expert(now: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in now.items() if "layers.1.mlp.experts.3." not in name}
+
+
+def _lost_bucket(site: Site) -> None:
+    from nemo_rl_moe.weight_sync import folder
+
+    send: Any = folder._Sender._send_bucket
+
+    def losing(sender: Any, bucket: Any) -> None:
+        if site.step <= site.onset or sender._num_buckets:
+            return send(sender, bucket)
+        sender._num_buckets += 1
+        sender._num_tensors += len(bucket)
+        sender._num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+        return None
+
+    folder._Sender._send_bucket = losing  # type: ignore[method-assign, assignment]
+
+
+def _of_tape(title: str, seen: str, spoil: Spoil) -> Fault:
+    return Fault(title, seen, on_tape(spoil), spoil=spoil)
+
+
+FAULTS: dict[str, Fault] = {
+    "wrong_layer": _of_tape("routes of another layer", "NeMo-RL#3327", _of_each(_wrong_layer)),
+    "mtp_layer": _of_tape("layer 1's routes in layer 0", "NeMo-RL#3903", _of_each(_layer_one_in_layer_zero)),
+    "token_shift": _of_tape("routes one token late", "SkyRL#1908", _of_each(_one_late)),
+    "zeros": _of_tape("routes that nobody wrote", "vllm#54730", _of_each(_zeros)),
+    "stale_step": _of_tape("routes of the step before", "sglang#36404", _of_the_step_before),
+    "repeated_row": _of_tape("one row replayed 67 times", "sglang#36404", _replayed_again),
+    "swapped": _of_tape("sequences' routes swapped", "AReno#524", _swapped),
+    "padding": _of_tape("padding carries routes", "sglang#36404", _of_each(_behind_the_end)),
+    "dropped_rank": Fault("rows dropped in one rank", "AReno#524", _dropped_in_one_rank),
+    "router_bf16": Fault("the engine's router in bfloat16", "", _router_in_bfloat16),
+    "dead_expert": Fault("a dead expert", "", _dead_expert, settings=(), patience=10),
+    "hot_rank": Fault("all tokens to one rank", "", _hot_rank, settings=WITH_EXPERT_PARALLELISM, patience=10),
+    "frozen_bias": Fault("an expert bias that stands still", "", _frozen_bias, settings=WITH_BIAS),
+    "stale_experts": Fault("stale experts after a refit", "vllm#42821", on_refit(_stale_experts), vllm=True),
+    "lost_bucket": Fault("a bucket lost in a refit", "", _lost_bucket, vllm=True),
+    "skipped_expert": Fault("an expert left out of a refit", "NeMo-RL#3659", on_refit(_without_an_expert), vllm=True),
+}
+"""By name."""

@@ -1,0 +1,432 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Cost of routing under RL: steps of the demo's GRPO with everything on and without. Prints one JSON line.
+
+Real trainers of the demo's model (examples/configs/grpo_tiny_moe.yaml, random weights, one rank) take turns in one
+process: each step generates 128 responses and trains on them, in another order in each round. What is compared adds up,
+each contestant has all that those before it have:
+
+    off             no load tracking, no tape
+    load            MoE metrics and expert_load.parquet
+    tape            the rollouts' experts captured, counted and checked; routing.parquet
+    replay          routing_replay: rollout
+    all             experts by advantage: all that the shipped defaults have on, and replay
+    at_logits       router_gradients.at_logits_every_n_steps: 1, which is off by default
+
+`off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what the
+machine's noise makes of a ratio. The measurements of routing are made in every round, on their own clock, and count
+with one `every_n_steps`th. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes do:
+scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
+
+Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
+files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
+and the environment, Ray's own processes left out.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import psutil
+import torch
+from grpo_throughput import RandomPrompts, StepClock, run
+from moe_overhead import join_job_of_one, median_ratio
+from small_model import REPOSITORY, confine, positive, running_ray
+
+from nemo_rl_moe.algorithms.grpo import tape_volume
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence, per_token, stored_per_token
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.interfaces import RouteComparison
+from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state
+from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.folder import collect_versions
+from nemo_rl_moe.run_folder.routing import RoutingWriter
+
+# As in the demo: 27 tokens a sequence, and responses of up to 31 tokens. Random weights draw one of three end tokens of
+# 45 or so at a time.
+PROMPT_LENGTH, END_TOKENS = 12, (4, 5, 6)
+LIMIT = 1.03
+_OFF = {
+    "track_moe_metrics": False,
+    "moe_per_layer_logging": False,
+    "routing_tape": False,
+    "experts_by_advantage": False,
+}
+_LOAD = {"routing_tape": False, "experts_by_advantage": False}
+_TAPE = {"experts_by_advantage": False}
+_REPLAY = {"routing_replay": "rollout"}
+CONTESTANTS: dict[str, dict[str, Any]] = {
+    "off": _OFF,
+    "off_again": _OFF,
+    "load": _LOAD,
+    "tape": _TAPE,
+    "replay": _TAPE | _REPLAY,
+    "all": _REPLAY,
+    "at_logits": _REPLAY | {"router_gradients.at_logits_every_n_steps": 1},
+}
+PARTS = ("load", "tape", "replay", "all", "at_logits")
+_AS_THE_RACE = {
+    "policy.generation.stop_token_ids": list(END_TOKENS),
+    "env.name": "callable",
+    "env.callable": "{function: 'grpo_throughput:share_of_one_character'}",
+    "env.answer_after": "null",
+    "env.score_truncated": True,
+    "grpo.max_num_epochs": 1,
+    "grpo.max_num_steps": "null",
+    "grpo.val_period": 0,
+    "grpo.val_at_start": False,
+    "grpo.val_at_end": False,
+    "checkpointing.enabled": False,
+    "data.validation": "null",
+}
+_RAYS_OWN = ("gcs_server", "raylet", "ray/dashboard", "ray/_private", "ray/autoscaler")
+EXAMPLES = """\
+examples:
+  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py
+  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --rounds 100
+
+of_a_step is the one to quote; total.cpu is steps with everything over steps without in the trainer alone, the
+measurements' share added."""
+
+Seconds = dict[str, list[float]]
+
+
+@contextmanager
+def timed(seconds: Seconds) -> Iterator[None]:
+    """Adds what the block takes, on the clock and of this process."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    yield
+    seconds["wall"].append(time.perf_counter() - wall)
+    seconds["cpu"].append(time.process_time() - cpu)
+
+
+def no_seconds() -> Seconds:
+    """Nothing measured yet."""
+    return {"wall": [], "cpu": []}
+
+
+class LocalPolicy:
+    """A trainer of this process as `RoutingMeasurements` sees a policy; and the engine, which shares its weights.
+
+    Args:
+        trainer: The trainer.
+        batch_size: Sequences of a log-probability pass.
+    """
+
+    shares_weights = True
+
+    def __init__(self, trainer: MegatronTrainer, batch_size: int):
+        self._trainer, self._batch_size = trainer, batch_size
+
+    def logprobs(self, batch: TokenBatch) -> torch.Tensor:
+        """Of every token, by the batch's tape where it has one."""
+        return _in_one(batch, self._trainer.logprobs(self._microbatches(batch, self._batch_size)))
+
+    def logprobs_and_routes(self, batch: TokenBatch) -> tuple[torch.Tensor, Any]:
+        """And the experts that the routers chose."""
+        found, routes = self._trainer.logprobs_and_routes(self._microbatches(batch, self._batch_size))
+        return _in_one(batch, found), stored_per_token([StoredRows.of(rows) for rows in routes], fill=UNKNOWN)
+
+    def compare_routes(self, batch: TokenBatch, *, one_at_a_time: bool = False) -> RouteComparison:
+        """The experts that routers choose against those of the batch's tape."""
+        microbatches = self._microbatches(batch, 1 if one_at_a_time else self._batch_size)
+        found, totals = self._trainer.compare_routes(microbatches)
+        return RouteComparison(_in_one(batch, found), totals)
+
+    def _microbatches(self, batch: TokenBatch, size: int) -> list[TokenBatch]:
+        starts = range(0, len(batch), size)
+        return [batch.select(range(len(batch))[first : first + size]).fetched(list) for first in starts]
+
+
+def _in_one(batch: TokenBatch, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Log-probabilities of microbatches as those of the batch, which may be wider."""
+    width = batch.input_ids.shape[1]
+    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
+
+@dataclass
+class Contestant:
+    """One trainer, what it writes, and what its steps took.
+
+    Attributes:
+        config: Its configuration.
+        folder: Where it writes its tables.
+        step: Of each measured step, tables included.
+        measurements: Of each round's measurements of routing; none where there are none.
+        losses: Of each step.
+        tape_bytes: Of the last step.
+        num_tokens: Of the last step, prompts included.
+    """
+
+    config: GRPOMasterConfig
+    folder: Path
+    step: Seconds = field(default_factory=no_seconds)
+    measurements: Seconds = field(default_factory=no_seconds)
+    losses: list[float] = field(default_factory=list)
+    tape_bytes: int = 0
+    num_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        policy, megatron = self.config.policy, self.config.policy.megatron_cfg
+        self.trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), None, num_steps=200)
+        self._loss = PolicyGradientLoss(self.config.loss_fn, on_policy=True)
+        self.folder.mkdir()
+        self._load, self._routing = ExpertLoadWriter(self.folder, print), RoutingWriter(self.folder, print)
+        local: Any = LocalPolicy(self.trainer, policy.logprob_batch_size)
+        self._measurements = RoutingMeasurements(
+            # Made in every round here; what they cost a step is worked out from what is configured.
+            megatron.routing_measurements.model_copy(update={"every_n_steps": 1}),
+            self.config.loss_fn,
+            local,
+            local,
+            temperature=1.0,
+            max_tokens=policy.max_total_sequence_length,
+            seed=0,
+            updates_per_step=1,
+            replays=megatron.routing_replay == "rollout",
+            has_reference=False,
+        )
+
+    def run(self, number: int, *, measured: bool, explains: bool) -> None:
+        """One step on the clock; explains: with the measurements of routing, on a clock of their own."""
+        step, measurements, clock = no_seconds(), no_seconds(), PhaseClock()
+        with timed(step):
+            batch = self._rollouts(number)
+        with timed(measurements):
+            if explains:
+                self._measurements.before_updates(number, batch, [], clock)  # no tape is saved
+        with timed(step):
+            result = self._train(batch)
+            self._write(number, result)
+        with timed(measurements):
+            if explains:
+                self._measurements.after_updates(clock)
+        # The routers' own record of auxiliary losses is one for the process, and without tracking nobody clears it.
+        clear_auxiliary_losses()
+        self.losses.append(result.global_loss)
+        self.num_tokens = int(batch.lengths.sum())
+        self.tape_bytes = int(tape_volume(batch).get("routing/tape_bytes", 0))
+        for kept, found in ((self.step, step), (self.measurements, measurements)):
+            for name, parts in found.items():
+                if measured:
+                    kept[name].append(sum(parts))
+
+    def _rollouts(self, number: int) -> TokenBatch:
+        """Responses to random prompts, with random advantages."""
+        grpo, generator = self.config.grpo, torch.Generator().manual_seed(number)
+        of_group = grpo.num_generations_per_prompt
+        size = grpo.num_prompts_per_step * of_group
+        prompts = torch.randint(4, 45, (grpo.num_prompts_per_step, PROMPT_LENGTH), generator=generator)
+        rows = [tuple(row) for row in prompts.repeat_interleave(of_group, 0).tolist()]
+        longest = self.config.policy.generation.max_new_tokens
+        sampling = SamplingParameters(max_new_tokens=longest, temperature=1.0, stop_token_ids=END_TOKENS)
+        request = GenerationBatch(tuple(rows), tuple(range(number * size, (number + 1) * size)), sampling)
+        found = self.trainer.generate(request, self.config.policy.generation.max_batch_size)
+        lengths = torch.tensor([PROMPT_LENGTH + len(each.token_ids) for each in found])
+        tokens = torch.zeros(size, int(lengths.max()), dtype=torch.long)
+        logprobs = torch.zeros(tokens.shape)
+        tokens[:, :PROMPT_LENGTH] = torch.tensor(rows)
+        for row, each in enumerate(found):
+            tokens[row, PROMPT_LENGTH : lengths[row]] = torch.from_numpy(each.token_ids)
+            logprobs[row, PROMPT_LENGTH : lengths[row]] = torch.from_numpy(each.logprobs)
+        columns = torch.arange(tokens.shape[1])
+        batch = TokenBatch(
+            input_ids=tokens,
+            lengths=lengths,
+            token_mask=(columns >= PROMPT_LENGTH) & (columns < lengths[:, None]),
+            sample_ids=tuple(f"random:{index // of_group}" for index in range(size)),
+        ).with_columns(
+            advantages=per_sequence(torch.randn(size, generator=generator)), generation_logprobs=per_token(logprobs)
+        )
+        tape = stored_per_token([each.routed_experts for each in found], fill=UNKNOWN)
+        return batch if tape is None else batch.with_stored(ROUTED_EXPERTS, tape)
+
+    def _train(self, batch: TokenBatch) -> RankTrainResult:
+        size = self.config.policy.train_micro_batch_size
+        fetched = batch.fetched(list)
+        shard = make_shard(fetched, [range(first, first + size) for first in range(0, len(batch), size)], fetched)
+        return self.trainer.train([shard], self._loss)
+
+    def _write(self, number: int, result: RankTrainResult) -> None:
+        if result.expert_load is not None:
+            self._load.write(number, result.expert_load)
+        if result.tape_report is not None:
+            self._routing.write(number, result.tape_report)
+
+    def close(self) -> None:
+        """Ends the tables."""
+        self._load.close()
+        self._routing.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Reads the command line, runs, and prints the result."""
+    options = parse_arguments(arguments)
+    # Of two threads one would wait for the other by spinning, and that would count.
+    confine(1)
+    torch.set_num_threads(1)
+    configs = {name: make_config(changes) for name, changes in CONTESTANTS.items()}
+    join_job_of_one(configs["off"].policy)
+    with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch:
+        try:
+            contestants = {name: Contestant(config, Path(scratch, name)) for name, config in configs.items()}
+            race(contestants, options.warmup, options.rounds)
+        finally:
+            destroy_parallel_state()
+    result = summary(contestants) | {"rounds": options.rounds}
+    step = cpu_seconds_of_a_step(configs["off"], options.warmup, options.steps)
+    result["of_a_step"] = {
+        "cpu_seconds": round(step, 4),
+        "cost": {name: round(seconds / step, 4) for name, seconds in result["added_cpu_seconds"].items()},
+        "steps": options.steps,
+    }
+    print(json.dumps(result))
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
+    parser.add_argument("--steps", type=positive, default=20, metavar="N", help="of the run in the loop (default: 20)")
+    parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before those (default: 2)")
+    return parser.parse_args(arguments)
+
+
+def make_config(changes: dict[str, Any]) -> GRPOMasterConfig:
+    """The demo's configuration on one rank, from random weights."""
+    overrides = [
+        f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
+        "policy.init=random",
+        *(f"{key}={value}" for key, value in _AS_THE_RACE.items()),
+        "cluster.cpu_workers_per_node=1",
+        *(f"policy.megatron_cfg.{name}={json.dumps(value)}" for name, value in changes.items()),
+    ]
+    return load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides, check_paths=False)
+
+
+def race(contestants: dict[str, Contestant], warmup: int, rounds: int) -> None:
+    """Lets all make the same step in each round."""
+    order = Random(0)
+    for number in range(warmup + rounds):
+        for name in order.sample(list(contestants), k=len(contestants)):
+            contestants[name].run(number + 1, measured=number >= warmup, explains=name == "all")
+    for contestant in contestants.values():
+        contestant.close()
+
+
+class ShortPrompts(RandomPrompts):
+    """Random prompts as long as the demo's."""
+
+    def epoch(self, epoch_index: int) -> Iterator[list[Prompt]]:
+        """The prompts of each step."""
+        for prompts in super().epoch(epoch_index):
+            yield [replace(prompt, token_ids=prompt.token_ids[:PROMPT_LENGTH]) for prompt in prompts]
+
+
+@dataclass
+class CpuClock(StepClock):
+    """A logger that keeps the processor time of this process and those below it, at the end of each step.
+
+    Attributes:
+        cpu: Seconds since the processes began.
+    """
+
+    cpu: list[float] = field(default_factory=list)
+
+    def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Ends a step."""
+        super().log_step(step, metrics)
+        self.cpu.append(cpu_seconds_of_processes())
+
+
+def cpu_seconds_of_processes() -> float:
+    """Processor time of this process and of those that it has started, but for Ray's own."""
+    own, total = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        with suppress(psutil.Error):
+            if not any(name in " ".join(process.cmdline()) for name in _RAYS_OWN):
+                total += sum(process.cpu_times()[:2])
+    return total
+
+
+def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> float:
+    """Median of the steps of a run in the product's own loop."""
+    clock = CpuClock()
+    prompts = ShortPrompts(1 + warmup + steps, config.grpo.num_prompts_per_step)
+    with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch, ExitStack() as stack:
+        stack.enter_context(running_ray(config.cluster.cpu_workers_per_node))
+        run(config, prompts, Path(scratch), clock, stack)
+    measured = clock.cpu[warmup:]
+    return statistics.median(after - before for before, after in itertools.pairwise(measured))
+
+
+def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
+    """Ratios and shares, each with the bounds between which its median lies with 95% confidence."""
+    off, again, everything = (contestants[name] for name in ("off", "off_again", "all"))
+    every = everything.config.policy.megatron_cfg.routing_measurements.every_n_steps
+    assert every is not None  # the shipped default
+    result: dict[str, Any] = {"benchmark": "routing_cost", "limit": LIMIT, "total": {}, "parts": {}}
+    added_seconds: dict[str, float] = {}
+    for clock in ("cpu", "wall"):
+        base = [statistics.mean(pair) for pair in zip(off.step[clock], again.step[clock], strict=True)]
+        explained = [seconds / every for seconds in everything.measurements[clock]]
+        whole = [sum(pair) for pair in zip(everything.step[clock], explained, strict=True)]
+        result["total"][clock] = median_ratio(whole, base)
+        before, parts = base, {}
+        for name in PARTS:
+            found = contestants[name].step[clock]
+            added = [above - below for above, below in zip(found, before, strict=True)]
+            if clock == "cpu":
+                added_seconds[name] = round(statistics.median(added), 5)
+            parts[name], before = median_ratio(added, base), found
+        result["parts"][clock] = parts | {"measurements": median_ratio(explained, base)}
+        if clock == "cpu":
+            whole_added = [above - below for above, below in zip(whole, base, strict=True)]
+            added_seconds |= {
+                "measurements": round(statistics.median(explained), 5),
+                "total": round(statistics.median(whole_added), 5),
+            }
+    losses = {tuple(contestants[name].losses) for name in ("off", "off_again", "load", "tape")}
+    return result | {
+        "added_cpu_seconds": added_seconds,
+        "off_again_to_off": {clock: median_ratio(again.step[clock], off.step[clock]) for clock in ("cpu", "wall")},
+        "cpu_seconds_per_step": {
+            name: round(statistics.median(each.step["cpu"]), 4) for name, each in contestants.items()
+        },
+        "cpu_seconds_of_measurements": round(statistics.median(everything.measurements["cpu"]), 4),
+        "measurements_every_n_steps": every,
+        "tape_bytes": everything.tape_bytes,
+        "num_tokens": everything.num_tokens,
+        "losses_identical": len(losses) == 1
+        and contestants["all"].losses == contestants["replay"].losses == contestants["at_logits"].losses,
+        "threads": torch.get_num_threads(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "versions": collect_versions(),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,361 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The scorecard of silent routing failures: each planted into real GRPO runs, found or not. Prints one table.
+
+A run is the demo's: a tiny Qwen3-MoE, two ranks, Ray and Megatron-Core, 64 responses a step. A fault strikes from some
+step on, and the run says what it says to any user: a warning, or the error that it ends with. Healthy steps follow: the
+steps before a fault, and many more that are made of the tapes and loads of healthy runs, which go through the same
+checks.
+"""
+
+import argparse
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+from unittest import mock
+
+from healthy_steps import HealthySteps, read_steps
+from planted_faults import FAULTS, SHARED_RUN, PlantedWorker
+from small_model import REPOSITORY, not_negative, positive, running_ray
+from tape_faults import NOT_IN_FILES, score_of_files
+
+from nemo_rl_moe.cli import main as run_command
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.generation.vllm.releases import installed_release
+from nemo_rl_moe.models.policy import lm_policy
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
+
+EXAMPLES = """\
+examples:
+  python benchmarks/routing_faults.py                            all faults, 10,000 healthy steps
+  python benchmarks/routing_faults.py --faults zeros swapped     two of them
+  python benchmarks/routing_faults.py --onsets 1 --healthy 0     faults that are there from the first step on
+  python benchmarks/routing_faults.py --files                    faults in tape folders, by nemo-rl-moe audit"""
+FINE_TUNED = REPOSITORY / "results" / "sft_tiny_moe" / "final"
+CONFIGS = REPOSITORY / "examples" / "configs"
+NUM_EXPERTS, STRUCK_STEPS, RECORDED_STEPS = 8, 3, 12
+ERRORS = ("replayed experts cannot be right", "the generation engine", "receiver", "sender", "rank")
+"""Beginnings of the errors of tapes and of refits."""
+FAILED = "run failed"
+WITHOUT_VLLM = "not run: vLLM is not installed"
+HEALTHY_RUNS: dict[str, tuple[tuple[str, ...], bool]] = {
+    "one update a step in float32, with replay": (SHARED_RUN, True),
+    "four updates a step in float32": (
+        (
+            "policy.train_global_batch_size=16",
+            "policy.train_micro_batch_size=8",
+            "policy.megatron_cfg.optimizer.lr=3e-4",
+        ),
+        False,
+    ),
+    "one update a step in bfloat16": (("policy.precision=bfloat16",), False),
+}
+"""Overrides, and whether tape and live routes are of the same weights in float32."""
+
+
+class RunFailedError(Exception):
+    """A run ended for another reason than a fault that was found."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Report of a run.
+
+    Attributes:
+        num_steps: Steps that it has recorded.
+        alarms: Step and line of each warning about a step, and of the error that ended it.
+    """
+
+    num_steps: int
+    alarms: tuple[tuple[int, str], ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """One row of the table.
+
+    Attributes:
+        fault: Name of the fault.
+        onset: First step that it strikes.
+        steps: Steps until it was told, the first struck one included; None: it was not.
+        told: The lines of the step that told of it.
+        healthy_steps: Steps before it.
+        false_alarms: Lines about these.
+    """
+
+    fault: str
+    onset: int
+    steps: int | None
+    told: str
+    healthy_steps: int
+    false_alarms: tuple[str, ...]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads the command line, runs, and prints the table."""
+    options = parse_arguments(arguments)
+    if options.files is not None:
+        return score_files(options)
+    scores: list[Score] = []
+    with tempfile.TemporaryDirectory(prefix="routing_faults_") as name, running_ray(num_cpus=4):
+        scene = Scene(Path(name), options.model)
+        for fault in options.faults:
+            for onset in options.onsets:
+                if FAULTS[fault].vllm and installed_release() is None:
+                    scores.append(Score(fault, onset, None, WITHOUT_VLLM, 0, ()))
+                    continue
+                scores.append(score_of(scene, fault, onset))
+                tell(f"{fault} from step {onset} on: {scores[-1].told or 'not found'}")
+        healthy = healthy_alarms(scene, options.healthy, options.seed) if options.healthy else []
+    print(table(scores, healthy))
+    if options.output is not None:
+        content = {"scores": [asdict(score) for score in scores], "healthy": [asdict(row) for row in healthy]}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 1 if any(score.told.startswith(FAILED) for score in scores) else 0
+
+
+def score_files(options: argparse.Namespace) -> int:
+    """The table of faults in tape folders: those of a tape that is given, or of a healthy run's."""
+    scores = []
+    with tempfile.TemporaryDirectory(prefix="routing_faults_") as name:
+        folder = Path(name)
+        is_given = options.files != Path()
+        tape = (
+            options.files if is_given else _recorded_tape(folder, options.model, max(options.onsets) + STRUCK_STEPS - 1)
+        )
+        for fault in options.faults:
+            if fault in NOT_IN_FILES:
+                scores.append(Score(fault, 0, None, NOT_IN_FILES[fault], 0, ()))
+                continue
+            for onset in options.onsets:
+                found = score_of_files(tape, fault, onset, folder / f"{fault}_{onset}")
+                scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
+                tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
+    print(table(scores, []))
+    if options.output is not None:
+        options.output.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _recorded_tape(folder: Path, model: Path | None, num_steps: int) -> Path:
+    measured = "policy.megatron_cfg.routing_measurements"
+    overrides = (f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_tape=true")
+    with running_ray(num_cpus=4):
+        Scene(folder, model).run(None, 1, num_steps, overrides)
+    (tape,) = folder.glob(f"run_*/logs/*/{TAPE_FOLDER}")
+    return tape
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line's options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = list(FAULTS)
+    parser.add_argument("--faults", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
+    parser.add_argument(
+        "--onsets", nargs="+", type=positive, default=[6, 1], metavar="STEP", help="first struck steps (default: 6 1)"
+    )
+    parser.add_argument("--healthy", type=not_negative, default=10_000, metavar="N", help="healthy steps (10000)")
+    parser.add_argument("--seed", type=not_negative, default=0, help="of the healthy steps (default: 0)")
+    parser.add_argument("--model", type=Path, help=f"fine-tuned model (default: {FINE_TUNED}, else one is made)")
+    parser.add_argument(
+        "--files",
+        nargs="?",
+        type=Path,
+        const=Path(),
+        metavar="TAPE",
+        help="plant into tape folders made of this healthy one; without a path, of a healthy run's",
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the same as JSON")
+    return parser.parse_args(arguments)
+
+
+def tell(line: str) -> None:
+    """Progress, beside the table."""
+    print(line, file=sys.stderr, flush=True)
+
+
+class Scene:
+    """Data and model of all runs.
+
+    Args:
+        folder: Gets what they write.
+        model: The model's folder; None: the demo's, and where that is missing a model that is trained first.
+    """
+
+    def __init__(self, folder: Path, model: Path | None):
+        self.folder = folder
+        script = REPOSITORY / "examples" / "make_demo_data.py"
+        command = [sys.executable, str(script), "--output", str(folder / "data"), "--seed", "0"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        self._model = model or (FINE_TUNED if (FINE_TUNED / "config.json").is_file() else self._fine_tuned())
+
+    def run(
+        self,
+        fault: str | None,
+        onset: int,
+        num_steps: int,
+        overrides: Sequence[str] = (),
+        record_to: Path | None = None,
+        config: str = "grpo_tiny_moe.yaml",
+    ) -> Ran:
+        """One run of GRPO with a fault, as its driver process makes it."""
+        worker = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to)
+        with mock.patch.object(lm_policy, "MegatronPolicyWorker", worker):
+            return self._command("grpo", config, [*self._settings(num_steps), *overrides])
+
+    def _settings(self, num_steps: int) -> list[str]:
+        return [
+            f"policy.model_name={self._model.absolute()}",
+            f"grpo.max_num_steps={num_steps}",
+            "grpo.num_prompts_per_step=8",
+            "grpo.val_period=0",
+            "grpo.val_at_start=false",
+            "grpo.val_at_end=false",
+            "checkpointing.metric_name=null",
+            "policy.train_global_batch_size=64",
+            "policy.train_micro_batch_size=32",
+            "policy.megatron_cfg.scheduler.lr_warmup_iters=0",
+            f"data.train.path={self.folder / 'data' / 'grpo.jsonl'}",
+            f"data.validation.path={self.folder / 'data' / 'validation_prompts.jsonl'}",
+        ]
+
+    def _fine_tuned(self) -> Path:
+        tell(f"{FINE_TUNED} is missing: fine-tuning a model, as `make demo` does")
+        data, output = self.folder / "data", self.folder / "sft"
+        overrides = [
+            f"data.train.path={data / 'train.jsonl'}",
+            f"data.validation.path={data / 'validation.jsonl'}",
+            f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
+            "sft.val_period=0",
+        ]
+        self._command("sft", "sft_tiny_moe.yaml", overrides, f"checkpointing.checkpoint_dir={output}")
+        return output / "final"
+
+    def _command(self, name: str, config: str, overrides: Sequence[str], checkpoints: str = "") -> Ran:
+        folder = self.folder / f"run_{uuid.uuid4().hex[:8]}"
+        folder.mkdir()
+        words = [
+            *(name, "--config", str(CONFIGS / config)),
+            *overrides,
+            *(f"logger.{logger}_enabled=false" for logger in ("tensorboard", "wandb", "mlflow")),
+            f"logger.log_dir={folder / 'logs'}",
+            checkpoints or "checkpointing.checkpoint_dir=null",
+        ]
+        with _captured() as printed, chdir(folder):
+            code = run_command([*words, "--run-id", uuid.uuid4().hex])
+        paths = list(folder.glob(f"logs/*/{METRICS_FILE_NAME}"))
+        num_steps = sum("train/loss" in record.metrics for path in paths for record in read_metrics(path))
+        return Ran(num_steps, alarms_in(printed.getvalue(), code, num_steps))
+
+
+@contextmanager
+def _captured() -> Iterator[StringIO]:
+    output = StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        yield output
+
+
+def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str], ...]:
+    """Step and line of what a run says of its steps; its error belongs to the step that it did not finish.
+
+    Raises:
+        RunFailedError: The run has ended with an error that tells of nothing planted.
+    """
+    found = [(int(step), text) for step, text in re.findall(r"^warning: step (\d+): (.*)$", printed, re.MULTILINE)]
+    if code != 0:
+        told = re.search(rf"^error: ({'|'.join(ERRORS)}).*$", printed, re.MULTILINE)
+        if told is None:
+            raise RunFailedError(f"exit code {code}: {printed[-2000:]}")
+        found.append((num_steps + 1, told[0]))
+    return tuple(found)
+
+
+def score_of(scene: Scene, fault: str, onset: int) -> Score:
+    """A run with a fault from some step on."""
+    planted = FAULTS[fault]
+    struck = planted.patience + 1 if onset == 1 and planted.patience > STRUCK_STEPS else STRUCK_STEPS
+    config = "grpo_tiny_moe_vllm.yaml" if planted.vllm else "grpo_tiny_moe.yaml"
+    try:
+        ran = scene.run(fault, onset, onset + struck - 1, planted.settings, config=config)
+    except RunFailedError as error:
+        return Score(fault, onset, None, f"{FAILED}: {error}", 0, ())
+    early = tuple(text for step, text in ran.alarms if step < onset)
+    late = [(step, text) for step, text in ran.alarms if step >= onset]
+    first = min((step for step, _ in late), default=None)
+    told = "; ".join(text for step, text in late if step == first)
+    return Score(fault, onset, None if first is None else first - onset + 1, told, min(onset - 1, ran.num_steps), early)
+
+
+@dataclass(frozen=True)
+class HealthyRow:
+    """Healthy steps of one kind.
+
+    Attributes:
+        kind: Which.
+        num_steps: How many.
+        alarms: Lines that were false.
+        lowest_agreement: Live agreement of the worst step.
+    """
+
+    kind: str
+    num_steps: int
+    alarms: tuple[str, ...]
+    lowest_agreement: float
+
+
+def healthy_alarms(scene: Scene, num_steps: int, seed: int) -> list[HealthyRow]:
+    """Simulated steps of each kind of healthy run, together as many as asked for."""
+    alerts = load_grpo_config(CONFIGS / "grpo_tiny_moe.yaml", [], check_paths=False).logger.alerts
+    rows = []
+    for number, (kind, (overrides, is_exact)) in enumerate(HEALTHY_RUNS.items()):
+        folder = scene.folder / f"recorded_{number}"
+        folder.mkdir()
+        ran = scene.run(None, 1, RECORDED_STEPS, overrides, record_to=folder)
+        rows.append(HealthyRow(f"real: {kind}", ran.num_steps, tuple(text for _, text in ran.alarms), float("nan")))
+        share = num_steps // len(HEALTHY_RUNS) + (number < num_steps % len(HEALTHY_RUNS))
+        steps = HealthySteps(read_steps(folder), NUM_EXPERTS, alerts, is_exact=is_exact)
+        said = steps.alarms(share, seed + number)
+        rows.append(HealthyRow(f"simulated from it: {kind}", share, tuple(said), min(steps.agreements, default=1.0)))
+        tell(f"{kind}: {share:,} simulated steps, {len(said)} alarms")
+    return rows
+
+
+def table(scores: Sequence[Score], healthy: Sequence[HealthyRow]) -> str:
+    """The scorecard, in Markdown."""
+    lines = ["| fault | seen | strikes from | told after | by |", "|---|---|---|---|---|"]
+    for score in scores:
+        fault = FAULTS[score.fault]
+        plural = "" if score.steps == 1 else "s"
+        after = f"{score.steps} step{plural}" if score.steps else "-" if score.told else "not found"
+        told = _short(" ".join(score.told.split()))
+        onset = f"step {score.onset}" if score.onset else "-"
+        lines.append(f"| {fault.title} | {fault.seen} | {onset} | {after} | {told} |")
+    before = sum(score.healthy_steps for score in scores)
+    alarms = [text for score in scores for text in score.false_alarms]
+    lines += ["", "| healthy steps | number | false alarms | lowest live agreement |", "|---|---|---|---|"]
+    lines.append(f"| real: before the faults | {before:,} | {len(alarms)} | |")
+    for row in healthy:
+        lowest = "" if row.lowest_agreement != row.lowest_agreement else f"{row.lowest_agreement:.4f}"
+        lines.append(f"| {row.kind} | {row.num_steps:,} | {len(row.alarms)} | {lowest} |")
+    lines += [f"false alarm: {text}" for text in [*alarms, *(text for row in healthy for text in row.alarms)]]
+    return "\n".join(lines)
+
+
+def _short(text: str, most: int = 200) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Silent failures of routing, planted into tape folders, and found by `nemo-rl-moe audit`."""
+
+import json
+from collections.abc import Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+from planted_faults import FAULTS, Site
+
+from nemo_rl_moe.cli import main as run_command
+from nemo_rl_moe.run_folder.tape_folder import (
+    UNKNOWN,
+    TapeDescription,
+    TapeSequence,
+    TapeWriter,
+    read_description,
+    read_step,
+    steps_of,
+)
+
+NUM_WRITERS = 2
+NOT_IN_FILES = {
+    "router_bf16": "a tape does not say which numbers its routers compute in: a fall of agreement alone is told",
+    "hot_rank": "a tape does not say which rank holds which expert: imbalance is told after 20 steps",
+    "frozen_bias": "a tape has no expert bias",
+    "stale_experts": "a refit is no file: live alone",
+    "lost_bucket": "a refit is no file: live alone",
+    "skipped_expert": "a refit is no file: live alone",
+}
+"""Why a fault does not show in tape folders."""
+Step = list[TapeSequence]
+
+
+@dataclass(frozen=True)
+class FileScore:
+    """Findings of the audit of a tape with a fault.
+
+    Attributes:
+        steps: Steps until it was told, the first struck one included; None: it was not.
+        told: The first line that told of it.
+        false_alarms: Lines about the steps before.
+    """
+
+    steps: int | None
+    told: str
+    false_alarms: tuple[str, ...]
+
+
+def read_tape(folder: Path) -> tuple[TapeDescription, dict[int, Step]]:
+    """All sequences of a tape, by step."""
+    description = read_description(folder)
+    found: dict[int, Step] = {}
+    for step, files in steps_of(folder).items():
+        found[step] = []
+        for rows in read_step(description, step, files):
+            ends = rows.lengths.cumsum()
+            for name, first, end in zip(rows.names, (ends - rows.lengths).tolist(), ends.tolist(), strict=True):
+                columns = {key: values[first:end].copy() for key, values in rows.columns.items()}
+                found[step].append(TapeSequence(name, end - first, columns))
+    return description, found
+
+
+def plant(tape: Path, fault: str, onset: int, folder: Path) -> list[int]:
+    """Writes a tape with a fault, as two ranks would.
+
+    Args:
+        tape: A healthy one.
+        fault: Its name in `FAULTS`, none of `NOT_IN_FILES`.
+        onset: First step that it strikes, counted from 1, whatever numbers the steps have.
+        folder: Gets the tape.
+
+    Returns:
+        Numbers of its steps.
+    """
+    description, steps = read_tape(tape)
+    sites = [Site(None, rank, onset) for rank in range(NUM_WRITERS)]
+    writers = [TapeWriter(folder, description, f"rank-{rank}") for rank in range(NUM_WRITERS)]
+    for place, (step, sequences) in enumerate(steps.items(), start=1):
+        for rank, (site, writer) in enumerate(zip(sites, writers, strict=True)):
+            site.step, of_rank = place, sequences[rank::NUM_WRITERS]
+            given = [sequence.columns["rollout_experts"][:-1].copy() for sequence in of_rank]
+            struck = _struck(fault, site, of_rank) if site.strikes else of_rank
+            site.kept = given
+            writer.write(step, struck)
+    return list(steps)
+
+
+def _struck(fault: str, site: Site, sequences: Step) -> Step:
+    spoil = FAULTS[fault].spoil
+    if spoil is not None:
+        routes = [sequence.columns["rollout_experts"][:-1].copy() for sequence in sequences]
+        given = spoil(site, routes)
+        return [
+            _with(sequence, rollout_experts=rows[: sequence.num_tokens])
+            for sequence, rows in zip(sequences, given, strict=True)
+        ]
+    if fault == "dropped_rank":
+        lost = [np.full_like(sequence.columns["rollout_experts"], UNKNOWN) for sequence in sequences]
+        return (
+            sequences
+            if site.rank == 0
+            else [_with(sequence, rollout_experts=rows) for sequence, rows in zip(sequences, lost, strict=True)]
+        )
+    assert fault == "dead_expert", fault
+    names = [name for name in ("rollout_experts", "training_experts") if name in sequences[0].columns]
+    return [
+        _with(sequence, **{name: _without_expert(sequence.columns[name]) for name in names}) for sequence in sequences
+    ]
+
+
+def _without_expert(routes: np.ndarray) -> np.ndarray:
+    """Experts of tokens that would get the third of layer 1: the next one that they do not have."""
+    routes = routes.copy()
+    for row in routes[:, 1]:
+        if 3 in row:
+            row[row == 3] = next(expert for expert in range(4, 4 + len(row) + 1) if expert not in row)
+    return routes
+
+
+def _with(sequence: TapeSequence, **columns: np.ndarray) -> TapeSequence:
+    return replace(sequence, columns={**sequence.columns, **columns})
+
+
+def score_of_files(tape: Path, fault: str, onset: int, folder: Path) -> FileScore:
+    """Findings of the audit of a tape with a fault: of the steps before it, then of one struck step more each time."""
+    steps = plant(tape, fault, onset, folder)
+    early = audited(folder, steps[onset - 2]) if onset > 1 else []
+    for number, step in enumerate(steps[onset - 1 :], start=1):
+        told = audited(folder, step)
+        if told:
+            return FileScore(number, told[0], tuple(early))
+    return FileScore(None, "", tuple(early))
+
+
+def audited(folder: Path, last_step: int) -> Sequence[str]:
+    """Findings of `nemo-rl-moe audit` in the steps up to one."""
+    output = StringIO()
+    with redirect_stdout(output), redirect_stderr(StringIO()):
+        run_command(["audit", str(folder), "--steps", f":{last_step}", "--json", "-"])
+    (run,) = json.loads(output.getvalue())
+    of_steps = [text for step in run["steps"] for text in step["findings"]]
+    return of_steps + [finding["text"] for finding in run["findings"]]

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient norm leaves out attention sinks on all tensor-parallel ranks but the first.
+
+    python docs/upstream/attention_sinks_norm.py
+
+Needs torch and megatron-core alone, and runs on CPUs.
+"""
+
+import os
+import sys
+import tempfile
+from importlib.metadata import version
+from unittest import mock
+
+os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCH_COMPILE_DISABLE": "1"}
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.overrides import TorchFunctionMode
+
+# What Megatron-Core takes for granted and a CPU lacks: a current device and stream, and Triton. Nothing here runs them.
+torch.cuda.current_device, torch.cuda.current_stream = (lambda: "cpu"), mock.MagicMock()
+sys.modules["megatron.core.transformer.moe.ops.paged_stash"] = mock.MagicMock()
+
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+WORLD_SIZE = 2
+
+
+def reproduce(rank: int) -> dict[str, object]:
+    """Two tensor-parallel ranks with a head each, and a sink for each head, of the gradient 1."""
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=4,
+        num_attention_heads=2,
+        tensor_model_parallel_size=2,
+        softmax_type="learnable",
+        use_cpu_initialization=True,
+    )
+    attention = DotProductAttention(config, 1, AttnMaskType.causal, "self")
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), attention)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
+    attention.softmax_offset.main_grad.fill_(1.0)
+    optimizer.prepare_grads()
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    method = "get_main_grads_for_grad_norm"
+    if not hasattr(parts[0], method):  # 0.19
+        method = "get_grads_for_grad_norm"
+    counted = float(sum(grad.square().sum() for part in parts for grad in getattr(part, method)()))
+    return {"part of each rank in the squared gradient norm (right: 1.0, 1.0)": counted}
+
+
+class OnCpu(TorchFunctionMode):
+    """Makes tensors on the CPU where Megatron-Core's code says "cuda"."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Calls the function with another device."""
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def run(rank: int, store: str) -> None:
+    """One rank; the first one prints what all have found."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD_SIZE)
+    with OnCpu():
+        found = reproduce(rank)
+    of_ranks = [None] * WORLD_SIZE
+    dist.all_gather_object(of_ranks, found)
+    if rank == 0:
+        print("megatron-core", version("megatron-core"))
+        for name in found:
+            print(f"{name}: {', '.join(str(values[name]) for values in of_ranks)}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(run, (f"{folder}/store",), nprocs=WORLD_SIZE, start_method="fork")

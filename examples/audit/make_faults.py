@@ -1,0 +1,214 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Small tape folders, each with one silent failure of routing: the planted examples of docs/gallery.md.
+
+    python examples/audit/make_faults.py --output examples/audit/faults
+
+Four sequences a step, three MoE layers of eight experts, two a token. Training routes every 50th row otherwise than the
+rollout, as rounding does. The seed is fixed: the same numbers come out each time.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from nemo_rl_moe.run_folder.tape_folder import UNKNOWN, TapeDescription, TapeSequence, TapeWriter
+
+Routes = Int[np.ndarray, "tokens layers topk"]
+NUM_LAYERS, NUM_EXPERTS, TOPK = 3, 8, 2
+NUM_SEQUENCES, NUM_TOKENS = 4, 80
+DESCRIPTION = TapeDescription(tuple(range(NUM_LAYERS)), NUM_EXPERTS, TOPK, "examples/audit/make_faults.py")
+FLIPPED = 0.02
+FIRST_STEP = 3
+
+
+@dataclass
+class Step:
+    """Routes of one step, of each sequence.
+
+    Attributes:
+        rollout: Of the tokens that were fed to the engine: all but the last.
+        training: Of all tokens.
+        before: The rollout's of the step before; empty in the first one.
+    """
+
+    rollout: list[Routes]
+    training: list[Routes]
+    before: Sequence[Routes] = ()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A silent failure.
+
+    Attributes:
+        plant: Changes a step in place.
+        num_healthy: Steps before it strikes.
+        num_struck: Steps that it strikes.
+        num_writers: Data-parallel ranks, each with a file of its own and an equal share of the sequences.
+    """
+
+    plant: Callable[[Step], None]
+    num_healthy: int = 1
+    num_struck: int = 1
+    num_writers: int = 1
+
+
+def drawn(generator: np.random.Generator, *shape: int, allowed: Sequence[int] = range(NUM_EXPERTS)) -> Routes:
+    """Random rows of different experts out of those allowed, `[*shape, topk]`."""
+    order = generator.random((*shape, len(allowed))).argsort(-1)[..., :TOPK]
+    return np.asarray(allowed, dtype=np.int16)[order]
+
+
+def healthy_step(generator: np.random.Generator, before: Sequence[Routes]) -> Step:
+    """A step in which rollout and training route apart in `FLIPPED` of the rows."""
+    step = Step([], [], before)
+    for _ in range(NUM_SEQUENCES):
+        training = drawn(generator, NUM_TOKENS, NUM_LAYERS)
+        rollout = training[:-1].copy()
+        flipped = generator.random(rollout.shape[:2]) < FLIPPED
+        rollout[flipped] = drawn(generator, int(flipped.sum()))
+        step.training.append(training)
+        step.rollout.append(rollout)
+    return step
+
+
+def _nothing(step: Step) -> None:
+    """A healthy step."""
+
+
+def _wrong_layer(step: Step) -> None:
+    for rows in step.rollout:
+        rows[:, 2] = rows[:, 1]
+
+
+def _shifted_token(step: Step) -> None:
+    for rows in step.rollout:
+        rows[1:] = rows[:-1].copy()
+
+
+def _zeros(step: Step) -> None:
+    for rows in step.rollout:
+        rows[:] = 0
+
+
+def _stale_rows(step: Step) -> None:
+    step.rollout = [rows.copy() for rows in step.before]
+
+
+def _repeated_rows(step: Step) -> None:
+    step.rollout[1][10:77] = step.rollout[1][9]
+
+
+def _padded_rows(step: Step) -> None:
+    step.rollout = [np.concatenate([rows, rows[:1]]) for rows in step.rollout]
+
+
+def _swapped_sequences(step: Step) -> None:
+    step.rollout[0], step.rollout[1] = step.rollout[1], step.rollout[0]
+
+
+def _out_of_range(step: Step) -> None:
+    for rows in step.rollout:
+        rows[:5] = 255
+
+
+def _duplicates(step: Step) -> None:
+    for rows in step.rollout:
+        rows[:, 2] = rows[:, 2].max(-1, keepdims=True)
+
+
+def _dropped_rows(step: Step) -> None:
+    for rows in step.rollout[NUM_SEQUENCES // 2 :]:
+        rows[:] = UNKNOWN
+
+
+def _wrong_rank(step: Step) -> None:
+    half = NUM_SEQUENCES // 2
+    step.rollout[half:] = [rows.copy() for rows in step.before[half:]]
+
+
+def _stale_experts(step: Step) -> None:
+    generator = np.random.default_rng(int(step.training[0].sum()))
+    for rows in step.rollout:
+        changed = generator.random(rows.shape[:2]) < 0.2
+        rows[changed] = drawn(generator, int(changed.sum()))
+
+
+def _without(step: Step, layer: int, dead: int) -> None:
+    generator = np.random.default_rng(int(step.training[0].sum()))
+    others = [expert for expert in range(NUM_EXPERTS) if expert != dead]
+    for rollout, training in zip(step.rollout, step.training, strict=True):
+        training[:, layer] = drawn(generator, len(training), allowed=others)
+        rollout[:, layer] = training[:-1, layer]
+
+
+def _dead_expert(step: Step) -> None:
+    _without(step, layer=1, dead=5)
+
+
+def _hot_expert(step: Step) -> None:
+    _without(step, layer=1, dead=5)
+    for rollout, training in zip(step.rollout, step.training, strict=True):
+        training[:, 1, 0] = rollout[:, 1, 0] = 5
+
+
+FAULTS: dict[str, Fault] = {
+    "healthy": Fault(_nothing),
+    "wrong_layer": Fault(_wrong_layer),
+    "shifted_token": Fault(_shifted_token),
+    "zeros": Fault(_zeros),
+    "stale_rows": Fault(_stale_rows),
+    "repeated_rows": Fault(_repeated_rows),
+    "padded_rows": Fault(_padded_rows),
+    "swapped_sequences": Fault(_swapped_sequences),
+    "out_of_range": Fault(_out_of_range),
+    "duplicates": Fault(_duplicates),
+    "dropped_rows": Fault(_dropped_rows, num_struck=3, num_writers=2),
+    "wrong_rank": Fault(_wrong_rank, num_writers=2),
+    "stale_experts": Fault(_stale_experts, num_healthy=6, num_struck=3),
+    "dead_expert": Fault(_dead_expert, num_healthy=6, num_struck=3),
+    "hot_expert": Fault(_hot_expert, num_healthy=6, num_struck=3),
+}
+"""By the name of their folder."""
+
+
+def write(folder: Path, name: str) -> None:
+    """Writes the tape of one fault; `folder` must not hold one."""
+    fault = FAULTS[name]
+    generator = np.random.default_rng(len(name))
+    before: Sequence[Routes] = ()
+    for number in range(fault.num_healthy + fault.num_struck):
+        step = healthy_step(generator, before)
+        before = [rows.copy() for rows in step.rollout]
+        if number >= fault.num_healthy:
+            fault.plant(step)
+        size = NUM_SEQUENCES // fault.num_writers
+        for rank in range(fault.num_writers):
+            sequences = [
+                TapeSequence(
+                    str(place),
+                    NUM_TOKENS,
+                    {"rollout_experts": step.rollout[place], "training_experts": step.training[place]},
+                )
+                for place in range(rank * size, (rank + 1) * size)
+            ]
+            path = TapeWriter(folder, DESCRIPTION).write(FIRST_STEP + number, sequences)
+            path.replace(folder / f"step-{FIRST_STEP + number:08d}.rank{rank}-0.parquet")
+
+
+def main() -> None:
+    """Reads the arguments."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="gets a folder for each fault")
+    output = parser.parse_args().output
+    for name in FAULTS:
+        write(output / name, name)
+
+
+if __name__ == "__main__":
+    main()

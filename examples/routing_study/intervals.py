@@ -1,0 +1,99 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Means with 95% intervals over seeds, and paired differences of two methods."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+CONFIDENCE = 0.95
+FEWEST = 2
+"""Values below which there is no interval, and nothing is said."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Mean of a few values with its interval.
+
+    Attributes:
+        mean: Their mean.
+        low: Lower end.
+        high: Upper end.
+        count: Number of values.
+    """
+
+    mean: float
+    low: float
+    high: float
+    count: int
+
+    @property
+    def holds_zero(self) -> bool:
+        """True where no difference is seen."""
+        return self.low <= 0 <= self.high
+
+
+def student_share(t: float, freedom: int) -> float:
+    """Probability that Student's t lies between `-t` and `t` (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+
+    Args:
+        t: Not negative.
+        freedom: Degrees of freedom, from 1.
+    """
+    angle = math.atan(t / math.sqrt(freedom))
+    sine, cosine = math.sin(angle), math.cos(angle)
+    is_odd = freedom % 2 == 1
+    term, total = (cosine, 0.0) if is_odd else (1.0, 0.0)
+    for power in range(1 if is_odd else 0, freedom - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 2 / math.pi * (angle + sine * total) if is_odd else sine * total
+
+
+def student_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """Bound `t` with that probability between `-t` and `t`, by bisection."""
+    low, high = 0.0, 1.0
+    while student_share(high, freedom) < confidence:
+        high *= 2
+    while high - low > 1e-12 * high:
+        middle = (low + high) / 2
+        low, high = (middle, high) if student_share(middle, freedom) < confidence else (low, middle)
+    return high
+
+
+def interval(values: Sequence[float]) -> Interval | None:
+    """Mean and 95% interval by Student's t; None of fewer than two values.
+
+    Raises:
+        ValueError: One is not finite.
+    """
+    if any(not math.isfinite(value) for value in values):
+        raise ValueError(f"values that are not finite: {list(values)}")
+    count = len(values)
+    if count < FEWEST:
+        return None
+    mean = math.fsum(values) / count
+    variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
+    reach = student_quantile(count - 1) * math.sqrt(variance / count)
+    return Interval(mean, mean - reach, mean + reach, count)
+
+
+def paired_differences(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """Method minus baseline of each seed that both have, seeds ascending."""
+    return [method[seed] - baseline[seed] for seed in sorted(method.keys() & baseline.keys())]
+
+
+def geometric(values: Sequence[float]) -> Interval | None:
+    """Geometric mean and its interval, by the mean of logarithms, for what spans powers of ten.
+
+    None of fewer than two values, or where one is not above 0.
+    """
+    if any(value <= 0 for value in values):
+        return None
+    found = interval([math.log(value) for value in values])
+    return found and Interval(math.exp(found.mean), math.exp(found.low), math.exp(found.high), found.count)
+
+
+def paired_factors(method: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """Method over baseline of each seed that both have and whose baseline is not 0, seeds ascending."""
+    return [method[seed] / baseline[seed] for seed in sorted(method.keys() & baseline.keys()) if baseline[seed]]

@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Start of a study: the demo's sums, and a model fine-tuned on them by this package's own commands."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER
+from nemo_rl_moe.errors import WorkerDiedError
+
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
+TINY_MODEL = REPOSITORY_ROOT / "examples" / "assets" / "tiny_qwen3_moe"
+
+DEEP_MODEL = {"num_hidden_layers": 12, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 64}
+"""Fields of the tiny model's `config.json` that the deep model changes."""
+SFT_OVERRIDES = {
+    "small": (),
+    "deep": ("policy.megatron_cfg.optimizer.lr=2.0e-3",),
+}
+"""Over `sft_tiny_moe.yaml`, the demo's own."""
+
+
+def make_data(output: Path) -> Path:
+    """The demo's sums; made once."""
+    folder = output / "data"
+    _call([str(REPOSITORY_ROOT / "examples" / "make_demo_data.py"), "--output", str(folder), "--seed", "0"])
+    return folder
+
+
+def make_model(model: str, output: Path, data: Path) -> Path:
+    """Folder of the model that all runs begin with; trained once, and an interrupted training goes on.
+
+    Raises:
+        WorkerDiedError: The training failed.
+    """
+    place = output / "models" / model
+    weights = place / "checkpoints" / FINAL_WEIGHTS_FOLDER
+    if (weights / "config.json").is_file():
+        return weights
+    _call(
+        [
+            *("-m", "nemo_rl_moe.cli", "sft", "--config", "sft_tiny_moe.yaml"),
+            f"policy.model_name={_config_folder(model, place)}",
+            f"data.train.path={data / 'train.jsonl'}",
+            f"data.validation.path={data / 'validation.jsonl'}",
+            f"checkpointing.checkpoint_dir={weights.parent}",
+            f"logger.log_dir={place / 'logs'}",
+            *(f"logger.{name}_enabled=false" for name in ("tensorboard", "wandb", "mlflow")),
+            *SFT_OVERRIDES[model],
+        ]
+    )
+    return weights
+
+
+def _config_folder(model: str, place: Path) -> Path:
+    """Folder with the model's `config.json` and tokenizer."""
+    if model == "small":
+        return TINY_MODEL
+    folder = place / "config"
+    shutil.copytree(TINY_MODEL, folder, dirs_exist_ok=True)
+    fields = json.loads((TINY_MODEL / "config.json").read_text(encoding="utf-8")) | DEEP_MODEL
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+    return folder
+
+
+def _call(words: list[str]) -> None:
+    """Runs a Python program, whose output is the user's."""
+    code = subprocess.run([sys.executable, *words], cwd=REPOSITORY_ROOT, check=False).returncode
+    if code != 0:
+        raise WorkerDiedError(f"{' '.join(words[:3])} ended with exit code {code}")

@@ -1,0 +1,252 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements of routing under RL on a sample of a step's sequences, by further log-probability passes.
+
+They say how much of the mismatch between rollout and training is routing, how far a router disagrees with itself when
+nothing but the composition of batches changes, and how far routing has moved. Nothing of the policy changes by them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.tape_recorder import MeasuredPass, TapeRecorder
+from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig, RoutingMeasurementsConfig
+from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
+from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.metrics import PhaseClock, with_prefix
+from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.moe.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
+
+PHASE = "routing_measurements"
+NOISE_DIVISOR = 4
+MOST_SCORED_TOKENS, MOST_SCORED_SEQUENCES = 2048, 8
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Results of the passes before the updates of a step, which those after them are compared with.
+
+    Attributes:
+        sample: The sequences, without a tape.
+        own_tape: Experts that the routers chose.
+        tape: Those of the rollout; None where it has none.
+        generation: Log-probabilities of the trained tokens by the engine that drew them.
+        replayed: By the trainer, with the experts of the rollout; None without them.
+    """
+
+    sample: TokenBatch
+    own_tape: StoredColumn
+    tape: StoredColumn | None
+    generation: Float[np.ndarray, " tokens"]
+    replayed: Float[np.ndarray, " tokens"] | None
+
+
+class RoutingMeasurements:
+    """The measurements of one run, every so many steps.
+
+    Args:
+        config: How often, and on how much.
+        loss: Has the limits of the ratio.
+        policy: What is trained.
+        engine: Drew the tokens.
+        temperature: Of its sampling.
+        max_tokens: Of a sequence.
+        seed: Decides which sequences are measured, with the step.
+        updates_per_step: With several, the policy at the end of a step is measured too.
+        replays: Training replays the experts of the rollout: the log-probabilities of its loss are those.
+        has_reference: The policy keeps a reference model.
+        tape: Keeps what is measured; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        config: RoutingMeasurementsConfig,
+        loss: PolicyGradientLossConfig,
+        policy: PolicyInterface,
+        engine: GenerationEngine,
+        *,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        updates_per_step: int,
+        replays: bool,
+        has_reference: bool,
+        tape: TapeRecorder | None = None,
+    ):
+        self._config, self._policy, self._engine = config, policy, engine
+        self._limits = RatioLimits(1 - loss.ratio_clip_min, 1 + loss.ratio_clip_max)
+        self._temperature, self._max_tokens, self._seed = temperature, max_tokens, seed
+        self._several_updates = updates_per_step > 1
+        self._replays, self._has_reference = replays, has_reference
+        self._tape = tape
+        self._before: _Measured | None = None
+
+    def before_updates(
+        self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+    ) -> dict[str, float]:
+        """Measures the policy that drew a step's tokens, where the step is one to measure.
+
+        Args:
+            step: Counted from 1.
+            batch: The step's, with the rollouts' tape where there is one.
+            trajectories: It was made of; needed where a tape is saved.
+            clock: Gets the phase `routing_measurements`.
+
+        Returns:
+            `routing_split/...`, `routing_noise/...` and, with a reference model, `routing_drift/...`.
+        """
+        self._before = None
+        every = self._config.every_n_steps
+        if every is None or step % every != 0:
+            return {}
+        with clock.phase(PHASE):
+            chosen = sampled_sequences(batch, self._config.share_of_tokens, (self._seed, step))
+            if not chosen:
+                return {}
+            sample = batch.select(chosen)
+            kept = [] if self._tape is None else [trajectories[row] for row in chosen]
+            return self._measure(step, sample, kept)
+
+    def after_updates(self, clock: PhaseClock) -> dict[str, float]:
+        """Measures the policy after the step's updates, where it was measured before them.
+
+        Returns:
+            `routing_drift/...`, and after several updates `routing_split_end/...`.
+        """
+        before = self._before
+        if before is None:
+            return {}
+        with clock.phase(PHASE):
+            mask = _targets(before.sample)
+            moved = self._policy.compare_routes(before.sample.with_stored(ROUTED_EXPERTS, before.own_tape))
+            metrics = with_prefix("routing_drift", moved.differences("of_step"))
+            if self._several_updates and before.replayed is not None and before.tape is not None:
+                own = _of_targets(moved.logprobs, mask)
+                replayed = self._logprobs(before.sample.with_stored(ROUTED_EXPERTS, before.tape), mask)
+                parts = split_gap(before.generation, before.replayed, own, replayed)
+                metrics |= with_prefix("routing_split_end", split_metrics(parts, self._limits))
+            return metrics
+
+    def after_refit(self, clock: PhaseClock) -> dict[str, float]:
+        """Measures the engine's noise floor, where the step is one to measure and the engine can score tokens.
+
+        The same sequences are scored together and one at a time, by the weights that have just arrived: an engine that
+        sleeps while training runs has none before.
+
+        Returns:
+            `routing_noise/{mean_abs,max_abs,kl}_engine`.
+        """
+        before, engine = self._before, self._engine
+        if before is None or engine.shares_weights or not isinstance(engine, ScoringEngine):
+            return {}
+        sequences = self._scored(before.sample)
+        if not sequences:
+            return {}
+        with clock.phase(PHASE):
+            try:
+                together = engine.score(sequences, self._temperature or 1.0)[0]
+                alone = [engine.score([sequence], self._temperature or 1.0)[0][0] for sequence in sequences]
+            except GenerationError:  # an engine was lost, which the next transfer of weights replaces
+                return {}
+            gap = gap_metrics(np.concatenate(alone).astype(np.float64) - np.concatenate(together))
+            return {f"routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
+
+    def _scored(self, sample: TokenBatch) -> list[list[int]]:
+        """Sequences for the engine's noise floor, the shortest first.
+
+        An engine makes the logits of all tokens that it scores, gigabytes for thousands of them; and it always draws a
+        token more, for which the longest sequences leave no room.
+        """
+        order = sample.lengths.argsort().tolist()
+        lengths = sample.lengths[order]
+        fitting = (lengths.cumsum(0) <= MOST_SCORED_TOKENS) & (lengths < self._max_tokens)
+        chosen = order[: int(fitting.sum())][:MOST_SCORED_SEQUENCES]
+        return [sample.input_ids[row, : int(sample.lengths[row])].tolist() for row in chosen]
+
+    def _measure(self, step: int, sample: TokenBatch, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        mask = _targets(sample)
+        bare = sample.without_stored(ROUTED_EXPERTS)
+        logprobs, own_tape = self._policy.logprobs_and_routes(bare)
+        if own_tape is None:  # a model without MoE layers
+            return {}
+        own = _of_targets(logprobs, mask)
+        generation = _of_targets(sample.columns["generation_logprobs"].values, mask)
+        metrics = self._noise(bare.with_stored(ROUTED_EXPERTS, own_tape), logprobs)
+        if self._has_reference:
+            reference = self._policy.compare_routes(bare.with_stored(ROUTED_EXPERTS, own_tape), reference=True)
+            metrics |= with_prefix("routing_drift", reference.differences("from_reference"))
+        tape, replayed, of_replay = sample.stored.get(ROUTED_EXPERTS), None, None
+        if tape is not None:
+            of_replay = self._policy.logprobs(sample)
+            replayed = _of_targets(of_replay, mask)
+            parts = split_gap(generation, replayed, own)
+            metrics |= with_prefix("routing_split", split_metrics(parts, self._limits))
+            # What the loss meets: under replay the routing part is gone.
+            in_force = gap_metrics(parts["numerics"] if self._replays else parts["total"])
+            metrics |= {f"routing_split/{name}_in_force": in_force[name] for name in ("mean_abs", "kl")}
+            metrics["routing_split/tokens"] = float(len(own))
+        if self._tape is not None:
+            again = self._policy.logprobs_and_routes(bare.select(_noise_rows(bare)), one_at_a_time=True)
+            own_pass, repeated = MeasuredPass(logprobs, own_tape), MeasuredPass(*again)
+            self._tape.write(step, sample, trajectories, own_pass, of_replay, repeated)
+        self._before = _Measured(bare, own_tape, tape, generation, replayed)
+        return metrics
+
+    def _noise(self, own: TokenBatch, logprobs: Float[Tensor, "sequences tokens"]) -> dict[str, float]:
+        """The trainer's noise floor: against itself, with the same weights and each sequence in a batch of its own.
+
+        Args:
+            own: The sample, with the experts of the first pass as its tape.
+            logprobs: Of that pass.
+        """
+        rows = _noise_rows(own)
+        part = own.select(rows)
+        mask = _targets(part)
+        again = self._policy.compare_routes(part, one_at_a_time=True)
+        before = _of_targets(logprobs[rows, : part.input_ids.shape[1]], mask)
+        gap = gap_metrics(_of_targets(again.logprobs, mask) - before)
+        noise = {f"{name}_trainer": gap[name] for name in ("mean_abs", "max_abs", "kl")}
+        return with_prefix("routing_noise", again.differences("trainer") | noise)
+
+    def _logprobs(self, batch: TokenBatch, mask: Bool[Tensor, "sequences targets"]) -> Float[np.ndarray, " tokens"]:
+        return _of_targets(self._policy.logprobs(batch), mask)
+
+
+def sampled_sequences(batch: TokenBatch, share: float, seed: Sequence[int]) -> list[int]:
+    """Sequences with trained tokens that hold together a share of these, drawn at random; at least one.
+
+    Args:
+        batch: The step's.
+        share: Of the trained tokens, above 0 and at most 1.
+        seed: Decides which.
+    """
+    trained = batch.token_mask[:, 1:].sum(1).numpy()
+    order = np.random.default_rng(list(seed)).permutation(np.flatnonzero(trained))
+    if not len(order):
+        return []
+    enough = int(np.searchsorted(trained[order].cumsum(), share * trained.sum())) + 1
+    return sorted(map(int, order[:enough]))
+
+
+def _noise_rows(sample: TokenBatch) -> list[int]:
+    """Sequences of the noise floor. A batch for each is slow: a part of the sample says as much."""
+    return list(range(-(-len(sample) // NOISE_DIVISOR)))
+
+
+def _targets(sample: TokenBatch) -> Bool[Tensor, "sequences targets"]:
+    return sample.token_mask[:, 1:]
+
+
+def _of_targets(
+    values: Float[Tensor, "sequences tokens"], mask: Bool[Tensor, "sequences targets"]
+) -> Float[np.ndarray, " tokens"]:
+    found: Float[np.ndarray, " tokens"] = values[:, 1:][mask].double().numpy()
+    return found

@@ -1,0 +1,272 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pickles and `torch.save` files as inert data: tensors, arrays, containers, and stand-ins for a framework's classes.
+
+A pickle is a program. Here the names in it lead to the few functions of this module, whatever they are called, so that
+nothing of another package runs, not even an import. A class of a framework whose dumps are known becomes an `Inert`,
+which keeps what the file gives it; any other name is refused. Arrays are built here as well, since numpy's own
+`__setstate__` trusts a pickle.
+"""
+
+import io
+import pickle
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from nemo_rl_moe.errors import DataError, one_line
+
+FRAMEWORKS = (
+    "miles",
+    "nemo_rl",
+    "sglang",
+    "skyrl",
+    "skyrl_train",
+    "slime",
+    "tensordict",
+    "transformers",
+    "verl",
+    "vllm",
+)
+"""Packages whose classes become stand-ins."""
+_STORAGES = {
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "BoolStorage": torch.bool,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "UntypedStorage": torch.uint8,
+}
+
+
+class RefusedError(pickle.UnpicklingError):
+    """The file names something that no dump of a rollout needs."""
+
+
+class Inert:
+    """Stand-in for an object of a framework.
+
+    Attributes:
+        path: Its class's name, such as `verl.protocol.DataProto`.
+        args: It was to be made of.
+        state: It was to get; None without any.
+        items: It was to hold as a mapping.
+    """
+
+    path = ""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "Inert":
+        """An object of the arguments that the pickle gives, which are kept."""
+        made = super().__new__(cls)
+        made.args, made.state, made.items = args, None, {}
+        return made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.args: tuple[Any, ...]
+        self.state: Any
+        self.items: dict[Any, Any]
+
+    def __setstate__(self, state: Any) -> None:
+        """Keeps the state."""
+        self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keeps an item."""
+        self.items[key] = value
+
+
+class PickledArray:
+    """Array of numpy as it stands in a pickle; `values` is it."""
+
+    values: np.ndarray = np.empty(0)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """The array of a state `(version, shape, dtype, in Fortran's order, content)`."""
+        _, shape, dtype, fortran, content = state
+        order = "F" if fortran else "C"
+        if dtype.is_object:
+            self.values = np.empty(len(content), dtype=object)
+            self.values[:] = content
+            self.values = self.values.reshape(shape, order=order)  # type: ignore[call-overload]
+        else:
+            self.values = np.frombuffer(content, dtype=dtype.numpy).reshape(shape, order=order)  # type: ignore[call-overload]
+
+
+class _PickledDtype:
+    """Type of an array's numbers."""
+
+    def __init__(self, code: str, *_: Any):
+        self.is_object = code.startswith("O")
+        self._plain = code[:1] in "biufSU"
+        self.numpy = np.dtype(code) if self._plain else np.dtype(object)
+        if not self._plain and not self.is_object:
+            raise RefusedError(f"it holds an array of {code!r}, expected numbers, texts or objects")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if self._plain and state[1] in ("<", ">"):
+            self.numpy = self.numpy.newbyteorder(state[1])
+
+
+class _Call:
+    """A function under another's name. It has no attribute that a pickle could change."""
+
+    __slots__ = ("__wrapped",)
+
+    def __init__(self, function: Callable[..., Any]):
+        self.__wrapped = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self.__wrapped(*args)
+
+
+def _array(kind: Any, *_: Any) -> PickledArray:
+    return PickledArray()
+
+
+def _array_of_buffer(buffer: Any, dtype: _PickledDtype, shape: Any, order: str) -> PickledArray:
+    made = PickledArray()
+    made.__setstate__((1, shape, dtype, order == "F", bytes(buffer)))
+    return made
+
+
+def _scalar(dtype: _PickledDtype, content: Any = b"") -> Any:
+    return content if dtype.is_object else np.frombuffer(content, dtype=dtype.numpy)[0].item()
+
+
+def _tensor(storage: torch.Tensor, offset: int, size: Iterable[int], stride: Iterable[int], *_: Any) -> torch.Tensor:
+    size, stride = tuple(size), tuple(stride)
+    last = offset + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if prod(size) and not 0 <= offset <= last < len(storage):
+        raise RefusedError(f"it holds a tensor {size} that lies outside of its storage")
+    return torch.as_strided(storage, size, stride, offset)
+
+
+def _tensor_of_bytes(
+    storage: torch.Tensor,
+    offset: int,
+    size: Iterable[int],
+    stride: Iterable[int],
+    _: Any,
+    __: Any,
+    dtype: Any,
+    *___: Any,
+) -> torch.Tensor:
+    return _tensor(storage.view(dtype), offset, size, stride)
+
+
+def _items(*items: Any) -> list[Any]:
+    return list(*items)
+
+
+def _bytes(*content: Any) -> bytes:
+    return content[0] if content and isinstance(content[0], bytes) else b""
+
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "collections.OrderedDict": lambda *pairs: dict(*pairs),
+    "collections.defaultdict": lambda *_: {},
+    **{
+        f"{builtins}.{name}": function
+        for builtins in ("builtins", "__builtin__")
+        for name, function in (("set", _items), ("frozenset", _items), ("bytes", _bytes), ("bytearray", _bytes))
+    },
+    "_codecs.encode": lambda text, *_: text.encode("latin1"),
+    "torch.Size": lambda *sizes: tuple(*sizes),
+    "torch.device": lambda *name: str(name),
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_tensor_v3": _tensor_of_bytes,
+    "torch._utils._rebuild_parameter": lambda tensor, *_: tensor,
+    **{f"numpy.{core}.multiarray._reconstruct": _array for core in ("core", "_core")},
+    **{f"numpy.{core}.multiarray.scalar": _scalar for core in ("core", "_core")},
+    **{f"numpy.{core}.numeric._frombuffer": _array_of_buffer for core in ("core", "_core")},
+}
+_KINDS: Mapping[str, Any] = {"numpy.ndarray": PickledArray, "numpy.dtype": _PickledDtype}
+
+
+class _InertUnpickler(pickle.Unpickler):
+    """Unpickler whose names lead into this module.
+
+    Args:
+        content: The pickle.
+        storages: Content of a tensor's storage by its key; None where the file can hold no tensors.
+    """
+
+    def __init__(self, content: bytes, storages: Callable[[str], bytes] | None):
+        super().__init__(io.BytesIO(content))
+        self._storages, self._loaded = storages, dict[str, torch.Tensor]()
+        self._made: dict[str, Any] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The function or the stand-in of a name; most names are refused."""
+        path = f"{module}.{name}"
+        if path not in self._made:
+            self._made[path] = self._make(path, module, name)
+        return self._made[path]
+
+    def _make(self, path: str, module: str, name: str) -> Any:
+        if path in _FUNCTIONS:
+            return _Call(_FUNCTIONS[path])
+        if path in _KINDS:
+            return type(name, (_KINDS[path],), {})  # of this load alone: a pickle may set attributes of a class
+        if module in ("torch", "torch.storage") and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if module.partition(".")[0] in FRAMEWORKS:
+            return type("Inert", (Inert,), {"path": path})
+        raise RefusedError(f"it names {path}, which no dump of a rollout needs")
+
+    def persistent_load(self, saved: Any) -> torch.Tensor:
+        """A tensor's storage, flat."""
+        if self._storages is None or not isinstance(saved, tuple) or len(saved) < 5 or saved[0] != "storage":
+            raise RefusedError("it refers to something outside of the file")
+        _, dtype, key = saved[:3]
+        if key not in self._loaded:
+            content = self._storages(str(key))
+            self._loaded[key] = (
+                torch.frombuffer(bytearray(content), dtype=dtype) if content else torch.empty(0, dtype=dtype)
+            )
+        return self._loaded[key]
+
+
+def read_pickle(content: bytes, where: str) -> Any:
+    """Content of a pickle or of a `torch.save` file.
+
+    Args:
+        content: The file.
+        where: Its name, for errors.
+
+    Raises:
+        DataError: It names what no dump needs, or is damaged.
+    """
+    try:
+        return _parse(content)
+    except RefusedError as error:
+        raise DataError(
+            f"{where}: refused: {error}; allowed are tensors, numpy arrays, containers and classes of"
+            f" {', '.join(FRAMEWORKS)}"
+        ) from None
+    except Exception as error:  # a torn file can fail in any way
+        raise DataError(f"{where}: cannot be read as a pickle: {one_line(error)}") from error
+
+
+def _parse(content: bytes) -> Any:
+    if not content.startswith(b"PK"):
+        return _InertUnpickler(content, None).load()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise RefusedError("it is a compressed archive, which torch.save does not write")
+        programs = [name for name in archive.namelist() if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(programs) != 1:
+            raise RefusedError("it is an archive that torch.save has not written")
+        folder = programs[0].removesuffix("data.pkl")
+        return _InertUnpickler(archive.read(programs[0]), lambda key: archive.read(f"{folder}data/{key}")).load()

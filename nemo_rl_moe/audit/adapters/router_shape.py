@@ -1,0 +1,82 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Shape of the routers, which dumps do not hold: experts and their layers, from the model's `config.json`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.errors import DataError, one_line
+
+_NUM_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_TOPK = ("num_experts_per_tok", "moe_topk", "moe_k")
+_PLAIN = (
+    *("flex_olmo", "gpt_oss", "granitemoe", "jamba", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"),
+    *("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+)
+"""Families of transformers whose routers take the largest logits; others add a bias that logits do not have, choose by
+groups of experts, or were not looked at."""
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """Experts of a model.
+
+    Attributes:
+        num_layers: All layers of the model, dense ones too.
+        moe_layers: Indices of those with experts, ascending.
+        num_experts: Routed experts of a layer.
+        topk: Experts of each token.
+        plain_topk: True where a token's experts are known to be those of its largest router logits.
+        family: `model_type` of the configuration.
+    """
+
+    num_layers: int
+    moe_layers: tuple[int, ...]
+    num_experts: int
+    topk: int
+    plain_topk: bool
+    family: str
+
+
+def read_router_shape(path: Path) -> RouterShape:
+    """Experts of a model, by the field names of Hugging Face's configurations.
+
+    Args:
+        path: A model's folder or its `config.json`.
+
+    Raises:
+        DataError: It cannot be read, or describes no experts.
+    """
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        found = json.loads(file.read_bytes())
+        found = found.get("text_config") or found
+        num_experts, topk = _first(found, _NUM_EXPERTS), _first(found, _TOPK)
+        num_layers = int(found["num_hidden_layers"])
+        layers = tuple(layer for layer in range(num_layers) if _has_experts(found, layer))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"--model {file}: no configuration of a model with experts: {one_line(error)}") from error
+    family = str(found.get("model_type"))
+    return RouterShape(num_layers, layers, num_experts, topk, family in _PLAIN, family)
+
+
+def _first(found: Mapping[str, Any], names: tuple[str, ...]) -> int:
+    for name in names:
+        if isinstance(found.get(name), int):
+            return int(found[name])
+    raise ValueError(f"has none of {', '.join(names)}")
+
+
+def _has_experts(found: Mapping[str, Any], layer: int) -> bool:
+    """True for a layer with experts, as the families of Qwen, DeepSeek and GLM leave some dense."""
+    frequency = found.get("moe_layer_freq") or 1
+    if isinstance(frequency, list):
+        return bool(frequency[layer])
+    first = found.get("first_k_dense_replace") or 0
+    if layer < first or layer % frequency or layer in (found.get("mlp_only_layers") or ()):
+        return False
+    step = found.get("decoder_sparse_step")
+    return step is None or (step > 0 and (layer + 1) % step == 0)

@@ -1,0 +1,275 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The audit of one step of a tape: ledger, agreement, identity, load balance and mismatch, from what is there.
+
+Rows are taken a few sequences at a time, so that a step may be larger than memory.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+
+from nemo_rl_moe.metrics import with_prefix
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.moe.replay import RoutedTokens
+from nemo_rl_moe.moe.tape_identity import TapeSample, layer_overlap
+from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport
+from nemo_rl_moe.moe.tape_ranks import SLOTS, rows_by_rank
+from nemo_rl_moe.moe.tape_repeats import RepeatedRows
+from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
+from nemo_rl_moe.run_folder.tape_folder import LOGPROBS, UNKNOWN, TapeDescription, TapeRows
+
+_TOKENS_AT_A_TIME = 4096
+_SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48
+_OF_TOKENS = (*LOGPROBS, "advantages")
+
+
+@dataclass(frozen=True)
+class AuditedStep:
+    """Audit of one step.
+
+    Attributes:
+        step: Of the run.
+        num_sequences: Of the step.
+        num_tokens: Of all of them.
+        metrics: Names as a run of this project logs them, without `train/`.
+        report: Of the rollout's routes; None without any.
+        rollout_load: Assignments of each layer's experts in the rollout; None without routes.
+        training_load: The same in training.
+        layer_overlap: Of a sample, the share of the rollout's experts in one layer that training would choose in
+            another; None where one of the two is missing.
+        columns: That all its sequences have.
+    """
+
+    step: int
+    num_sequences: int
+    num_tokens: int
+    metrics: Mapping[str, float]
+    report: TapeReport | None
+    rollout_load: Int[np.ndarray, "layers experts"] | None
+    training_load: Int[np.ndarray, "layers experts"] | None
+    layer_overlap: Float[np.ndarray, "layers layers"] | None = None
+    columns: frozenset[str] = field(default_factory=frozenset)
+
+
+def audit_step(
+    description: TapeDescription, step: int, parts: Iterable[TapeRows], writers: Sequence[str] = ()
+) -> AuditedStep:
+    """Audit of one step.
+
+    Args:
+        description: Of the tape.
+        step: Its number.
+        parts: Its sequences, a few at a time.
+        writers: Of all rows, in order; without them, rows of one are not told from those of others.
+    """
+    audit = _StepAudit(description, writers)
+    for part in parts:
+        audit.add(part)
+    return audit.finished(step)
+
+
+def names_of_slots(writers: Sequence[str]) -> list[str]:
+    """Names of the writers whose rows are counted together, for texts."""
+    return [f"the writer {' or '.join(writers[slot::SLOTS])}" for slot in range(min(len(writers), SLOTS))]
+
+
+class _StepAudit:
+    """Sums over the sequences of one step."""
+
+    def __init__(self, description: TapeDescription, writers: Sequence[str]):
+        self._description, self._writers = description, writers
+        device = torch.device("cpu")
+        shape = (len(description.layers), description.num_experts)
+        self._layers = torch.arange(len(description.layers))
+        self._ledger = TapeLedger(*shape, device)
+        self._repeated = TapeLedger(*shape, device)
+        self._repeats = RepeatedRows(description.num_experts, device)
+        self._by_slot = rows_by_rank(self._ledger.rows, 0)
+        self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
+        self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
+        self._noise_gaps: list[Float[np.ndarray, " tokens"]] = []
+        self._sampled: list[tuple[str, np.ndarray, np.ndarray]] = []
+        self._rewards: list[np.ndarray] = []
+        self._columns: set[str] | None = None
+        self._num_sequences = self._num_tokens = self._num_passes = 0
+
+    def add(self, rows: TapeRows) -> None:
+        """Adds some sequences."""
+        self._num_sequences += len(rows.lengths)
+        self._num_tokens += int(rows.lengths.sum())
+        self._columns = set(rows.columns) if self._columns is None else self._columns & set(rows.columns)
+        if rows.rewards is not None:
+            self._rewards.append(rows.rewards)
+        ends = rows.lengths.cumsum()
+        fed = np.ones(int(ends[-1]), dtype=bool)
+        fed[ends - 1] = False
+        tape, live = rows.columns.get("rollout_experts"), rows.columns.get("training_experts")
+        if tape is not None:
+            self._count_load("rollout_experts", tape[fed])  # some write a row of zeros for the last token
+        if live is not None:
+            self._count_load("training_experts", live)
+        if tape is not None:
+            before = self._ledger.rows.clone()
+            self._compare(self._ledger, tape, live, rows.columns.get("margins"), fed)
+            slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
+            self._by_slot += rows_by_rank(self._ledger.rows - before, slot)
+            if live is not None:
+                self._count_repeats(tape, live, fed, ends - rows.lengths)
+                self._sample(rows, tape, live)
+        if live is not None and (again := rows.columns.get("repeated_experts")) is not None:
+            self._compare(self._repeated, again, live, None, fed)
+        trained = rows.columns.get("loss_mask", np.ones(len(fed), dtype=bool)).copy()
+        trained[ends - rows.lengths] = False  # nothing comes before a first token
+        for name in _OF_TOKENS:
+            if name in rows.columns:
+                self._values[name].append(rows.columns[name][trained])
+        if (again := rows.columns.get("repeated_logprobs")) is not None and "training_logprobs" in rows.columns:
+            # A part of the sequences may do for a noise floor.
+            gap = again.astype(np.float64) - rows.columns["training_logprobs"]
+            self._noise_gaps.append(gap[trained])
+
+    def finished(self, step: int) -> AuditedStep:
+        """The audit of what was added."""
+        layers = self._description.layers
+        totals = self._ledger.reduced()
+        metrics: dict[str, float] = {}
+        report = overlap = None
+        if totals.rows[:, Row.EXPECTED].any():
+            num_experts = self._description.num_experts
+            sample = self._tape_sample() if self._sampled else None
+            names = [name for name, _, _ in self._sampled]
+            checked = CheckTotals(
+                self._repeats.counts,
+                self._by_slot,
+                num_ranks=len(self._writers),
+                is_exact=False,
+                rank_names=names_of_slots(self._writers),
+            )
+            report = tape_report(layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True)
+            overlap = None if sample is None else layer_overlap(sample, num_experts)
+            metrics |= with_prefix("moe", report.metrics)
+        metrics |= with_prefix("moe", self._noise()) | with_prefix("moe", self._split())
+        if self._rewards:
+            metrics["reward"] = float(np.concatenate(self._rewards).mean())
+        if (advantages := self._of_all("advantages")) is not None:
+            metrics |= {"advantages/min": float(advantages.min()), "advantages/max": float(advantages.max())}
+        loads = {name: counts if counts.any() else None for name, counts in self._loads.items()}
+        for name, prefix in (("training_experts", "moe"), ("rollout_experts", "rollout_moe")):
+            if (counts := loads[name]) is not None:
+                load = ExpertLoad(layers, torch.from_numpy(counts))
+                metrics |= with_prefix(prefix, load_balance_metrics(load, router_topk=self._description.topk))
+        return AuditedStep(
+            step,
+            self._num_sequences,
+            self._num_tokens,
+            metrics,
+            report,
+            loads["rollout_experts"],
+            loads["training_experts"],
+            overlap,
+            frozenset(self._columns or ()),
+        )
+
+    def _count_load(self, name: str, experts: Int[np.ndarray, "tokens layers topk"]) -> None:
+        num_layers, num_experts = self._loads[name].shape
+        for layer in range(num_layers):
+            numbers = experts[:, layer].reshape(-1)
+            known = numbers[(numbers >= 0) & (numbers < num_experts)]
+            self._loads[name][layer] += np.bincount(known, minlength=num_experts)
+
+    def _compare(
+        self,
+        ledger: TapeLedger,
+        tape: Int[np.ndarray, "tokens layers topk"],
+        live: Int[np.ndarray, "tokens layers topk"] | None,
+        margins: Float[np.ndarray, "tokens layers"] | None,
+        fed: np.ndarray,
+    ) -> None:
+        for first in range(0, len(tape), _TOKENS_AT_A_TIME):
+            chosen = slice(first, first + _TOKENS_AT_A_TIME)
+            of_tokens, routes = torch.from_numpy(fed[chosen]), tape[chosen].copy()
+            seen: list[RoutedTokens] = []
+            if live is not None:
+                # A token of which training knows nothing is compared with nothing, and its row is not one of padding.
+                unknown = (live[chosen] == UNKNOWN).any((1, 2))
+                routes[unknown & fed[chosen]] = UNKNOWN
+                of_tokens = of_tokens & torch.from_numpy(~unknown)
+                margin = None if margins is None else torch.from_numpy(margins[chosen].copy())
+                seen = [
+                    RoutedTokens(experts, experts, None if margin is None else margin[:, layer])
+                    for layer, experts in enumerate(torch.from_numpy(live[chosen].copy()).unbind(1))
+                ]
+            ledger.add(self._num_passes, self._layers, torch.from_numpy(routes), of_tokens, seen)
+            self._num_passes += 1
+
+    def _count_repeats(
+        self,
+        tape: Int[np.ndarray, "tokens layers topk"],
+        live: Int[np.ndarray, "tokens layers topk"],
+        fed: np.ndarray,
+        starts: Int[np.ndarray, " sequences"],
+    ) -> None:
+        known = (live != UNKNOWN).all((1, 2))
+        follows = known.copy()
+        follows[1:] &= known[:-1]
+        follows[starts] = False
+        for first in range(0, len(tape), _TOKENS_AT_A_TIME):
+            chosen = slice(first, first + _TOKENS_AT_A_TIME)
+            places = torch.arange(len(tape[chosen])) - 1
+            self._repeats.add(
+                torch.from_numpy(tape[chosen].copy()),
+                torch.from_numpy(live[chosen].copy()),
+                torch.from_numpy(fed[chosen] & known[chosen]),
+                places.where(torch.from_numpy(follows[chosen]), -1),
+            )
+
+    def _sample(self, rows: TapeRows, tape: np.ndarray, live: np.ndarray) -> None:
+        ends = rows.lengths.cumsum()
+        for name, length, end in zip(rows.names, rows.lengths.tolist(), ends.tolist(), strict=True):
+            if len(self._sampled) == _SAMPLED_SEQUENCES:
+                return
+            window = slice(max(end - length, end - 1 - _SAMPLED_TOKENS), end - 1)
+            self._sampled.append((name, tape[window], live[window]))
+
+    def _tape_sample(self) -> TapeSample:
+        shape = (len(self._sampled), _SAMPLED_TOKENS, len(self._description.layers), self._description.topk)
+        both = np.full((2, *shape), UNKNOWN, dtype=np.int16)
+        for number, (_, *windows) in enumerate(self._sampled):
+            for kind, window in enumerate(windows):
+                both[kind, number, : len(window)] = window
+        return TapeSample(tape=both[0], live=both[1])
+
+    def _noise(self) -> dict[str, float]:
+        totals = self._repeated.reduced()
+        found = {}
+        if totals.tokens[0]:
+            found["rows_differing_trainer"] = totals.rows_differing
+            found["tokens_differing_trainer"] = totals.tokens_differing
+        gaps = np.concatenate(self._noise_gaps) if self._noise_gaps else np.zeros(0)
+        if len(gaps):
+            gap = gap_metrics(gaps)
+            found |= {f"{name}_trainer": gap[name] for name in ("mean_abs", "max_abs", "kl")}
+        return with_prefix("routing_noise", found)
+
+    def _split(self) -> dict[str, float]:
+        generation, training = self._of_all("rollout_logprobs"), self._of_all("training_logprobs")
+        if generation is None or training is None:
+            return {}
+        replayed = self._of_all("replayed_logprobs")
+        if replayed is None:
+            parts = {"total": training.astype(np.float64) - generation}
+        else:
+            parts = split_gap(generation, replayed, training)
+        return with_prefix("routing_split", split_metrics(parts) | {"tokens": float(len(training))})
+
+    def _of_all(self, name: str) -> Float[np.ndarray, " tokens"] | None:
+        """A column of the trained tokens, where all sequences have it."""
+        found = self._values[name]
+        joined = np.concatenate(found) if found and name in (self._columns or ()) else None
+        return joined if joined is not None and len(joined) else None

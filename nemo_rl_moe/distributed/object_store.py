@@ -1,0 +1,26 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ray's object store as a store of rows: arrays are put down by one actor and fetched by others."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ray
+from jaxtyping import Shaped
+from ray.exceptions import RayError
+
+
+def fetch_objects(sources: Sequence[Any]) -> list[Shaped[np.ndarray, "rows ..."] | None]:
+    """Arrays by their handles, read-only; None for one that was lost with the process that had put it down."""
+    try:
+        return list(ray.get(list(sources)))
+    except RayError:
+        return [_fetched(source) for source in sources]
+
+
+def _fetched(source: Any) -> Shaped[np.ndarray, "rows ..."] | None:
+    try:
+        return ray.get(source)
+    except RayError:
+        return None

@@ -1,0 +1,156 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of tokens that lie in a store: whoever makes them puts them down, whoever reads them fetches them.
+
+What is large for each token, such as its routed experts, travels so from the processes of an engine to those that
+train, in Ray's object store, and never through the driver, which hands on where the rows lie.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+Fetch = Callable[[Sequence[Any]], Sequence[Shaped[np.ndarray, "rows ..."] | None]]
+"""From the handles of arrays to the arrays; None for one that is lost. `list` where arrays stand in their place."""
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Name of a type, which numpy takes ten times as long to make as a piece."""
+    return str(dtype)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Successive rows of one stored array, for successive tokens of one sequence.
+
+    Attributes:
+        source: Handle of the array, such as an `ObjectRef`; or the array itself.
+        first: Row of the array that belongs to the first of these tokens.
+        start: Position of that token in the sequence.
+        num_rows: Tokens.
+    """
+
+    source: Any
+    first: int
+    start: int
+    num_rows: int
+
+    @property
+    def end(self) -> int:
+        """Position behind its last token."""
+        return self.start + self.num_rows
+
+    def since(self, start: int) -> "Piece":
+        """Its part for tokens from a position on."""
+        skipped = max(0, start - self.start)
+        return Piece(self.source, self.first + skipped, self.start + skipped, self.num_rows - skipped)
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A row for each token of one sequence, as far as they are known.
+
+    Attributes:
+        pieces: In the order of the sequence, apart from each other.
+        row_shape: Shape of a row.
+        dtype: Type of its numbers.
+    """
+
+    pieces: tuple[Piece, ...]
+    row_shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, rows: Shaped[np.ndarray, "tokens ..."]) -> "StoredRows":
+        """An array's own rows, for the tokens from the first one on."""
+        return cls((Piece(rows, 0, 0, len(rows)),), rows.shape[1:], _name_of(rows.dtype))
+
+    @property
+    def end(self) -> int:
+        """Position behind the last token that has a row."""
+        return self.pieces[-1].end if self.pieces else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
+
+    def followed_by(self, later: "StoredRows") -> "StoredRows":
+        """These rows, and those of tokens behind them: of a token that was computed twice, the first time counts."""
+        more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)
+        return replace(self, pieces=self.pieces + more)
+
+
+def put_together(
+    arrays: Sequence[Shaped[np.ndarray, "tokens ..."]],
+    put: Callable[[Shaped[np.ndarray, "rows ..."]], Any],
+    most_bytes: int = 1 << 20,
+) -> list[StoredRows]:
+    """Puts the rows of some sequences into a store, short sequences together: a stored array costs by itself too.
+
+    Whoever reads one sequence gets the whole array over the network, so that arrays stay small.
+
+    Args:
+        arrays: Of each sequence from its first token on; all of one type, with rows of one shape.
+        put: Puts an array into the store; returns its handle.
+        most_bytes: Size of an array of several sequences.
+    """
+    found: list[StoredRows] = []
+    start = 0
+    while start < len(arrays):
+        end, num_bytes = start + 1, arrays[start].nbytes
+        while end < len(arrays) and num_bytes + arrays[end].nbytes <= most_bytes:
+            num_bytes += arrays[end].nbytes
+            end += 1
+        together = arrays[start:end]
+        source, first = put(np.concatenate(together)), 0
+        for array in together:
+            found.append(StoredRows((Piece(source, first, 0, len(array)),), array.shape[1:], _name_of(array.dtype)))
+            first += len(array)
+        start = end
+    return found
+
+
+def fetch_rows(
+    sequences: Sequence[StoredRows | None],
+    longest: int,
+    fill: float,
+    fetch: Fetch,
+    row_shape: tuple[int, ...],
+    dtype: str,
+) -> Shaped[np.ndarray, "sequences longest ..."]:
+    """The rows of some sequences, in one array.
+
+    Args:
+        sequences: Of each sequence; None where it has no rows.
+        longest: Tokens of the longest.
+        fill: Stands where a token has none, or the array that held it is lost.
+        fetch: Fetches arrays; each is asked for once.
+        row_shape: Shape of a row.
+        dtype: Type of its numbers.
+
+    Raises:
+        ValueError: A stored array has rows of another shape or type, or fewer rows than it was said to have.
+    """
+    values = np.full((len(sequences), longest, *row_shape), fill, dtype=dtype)
+    sources = {id(piece.source): piece.source for rows in sequences if rows is not None for piece in rows.pieces}
+    arrays = dict(zip(sources, fetch(list(sources.values())), strict=True))
+    for number, rows in enumerate(sequences):
+        for piece in rows.pieces if rows is not None else ():
+            array = arrays[id(piece.source)]
+            if array is None:
+                continue
+            found = array[piece.first : piece.first + piece.num_rows]
+            if found.shape != (piece.num_rows, *row_shape) or found.dtype != dtype:
+                raise ValueError(
+                    f"stored rows: got {found.dtype} {found.shape}, expected {dtype} {(piece.num_rows, *row_shape)}"
+                )
+            end = min(piece.end, longest)
+            values[number, piece.start : end] = found[: end - piece.start]
+    return values

@@ -1,0 +1,130 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A context manager that records the routes of any model: of transformers with their routers, or of Megatron-Core.
+
+with record_routes(model) as routes:
+    model(**batch).loss.backward()
+print(routes.load_balance_metrics())
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from nemo_rl_moe.audit.auditor import AuditedStep, audit_step
+from nemo_rl_moe.hooks.recorder import RoutedPass, RouteRecorder
+from nemo_rl_moe.hooks.sequences import (
+    RoutedSequence,
+    paired_sequences,
+    sequences_of,
+    tape_description,
+    training_sequences,
+)
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.recorder import add_assignments
+from nemo_rl_moe.moe.replay import UNKNOWN
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly, foreign_tape
+from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter, rows_of
+
+
+class Routes:
+    """Routes of the passes that ran inside of `record_routes`, one process's.
+
+    Attributes:
+        passes: In their order.
+        description: Layers, experts and top-k, as a tape has them.
+    """
+
+    def __init__(self, recorder: RouteRecorder):
+        self.passes: list[RoutedPass] = []
+        self.description: TapeDescription = tape_description(recorder.layers, "record_routes")
+
+    def expert_load(self) -> ExpertLoad:
+        """Tokens of each expert in each layer, padding left out."""
+        counts = torch.zeros(len(self.description.layers), self.description.num_experts, dtype=torch.long)
+        for routed in self.passes:
+            for layer, experts in enumerate(routed.experts.unbind(1)):
+                add_assignments(counts[layer], experts.clamp(min=0), routed.real & (experts != UNKNOWN).all(-1))
+        return ExpertLoad(self.description.layers, counts)
+
+    def load_balance_metrics(self, *, detailed: bool = False) -> dict[str, float]:
+        """Load balance metrics of all passes together, as `moe.load_balance_metrics` has them.
+
+        Args:
+            detailed: Add the numbers of each layer.
+        """
+        return load_balance_metrics(self.expert_load(), router_topk=self.description.topk, detailed=detailed)
+
+    def sequences(self) -> list[RoutedSequence]:
+        """Sequences of the passes; those of a generation go on through its passes."""
+        return sequences_of(self.passes)
+
+    def tape(self, rollout: "Routes | None" = None) -> list[TapeSequence]:
+        """Sequences as a tape has them, these routes as the training's side.
+
+        Args:
+            rollout: Routes of the rollout that drew them; sequences that it did not draw are then left out.
+        """
+        if rollout is None:
+            return training_sequences(self.sequences())
+        return paired_sequences(rollout.sequences(), self.sequences())
+
+    def audit(self, rollout: "Routes", step: int = 0) -> AuditedStep:
+        """Agreement of these routes with those of a rollout of the same tokens, load balance of both, and findings.
+
+        Args:
+            rollout: Its routes.
+            step: Number of the step, for the report.
+        """
+        return audit_sequences(self.description, step, self.tape(rollout))
+
+    def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
+        """Writes the sequences into a tape folder; the file, or None without any sequence.
+
+        Args:
+            folder: The tape's; several processes may write into it.
+            step: Of the run.
+            rollout: As of `tape`.
+        """
+        sequences = self.tape(rollout)
+        return TapeWriter(folder, self.description).write(step, sequences) if sequences else None
+
+
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[Routes]:
+    """Records the passes of a model while it is open; they are there once it is closed.
+
+    Args:
+        model: With routers of Megatron-Core or transformers, wrapped or not; of several chunks, one.
+
+    Raises:
+        ValueError: No router is known, or layers have different numbers of experts.
+    """
+    recorder = RouteRecorder(model)
+    routes = Routes(recorder)
+    try:
+        yield routes
+    finally:
+        recorder.remove_hooks()
+        routes.passes += recorder.take()
+
+
+def audit_sequences(description: TapeDescription, step: int, sequences: Sequence[TapeSequence]) -> AuditedStep:
+    """Audit of sequences that are in memory. In a job of several processes every one calls it: their counts are added.
+
+    Args:
+        description: Meaning of their numbers.
+        step: Of the run.
+        sequences: They may be none.
+    """
+    return audit_step(description, step, [rows_of(description, step, sequences)] if sequences else [])
+
+
+def anomalies_of(audited: AuditedStep) -> tuple[TapeAnomaly, ...]:
+    """Anomalies of a step's routes, a rollout of other tokens or weights altogether included."""
+    found = () if audited.report is None else audited.report.anomalies
+    return found or tuple(foreign_tape(audited.metrics.get("moe/routing/slot_kappa")))

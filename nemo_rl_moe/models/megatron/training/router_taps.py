@@ -1,0 +1,368 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Taps on the routers of a rank's chunks: they replay a microbatch's tape, in whatever layout, and show what is chosen.
+
+Every chunk's routers get the routes of the microbatch that runs through it before its forward pass, and once more when
+its backward pass begins: under activation checkpointing that one runs the routers again, by then long after the forward
+passes of other microbatches.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.tape_checks import TapeChecks, computes_in_float32
+from nemo_rl_moe.models.megatron.training.tape_probe import TapeProbe
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN, RoutedTokens, RouterTap, experts_as_map
+from nemo_rl_moe.moe.routers import routers_of
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport
+from nemo_rl_moe.moe.tape_report import tape_report
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+CountedLoad = Literal["live", "replayed"]
+
+
+class SequenceCut(NamedTuple):
+    """Block of a microbatch's columns that a rank's routers see: one of `size` under sequence parallelism."""
+
+    rank: int
+    size: int
+
+
+def cut_of_rank(config: TransformerConfig) -> SequenceCut:
+    """This rank's block of columns."""
+    if not config.sequence_parallel:
+        return SequenceCut(0, 1)
+    return SequenceCut(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+
+class RouterTaps:
+    """Taps on all routers of this rank.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: The model's configuration.
+        device: Where they are.
+        replays: Have the routers take the experts of a microbatch's tape; False: only compare with them.
+        counted_load: Experts that auxiliary losses and the expert bias count where a tape is replayed: those that the
+            router would choose, which these losses and the bias are to even out, or those that it took.
+        in_float32: The passes that make the tapes and those that train compute in float32, without dropout.
+
+    Attributes:
+        ledger: Counts of what the tapes of the training passes hold, and of how far the routers agree.
+        probe: Sample of a step's tape, for the identity of its rows.
+        checks: Counts of what else can be wrong with it.
+        layers: Global indices of the MoE layers of the whole model.
+        positions: Of the MoE layers of each chunk, in the order of `layers`.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[GPTModel],
+        config: TransformerConfig,
+        device: torch.device,
+        *,
+        replays: bool = False,
+        counted_load: CountedLoad = "live",
+        in_float32: bool = False,
+    ):
+        self.layers = tuple(moe_layer_indices(config))
+        self.ledger = TapeLedger(len(self.layers), config.num_moe_experts, device)
+        self._config = config
+        self._replays = replays
+        self._counts_ledger = config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
+        of_layer = {layer: position for position, layer in enumerate(self.layers)}
+        self.probe = TapeProbe(len(self.layers), int(config.moe_router_topk), device)
+        self.checks = TapeChecks(config.num_moe_experts, device, in_float32=in_float32)
+        self._probed: set[int] = set()
+        self._captured: dict[int, tuple[ModelMicrobatch, Tensor]] | None = None
+        self._compared: TapeLedger | None = None
+        self._pipeline = parallel_state.get_pipeline_model_parallel_group()
+        self._taps: list[dict[int, RouterTap]] = []
+        for chunk in chunks:
+            taps = {}
+            # The decoder's own routers: those of multi-token prediction have no place on a tape.
+            for layer, router in routers_of(chunk.decoder):
+                slot: Any = getattr(router, "router_replay", None)
+                tap = RouterTap(slot, counts_replayed=counted_load == "replayed")
+                router.router_replay = tap  # type: ignore[assignment]
+                if replays:  # what does not train counts nothing
+                    _count_as_told(router, tap)
+                taps[of_layer[_layer_of(layer.key)]] = tap
+            self._taps.append(taps)
+        self._layers = [torch.tensor(list(taps), dtype=torch.long, device=device) for taps in self._taps]
+
+    @property
+    def positions(self) -> list[list[int]]:
+        """Of the MoE layers of each chunk, in the order of `layers`."""
+        return [sorted(taps) for taps in self._taps]
+
+    @contextmanager
+    def forward(
+        self, chunk: int, microbatch: ModelMicrobatch, number: int, *, trains: bool, counts: bool
+    ) -> Iterator[None]:
+        """While open, the forward pass of a chunk over one microbatch, with the routes of its tape.
+
+        A pass that trains replays them where the configuration says so. Others replay the tape that they are given.
+
+        Args:
+            chunk: Index of the chunk on this pipeline stage.
+            microbatch: What runs.
+            number: Of the microbatch in the step, the same on all pipeline stages.
+            trains: A backward pass follows.
+            counts: Add it to the step's ledger.
+        """
+        routes = self._routes(microbatch)
+        ledger = self.ledger if counts else self._compared
+        counts = ledger is not None and routes is not None and self._counts_ledger
+        self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
+        for tap in self._taps[chunk].values():
+            tap.shows, tap.shows_margin = counts or self._captured is not None, counts
+        try:
+            yield
+            if self._captured is not None:
+                self._capture(chunk, microbatch, self._captured)
+            elif counts:
+                assert routes is not None
+                assert ledger is not None
+                layers = self._layers[chunk]
+                # A router runs once in a forward pass.
+                seen = [tap.take()[0] for tap in self._taps[chunk].values()]
+                of_chunk = routes.index_select(1, layers)
+                fed = fed_tokens(microbatch, self.cut)
+                ledger.add(number, layers, of_chunk, fed, seen)
+                if ledger is self.ledger:
+                    if seen:
+                        live = torch.stack([of_layer.live for of_layer in seen], 1)
+                        self.checks.add(of_chunk, live, fed, previous_tokens(microbatch, self.cut))
+                    if seen and chunk not in self._probed:
+                        self.probe.add(layers, of_chunk, live, microbatch, self.cut.rank * len(routes))
+                    self._probed.add(chunk)
+        finally:
+            _hide(self._taps[chunk].values())
+            self._give(chunk, None)
+
+    def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
+        """Gives the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
+        routes = self._routes(microbatch) if self._replays else None
+        if routes is not None and output.requires_grad:
+            output.register_hook(lambda _: self._give(chunk, routes))
+
+    def start_step(self, num_updates: int = 1) -> None:
+        """Empties ledger, probe and checks, for a step of so many updates."""
+        self.ledger.clear()
+        self.checks.start(num_updates)
+        self.probe.clear()
+        self._probed.clear()
+
+    def report(self, *, per_layer: bool) -> TapeReport | None:
+        """Content of the step's tape and its anomalies, on rank 0 alone; every rank calls it.
+
+        Args:
+            per_layer: Add the agreement of each layer to the metrics.
+        """
+        totals, sample = self.ledger.reduced(self._pipeline), self.probe.reduced()
+        checked = self.checks.reduced(self.ledger.rows)
+        if dist.get_rank() > 0 or not totals.rows[:, Row.EXPECTED].any():  # once is enough
+            return None
+        return tape_report(
+            self.layers,
+            totals,
+            checked,
+            sample,
+            self.probe.names,
+            num_experts=self._config.num_moe_experts,
+            per_layer=per_layer,
+        )
+
+    def clear(self) -> None:
+        """Takes all routes away; after the last backward pass, so that what follows chooses for itself."""
+        for chunk in range(len(self._taps)):
+            self._give(chunk, None)
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While open, every forward pass leaves its choice to be taken."""
+        taps = [tap for of_chunk in self._taps for tap in of_chunk.values()]
+        for tap in taps:
+            tap.shows = True
+        try:
+            yield
+        finally:
+            _hide(taps)
+
+    def take(self) -> dict[int, list[RoutedTokens]]:
+        """Choices of the routers since this was last called, by position of the MoE layer, under `shown`."""
+        return {position: tap.take() for taps in self._taps for position, tap in taps.items()}
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[tuple[ModelMicrobatch, Int[Tensor, "tokens moe_layers topk"]]]]:
+        """While open, forward passes leave what they choose in the list, a pair for each microbatch in their order."""
+        pairs: list[tuple[ModelMicrobatch, Tensor]] = []
+        self._captured = {}
+        try:
+            yield pairs
+            pairs += self._captured.values()
+        finally:
+            self._captured = None
+
+    @contextmanager
+    def comparing(self) -> Iterator[Callable[[], LedgerTotals]]:
+        """While open, forward passes without a backward pass replay no tape, and are compared with it.
+
+        Yields:
+            The counts so far, over all ranks; every rank calls it.
+        """
+        ledger = TapeLedger(len(self.layers), self._config.num_moe_experts, self.ledger.rows.device)
+        self._compared = ledger
+        try:
+            yield lambda: ledger.reduced(self._pipeline)
+        finally:
+            self._compared = None
+
+    def _capture(
+        self, chunk: int, microbatch: ModelMicrobatch, captured: dict[int, tuple[ModelMicrobatch, Tensor]]
+    ) -> None:
+        if id(microbatch) not in captured:  # also on a stage without MoE layers, which takes part in what follows
+            shape = (microbatch.input_ids.numel() // self.cut.size, len(self.layers), int(self._config.moe_router_topk))
+            routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=microbatch.input_ids.device)
+            captured[id(microbatch)] = (microbatch, routes)
+        for position, tap in self._taps[chunk].items():
+            (seen,) = tap.take()
+            captured[id(microbatch)][1][:, position] = seen.taken.to(torch.int16)
+
+    def _routes(self, microbatch: ModelMicrobatch) -> Int[Tensor, "tokens moe_layers topk"] | None:
+        values = microbatch.model_columns.get(ROUTED_EXPERTS)
+        return None if values is None else in_router_order(values, self.cut)
+
+    @property
+    def cut(self) -> SequenceCut:
+        """This rank's block of columns."""
+        return cut_of_rank(self._config)
+
+    def _give(self, chunk: int, routes: Int[Tensor, "tokens moe_layers topk"] | None) -> None:
+        for position, tap in self._taps[chunk].items():
+            tap.routes = None if routes is None else routes[:, position]
+
+
+def _hide(taps: Iterable[RouterTap]) -> None:
+    for tap in taps:
+        tap.shows = tap.shows_margin = False
+        tap.take()
+
+
+def attach_taps(
+    chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
+) -> RouterTaps | None:
+    """Taps as a policy's configuration asks for them; None where it has no tape, or the model no MoE layers.
+
+    A fused router does not ask its slot, so that there is nothing to compare.
+    """
+    generates = generating(policy)
+    if generates is None or not moe_layer_indices(config) or config.moe_router_fusion:
+        return None
+    chosen = generates.megatron_cfg
+    if not chosen.routing_tape and chosen.routing_replay == "none":
+        return None
+    return RouterTaps(
+        chunks,
+        config,
+        device,
+        replays=chosen.routing_replay != "none",
+        counted_load=chosen.routing_replay_load,
+        in_float32=computes_in_float32(policy, config),
+    )
+
+
+def in_router_order(values: Int[Tensor, "rows columns ..."], cut: SequenceCut) -> Int[Tensor, "tokens ..."]:
+    """Values of the tokens that a rank's routers see, in their order: all rows of a column, then the next column."""
+    by_column = values.transpose(0, 1)
+    if cut.size > 1:
+        by_column = by_column.chunk(cut.size)[cut.rank]
+    return by_column.flatten(0, 1)
+
+
+def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
+    """True for the tokens that an engine has fed to its model: all but padding and the last one of each sequence.
+
+    Args:
+        microbatch: The microbatch.
+        cut: This rank's block of columns.
+    """
+    lengths = microbatch.batch.lengths
+    if microbatch.packed_seq_params is None:
+        fed = torch.zeros(microbatch.input_ids.shape, dtype=torch.bool, device=lengths.device)
+        columns = torch.arange(fed.shape[1], device=lengths.device)
+        fed[: len(lengths)] = columns < (lengths - 1)[:, None]
+    else:
+        flat = torch.arange(microbatch.input_ids.shape[1], device=lengths.device)
+        fed = (flat < lengths.sum())[None]
+        fed[0, microbatch.sequence_start + lengths - 1] = False
+    return in_router_order(fed, cut)
+
+
+def previous_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"]:
+    """Place of the token before in the same sequence, among the tokens that a rank's routers see; -1 without one.
+
+    Args:
+        microbatch: The microbatch.
+        cut: This rank's block of columns.
+    """
+    positions = in_router_order(microbatch.position_ids, cut)
+    places = torch.arange(len(positions), device=positions.device) - microbatch.input_ids.shape[0]
+    return places.where((positions > 0) & (places >= 0), -1)
+
+
+def _layer_of(key: int | str) -> int:
+    assert isinstance(key, int)  # Megatron-Core numbers its layers
+    return key
+
+
+def _count_as_told(router: Any, tap: RouterTap) -> None:
+    """Has auxiliary losses and the expert bias of a stock router count the experts that its tap names under replay.
+
+    By itself Megatron-Core counts the live choice in auxiliary losses, and the replayed one in the expert bias.
+    """
+    apply_bias = router._apply_expert_bias
+
+    def count_for_bias(routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        counted = routing_map if tap.counted is None else experts_as_map(tap.counted, routing_map.shape[-1])
+        apply_bias(counted, padding_mask=padding_mask)
+
+    router._apply_expert_bias = count_for_bias
+    for name in ("_apply_aux_loss", "_apply_seq_aux_loss", "_apply_global_aux_loss"):
+        setattr(router, name, partial(_with_counted_load, getattr(router, name), tap))
+
+
+def _with_counted_load(
+    apply_loss: Callable[..., Tensor],
+    tap: RouterTap,
+    probs: Tensor,
+    scores: Tensor,
+    routing_map: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """An auxiliary loss of a router; Megatron-Core has left padding out of the map."""
+    if tap.counted is not None:
+        of_tokens = experts_as_map(tap.counted, routing_map.shape[-1])
+        routing_map = (of_tokens & (routing_map != 0).any(-1, keepdim=True)).to(routing_map.dtype)
+    return apply_loss(probs, scores, routing_map, *args, **kwargs)

@@ -1,0 +1,102 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Training passes beside a step's own, of which nothing is left: the step goes on as if they had not been.
+
+A forward and backward pass leaves more than gradients: random states, the routers' counts (for the expert bias and the
+global-batch loss), the recorded auxiliary losses, and what the data-parallel wrapper knows of finished gradients.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron.checkpoint.contents import random_states, restore_random_states
+from nemo_rl_moe.models.megatron.model.releases import recorded_auxiliary_losses
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+@contextmanager
+def side_pass(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
+    """While open, a forward and backward pass leaves this rank's own gradients in `main_grad`; later nothing is left.
+
+    Gradients are 0 when it opens and when it closes, and those of other ranks do not come to them. The recorder and the
+    taps' counts are not kept from counting: they are told of a pass by who runs it.
+
+    Args:
+        chunks: This rank's model chunks.
+        config: The model's configuration, which tells the schedule what to do with gradients.
+    """
+    zero_gradients(chunks)
+    with ExitStack() as stack:
+        stack.enter_context(_kept_random_states())
+        stack.enter_context(_kept_router_buffers(chunks))
+        stack.enter_context(_kept_auxiliary_losses())
+        stack.enter_context(_unreduced_gradients(chunks, config))
+        try:
+            yield
+        finally:
+            zero_gradients(chunks)
+
+
+def zero_gradients(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Empties the gradient buffers, and the wrapper's record of what has been reduced."""
+    for chunk in chunks:
+        chunk.zero_grad_buffer()
+
+
+@contextmanager
+def _kept_random_states() -> Iterator[None]:
+    states = random_states()
+    try:
+        yield
+    finally:
+        restore_random_states(states)
+
+
+@contextmanager
+def _kept_router_buffers(chunks: Sequence[DistributedDataParallel]) -> Iterator[None]:
+    """Expert bias, tokens counted for it, and those counted for the global-batch loss."""
+    kept = [
+        (buffer, buffer.clone())
+        for chunk in chunks
+        for router in chunk.modules()
+        if isinstance(router, TopKRouter)
+        for buffer in router.buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        for buffer, values in kept:
+            buffer.copy_(values)
+
+
+@contextmanager
+def _kept_auxiliary_losses() -> Iterator[None]:
+    kept: dict[str, Tensor] = {name: values.clone() for name, values in recorded_auxiliary_losses().items()}
+    try:
+        yield
+    finally:
+        for name, values in recorded_auxiliary_losses().items():
+            values.copy_(kept[name]) if name in kept else values.zero_()
+
+
+@contextmanager
+def _unreduced_gradients(chunks: Sequence[DistributedDataParallel], config: TransformerConfig) -> Iterator[None]:
+    """Keeps the schedule from reducing gradients, and from the updates that come with it (of the expert bias, say)."""
+    names = ("no_sync_func", "grad_sync_func", "finalize_model_grads_func")
+    kept = {name: getattr(config, name) for name in names}
+    with ExitStack() as stack:
+        for chunk in chunks:
+            stack.enter_context(chunk.no_sync())
+        for name in names:
+            setattr(config, name, None)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                setattr(config, name, value)

@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Further checks of a step's tape: rows that stand twice, rows of each rank, and flips that float32 rules out."""
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.moe.recorder import sum_over_ranks
+from nemo_rl_moe.moe.tape_ranks import rows_by_rank
+from nemo_rl_moe.moe.tape_repeats import RepeatedRows
+from nemo_rl_moe.moe.tape_report import CheckTotals
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class TapeChecks:
+    """The counts of one step on one rank.
+
+    Args:
+        num_experts: Routed experts of a layer.
+        device: Where the routers run.
+        in_float32: As `computes_in_float32` has it.
+    """
+
+    def __init__(self, num_experts: int, device: torch.device, *, in_float32: bool):
+        self._repeats = RepeatedRows(num_experts, device)
+        self._in_float32, self._num_updates = in_float32, 1
+
+    def start(self, num_updates: int) -> None:
+        """Starts anew. In a step of several updates the weights of the tape are those before the first."""
+        self._repeats.counts.zero_()
+        self._num_updates = num_updates
+
+    def add(
+        self,
+        routes: Int[Tensor, "tokens layers topk"],
+        live: Int[Tensor, "tokens layers topk"],
+        fed: Bool[Tensor, " tokens"],
+        previous: Int[Tensor, " tokens"],
+    ) -> None:
+        """Adds the forward pass of some layers over a microbatch; as of `RepeatedRows`."""
+        self._repeats.add(routes, live, fed, previous)
+
+    def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
+        """The sums over all ranks, in one collective; every rank calls it.
+
+        Args:
+            rows: Of this rank's ledger.
+        """
+        by_slot = rows_by_rank(rows, parallel_state.get_data_parallel_rank())
+        repeats, slots = sum_over_ranks([self._repeats.counts, by_slot], rows.device)
+        return CheckTotals(
+            repeats.long(),
+            slots.long(),
+            num_ranks=parallel_state.get_data_parallel_world_size(),
+            is_exact=self._in_float32 and self._num_updates == 1,
+        )
+
+
+def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool:
+    """True where the passes that make tapes and those that train are known to compute alike: in float32, no dropout.
+
+    Args:
+        policy: The configuration of the policy.
+        config: The model's.
+    """
+    generates = generating(policy)
+    if generates is None or policy.precision != "float32" or config.attention_dropout or config.hidden_dropout:
+        return False
+    generation = generates.generation
+    if generation.backend == "megatron" or generates.megatron_cfg.routing_replay == "old_policy":
+        return True  # the trainer's own passes
+    return generation.backend == "vllm" and generation.vllm.dtype in (None, "float32")

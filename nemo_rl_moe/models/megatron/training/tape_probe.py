@@ -1,0 +1,93 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A sample of a step's tape and of the live routes of the same tokens, from all ranks that hold a part of it."""
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.moe.tape_identity import TapeSample
+
+# isort: split
+from megatron.core import parallel_state
+
+NUM_SEQUENCES, NUM_TOKENS = 2, 48
+"""Of each sampling rank's first microbatch: sequences, and the last tokens of each that were fed to the engine."""
+MOST_RANKS = 8
+"""Data-parallel ranks that sample; the sample must not grow with the job."""
+_TAPE, _LIVE = 0, 1
+
+
+class TapeProbe:
+    """The sample of one step; every (token, layer) of it lies on one rank, so that a sum brings all of it together.
+
+    Args:
+        num_layers: MoE layers of the whole model.
+        topk: Experts of each token.
+        device: Where the routers run.
+    """
+
+    def __init__(self, num_layers: int, topk: int, device: torch.device):
+        ranks = min(parallel_state.get_data_parallel_world_size(), MOST_RANKS)
+        self._rank: int = parallel_state.get_data_parallel_rank()
+        self._samples = self._rank < ranks
+        # One is added to every number: 0 is what no rank knows.
+        shape = (2, ranks * NUM_SEQUENCES, NUM_TOKENS, num_layers, topk)
+        self._values = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the sampled sequences: their places in the first microbatch of their rank."""
+        count = self._values.shape[1]
+        return [f"{number % NUM_SEQUENCES} (data-parallel rank {number // NUM_SEQUENCES})" for number in range(count)]
+
+    def clear(self) -> None:
+        """Starts anew."""
+        self._values.zero_()
+
+    def add(
+        self,
+        layers: Int[Tensor, " layers"],
+        routes: Int[Tensor, "tokens layers topk"],
+        live: Int[Tensor, "tokens layers topk"],
+        microbatch: ModelMicrobatch,
+        first_token: int,
+    ) -> None:
+        """Adds some layers of a step's first microbatch.
+
+        Args:
+            layers: Their positions.
+            routes: Of the tape, in the order of the routers' tokens.
+            live: The routers' own choices.
+            microbatch: The microbatch.
+            first_token: Number of this rank's first token among those of the microbatch, under sequence parallelism.
+        """
+        if not self._samples:
+            return
+        lengths = microbatch.batch.lengths[:NUM_SEQUENCES]
+        first = (lengths - 1 - NUM_TOKENS).clamp(min=0)[:, None]
+        positions = first + torch.arange(NUM_TOKENS, device=lengths.device)
+        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
+        if microbatch.packed_seq_params is None:
+            places = positions * microbatch.input_ids.shape[0] + rows
+        else:
+            places = positions + microbatch.sequence_start[: len(lengths), None]
+        places = places - first_token
+        known = (positions < lengths[:, None] - 1) & (places >= 0) & (places < len(routes))
+        index = places.clamp(0, len(routes) - 1).reshape(-1)
+        start = self._rank * NUM_SEQUENCES
+        for kind, values in ((_TAPE, routes), (_LIVE, live)):
+            chosen = values.index_select(0, index).view(*places.shape, *values.shape[1:]).int() + 1
+            target = self._values[kind, start : start + len(lengths)]
+            target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
+
+    def reduced(self) -> TapeSample:
+        """The sample of all ranks, in one collective; every rank calls it."""
+        values = self._values.clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
+        on_host = (values - 1).cpu().numpy()
+        return TapeSample(tape=on_host[_TAPE], live=on_host[_LIVE])

@@ -1,0 +1,77 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient of the routers by source: how long the parts are, and whether they pull the same way.
+
+All of it follows from the parts' inner products, layer by layer, so that nothing else needs to leave the device.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+POLICY, AUXILIARY, Z = "policy", "aux", "z"
+"""Sources: the algorithm's own loss, all load balancing losses together, the z-loss."""
+
+
+def inner_products(parts: Float[Tensor, "parts layers weights"]) -> Float[Tensor, "layers parts parts"]:
+    """Inner products of the parts in each layer, in float64."""
+    # A layer at a time: a copy of all of them in float64 would be twice the gradients' memory.
+    of_layers = [parts[:, layer].double() for layer in range(parts.shape[1])]
+    return torch.stack([part @ part.T for part in of_layers])
+
+
+def gradient_metrics(
+    products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
+) -> dict[str, float]:
+    """Metrics of the parts of a gradient, under `router_gradient/`.
+
+    With parts `g_p`, whose sum is the gradient `g`: `norm_{p}` is `|g_p|`; `share_{p}` is `<g_p, g> / <g, g>`, what the
+    part contributes along the gradient (shares add up to 1; one that pulls against the others is negative); and
+    `cosine_policy_{p}` is `<g_policy, g_p> / (|g_policy| |g_p|)`. A share or cosine of a gradient that is 0 is absent.
+
+    Args:
+        products: `<g_p, g_q>` of each layer.
+        names: Of the parts; the first one is `POLICY`.
+        layers: Global indices of the layers.
+        per_layer: Add norms and cosines of each layer.
+    """
+    return _named("router_gradient", products.sum(0), products, names, layers if per_layer else ())
+
+
+def last_layer_metrics(
+    products: Float[Tensor, "layers parts parts"], names: Sequence[str], layers: Sequence[int], *, per_layer: bool
+) -> dict[str, float]:
+    """Metrics of parts that are exact in the last layer alone, under `router_gradient_exact_in_last_layer/`.
+
+    Norms, shares and cosines as in `gradient_metrics`, of the last layer. `per_layer` adds norms and cosines of each
+    layer, where the policy's part holds what later layers' auxiliary losses send back through the hidden states.
+    """
+    prefix = "router_gradient_exact_in_last_layer"
+    return _named(prefix, products[-1], products, names, layers if per_layer else ())
+
+
+def _named(
+    prefix: str,
+    whole: Float[Tensor, "parts parts"],
+    products: Float[Tensor, "layers parts parts"],
+    names: Sequence[str],
+    layers: Sequence[int],
+) -> dict[str, float]:
+    metrics = _norms_and_cosines(whole, names, "")
+    if total := float(whole.sum()):
+        metrics |= {f"share_{name}": float(row.sum()) / total for name, row in zip(names, whole, strict=True)}
+    # Of no layers, where each one's own are not asked for.
+    for layer, of_layer in zip(layers, products, strict=False):
+        metrics |= _norms_and_cosines(of_layer, names, f"_layer_{layer}")
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def _norms_and_cosines(products: Float[Tensor, "parts parts"], names: Sequence[str], ending: str) -> dict[str, float]:
+    norms = products.diagonal().sqrt().tolist()
+    metrics = {f"norm_{name}{ending}": norm for name, norm in zip(names, norms, strict=True)}
+    for position, name in enumerate(names[1:], start=1):
+        if lengths := norms[0] * norms[position]:
+            metrics[f"cosine_{names[0]}_{name}{ending}"] = float(products[0, position]) / lengths
+    return metrics

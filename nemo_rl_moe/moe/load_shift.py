@@ -1,0 +1,44 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Loads that change from one step to the next: an expert that loses all of its tokens.
+
+An expert may be idle from the start, or have been losing its tokens for long: that takes patience to tell from chance.
+One that had its share a moment ago and gets nothing now does not.
+"""
+
+from collections import deque
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from nemo_rl_moe.moe.load_arrays import dead, utilization
+from nemo_rl_moe.moe.running_level import LEAST_VALUES, WINDOW
+
+LEAST_SHARE = 0.5
+"""Utilization that an expert had before; one that had less may miss a step or two."""
+
+
+class SuddenlyIdle:
+    """Experts without any token that had at least half of a fair share before.
+
+    Args:
+        shape: Layers and experts of each.
+    """
+
+    def __init__(self, shape: tuple[int, ...]):
+        self._earlier: deque[np.ndarray] = deque(maxlen=WINDOW)
+        self.steps = np.zeros(shape, dtype=np.int64)
+        """Steps in a row that each has been so."""
+
+    def observe(self, counts: Int[np.ndarray, "layers experts"]) -> None:
+        """Takes the next step. The share before is the median, which the first idle steps do not move."""
+        used = np.zeros(counts.shape, dtype=bool)
+        if len(self._earlier) >= LEAST_VALUES:
+            used = np.median(np.stack(self._earlier), 0) >= LEAST_SHARE
+        self.steps = np.where(dead(counts) & used, self.steps + 1, 0)
+        self._earlier.append(utilization(counts))
+
+    def for_steps(self, num_steps: int | None) -> Bool[np.ndarray, "layers experts"]:
+        """Those that have been so for at least so many steps; None: none."""
+        chosen: Bool[np.ndarray, "layers experts"] = self.steps >= (np.inf if num_steps is None else max(num_steps, 1))
+        return chosen

@@ -1,0 +1,113 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The split of the mismatch between rollout and training into what routing, numerics and moved weights add.
+
+The gap of a token is its log-probability in training less that in the rollout. A pass that replays the experts of the
+rollout stands between the two: up to it only the numerics of two engines differ, from it on only the experts. Where the
+weights have moved since, the same pass by the weights that drew the token stands between these two:
+
+    own - generation = (own - replayed) + (replayed - replayed_before) + (replayed_before - generation)
+      total          =     routing      +          staleness           +          numerics
+
+token by token, exact but for the rounding of log-probabilities to float32.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+LARGEST_LOG_RATIO = 20.0
+"""Largest exponent, as in the losses: e^20 is half a billion."""
+
+PerToken = Float[np.ndarray, " tokens"]
+
+
+@dataclass(frozen=True)
+class RatioLimits:
+    """Limits of a probability ratio beyond which a loss clips it."""
+
+    lower: float
+    upper: float
+
+
+def split_gap(
+    generation: PerToken, replayed_before: PerToken, own: PerToken, replayed: PerToken | None = None
+) -> dict[str, PerToken]:
+    """Parts of the gap of each token, in nats; float64.
+
+    Args:
+        generation: Log-probabilities by the engine that drew the tokens.
+        replayed_before: By the trainer, with the experts of the rollout and the weights that drew them.
+        own: By the trainer, with the experts that its routers choose.
+        replayed: With the experts of the rollout and the weights of `own`; None where these are still the same.
+
+    Returns:
+        `total`, `routing`, `numerics`, and with moved weights `staleness`; the others sum to `total`.
+    """
+    generation, replayed_before, own = (values.astype(np.float64) for values in (generation, replayed_before, own))
+    parts = {"total": own - generation, "numerics": replayed_before - generation}
+    if replayed is None:
+        return parts | {"routing": own - replayed_before}
+    now = replayed.astype(np.float64)
+    return parts | {"routing": own - now, "staleness": now - replayed_before}
+
+
+def gap_metrics(gap: PerToken, limits: RatioLimits | None = None) -> dict[str, float]:
+    """Size of a gap, or of a part of one.
+
+    - `mean_abs`, `max_abs`: of its absolute value, nats
+    - `kl`: mean of `exp(d) - 1 - d`, the k3 estimate of the divergence of two distributions whose log-probabilities
+      differ by `d` (http://joschu.net/blog/kl-approx.html), nats
+    - `mult_prob_error`: mean of `exp(|d|)`; 1 is none
+    - `effective_samples`: `(sum w)^2 / (n sum w^2)` of the importance weights `w = exp(d)`; 1 is none lost
+    - `clip_fraction`: share of tokens whose ratio `exp(d)` is beyond the limits
+
+    Args:
+        gap: At least one token.
+        limits: Of the ratio; None: no `clip_fraction`.
+    """
+    bounded = gap.clip(max=LARGEST_LOG_RATIO)
+    weights = np.exp(bounded)
+    size = np.abs(gap)
+    metrics = {
+        "mean_abs": float(size.mean()),
+        "max_abs": float(size.max()),
+        "kl": float((np.expm1(bounded) - bounded).mean()),
+        "mult_prob_error": float(np.exp(size.clip(max=LARGEST_LOG_RATIO)).mean()),
+        "effective_samples": float(weights.sum() ** 2 / (len(weights) * np.square(weights).sum())),
+    }
+    if limits is not None:
+        metrics["clip_fraction"] = float(((weights < limits.lower) | (weights > limits.upper)).mean())
+    return metrics
+
+
+def variance_shares(parts: Mapping[str, PerToken]) -> dict[str, float]:
+    """Share of each part in the variance of the total: its covariance with it over that variance; they sum to 1.
+
+    Args:
+        parts: Of `split_gap`.
+
+    Returns:
+        Empty where all tokens have the same gap.
+    """
+    centered = parts["total"] - parts["total"].mean()
+    variance = float(np.square(centered).sum())
+    if variance == 0:
+        return {}
+    others = {name: values for name, values in parts.items() if name != "total"}
+    return {name: float((values - values.mean()) @ centered) / variance for name, values in others.items()}
+
+
+def split_metrics(parts: Mapping[str, PerToken], limits: RatioLimits | None = None) -> dict[str, float]:
+    """Metrics of all parts, `{metric}_{part}` each: those of `gap_metrics`, and `variance_share`.
+
+    Args:
+        parts: Of `split_gap`, of at least one token.
+        limits: Of the ratio in the loss.
+    """
+    metrics = {
+        f"{name}_{part}": value for part, gap in parts.items() for name, value in gap_metrics(gap, limits).items()
+    }
+    return metrics | {f"variance_share_{part}": share for part, share in variance_shares(parts).items()}

@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Experts by advantage: how far experts serve sequences of high or of low advantage, beyond chance.
+
+Chance is a permutation: advantages change places among the sequences that they were compared with. Mean and variance of
+what an expert then gets are known exactly (of a linear rank statistic: Hajek, Sidak and Sen, Theory of Rank Tests,
+section 3.3).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AdvantageScores:
+    """Scores of a step's experts.
+
+    Attributes:
+        layers: Index of each MoE layer in the whole model.
+        scores: Of `advantage_scores`, on the host.
+    """
+
+    layers: tuple[int, ...]
+    scores: Float[Tensor, "layers experts"]
+
+
+def add_sequence_assignments(
+    counts: Int[Tensor, "rows layers experts"],
+    layer: int,
+    routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+    rows: Int[Tensor, " tokens"],
+) -> None:
+    """Adds one router call to the counts, in place, without a host synchronisation.
+
+    Args:
+        counts: Assignments of each row, a sequence, so far.
+        layer: Position of the router's layer.
+        routed: A map of the assignments, or the indices of the experts that each token is routed to.
+        rows: Row of each token.
+    """
+    if routed.dtype == torch.bool:
+        counts[:, layer].index_add_(0, rows, routed.to(counts.dtype))
+        return
+    _, num_layers, num_experts = counts.shape
+    places = ((rows * num_layers + layer) * num_experts)[:, None] + routed
+    counts.view(-1).scatter_add_(0, places.reshape(-1), counts.new_ones(()).expand(places.numel()))
+
+
+def permutation_moments(
+    counts: Float[Tensor, "sequences experts"],
+    advantages: Float[Tensor, " sequences"],
+    groups: Int[Tensor, " sequences"],
+) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"], Float[Tensor, " experts"]]:
+    """`S[e] = sum_s a_s n[s,e]`, and its mean and variance where advantages change places within their groups.
+
+    Of a group of `m` sequences, `E = mean(a) * sum_s n` and
+    `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 / (m - 1)`; those of all groups add up.
+
+    Args:
+        counts: `n`.
+        advantages: `a`.
+        groups: Group of each sequence, from 0.
+
+    Returns:
+        `S`, `E` and `Var`.
+    """
+    num_groups = int(groups.max()) + 1
+    sizes = groups.bincount(minlength=num_groups).to(counts)
+
+    def sums(values: Tensor) -> Tensor:
+        return values.new_zeros(num_groups, *values.shape[1:]).index_add_(0, groups, values)
+
+    mean_advantages, mean_counts = sums(advantages) / sizes, sums(counts) / sizes[:, None]
+    off_mean = advantages - mean_advantages[groups]
+    # A mean of equal numbers can be off by their last bit, and no spread would become a tiny one.
+    off_mean = off_mean.where(_varies(advantages, groups, num_groups)[groups], 0.0)
+    spread = sums(off_mean.square()) / (sizes - 1).clamp(min=1)
+    spread_of_counts = sums((counts - mean_counts[groups]).square())
+    expected = (mean_advantages[:, None] * mean_counts * sizes[:, None]).sum(0)
+    return advantages @ counts, expected, spread @ spread_of_counts
+
+
+def _varies(values: Tensor, groups: Tensor, num_groups: int) -> Bool[Tensor, " groups"]:
+    bounds = [
+        values.new_zeros(num_groups).scatter_reduce(0, groups, values, kind, include_self=False)
+        for kind in ("amin", "amax")
+    ]
+    return bounds[0] != bounds[1]
+
+
+def advantage_scores(
+    counts: Float[Tensor, "sequences layers experts"],
+    advantages: Float[Tensor, " sequences"],
+    groups: Int[Tensor, " sequences"],
+) -> Float[Tensor, "layers experts"]:
+    """`z = (S - E) / sqrt(Var)` of `permutation_moments`; NaN where the variance is 0.
+
+    Args:
+        counts: Tokens of each sequence that a layer sends to an expert.
+        advantages: Of each sequence.
+        groups: Sequences whose advantages were compared with each other have the same number, from 0. Where no group
+            has two, all are one.
+    """
+    advantages, groups = advantages.double(), groups.unique(return_inverse=True)[1]
+    if len(groups) == int(groups.max()) + 1:
+        groups = torch.zeros_like(groups)
+    scores = []
+    # A layer at a time: copies of all counts in float64 would be many times the counts' memory.
+    for of_layer in counts.unbind(1):
+        found, expected, variance = permutation_moments(of_layer.double(), advantages, groups)
+        scores.append(((found - expected) / variance.sqrt()).where(variance > 0, torch.nan))
+    return torch.stack(scores)
+
+
+def advantage_metrics(
+    scores: Float[Tensor, "layers experts"], layers: Sequence[int], *, per_layer: bool
+) -> dict[str, float]:
+    """Metrics of the scores, under `routing_advantage/`; empty where every score is NaN.
+
+    `excess` is the mean of `z^2 - 1`, which is 0 by chance, and `max_abs_z` the largest size of a score, of all layers
+    and experts and of each layer's.
+
+    Args:
+        scores: Of `advantage_scores`.
+        layers: Global indices of the MoE layers.
+        per_layer: Add those of each layer.
+    """
+    parts = {"": scores.flatten()}
+    if per_layer:
+        parts |= {f"_layer_{layer}": row for layer, row in zip(layers, scores, strict=True)}
+    metrics = {}
+    for ending, values in parts.items():
+        known = values[~values.isnan()]
+        if len(known):
+            metrics[f"routing_advantage/excess{ending}"] = float(known.square().mean()) - 1
+            metrics[f"routing_advantage/max_abs_z{ending}"] = float(known.abs().max())
+    return metrics

@@ -1,0 +1,254 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Identity of a tape's routes: does each row belong to its layer, its token and its sequence?
+
+Counts cannot tell: rows of another layer, of the token before or of another sequence look like any others. So the tape
+of a few sequences is compared with the live routes of every layer, of the tokens beside, and of the other sequences.
+Where the right partner does not win, the finding says which one does.
+"""
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+
+AnomalyKind = Literal["rows", "layer", "token", "sequence", "repeated", "rank"]
+SHIFTS = (-1, 0, 1)
+_LEAST_LEAD, _SIGMAS = 0.1, 6.0
+_OWN = 0.5
+"""Ownership, less the lead of a partner that wins, below which a sequence's routes count as somebody else's."""
+
+
+_LEAST_KAPPA = 0.5
+"""Rollouts of weights that are many updates older agree in more than 0.8."""
+
+
+@dataclass(frozen=True)
+class TapeSample:
+    """Routes of a few sequences, in windows of successive tokens; `UNKNOWN` (-1) in rows that are not known.
+
+    Attributes:
+        tape: As the tape has them.
+        live: As the routers that train would choose.
+    """
+
+    tape: Int[np.ndarray, "sequences tokens layers topk"]
+    live: Int[np.ndarray, "sequences tokens layers topk"]
+
+
+@dataclass(frozen=True)
+class TapeAnomaly:
+    """Rows that belong elsewhere.
+
+    Attributes:
+        kind: Of another layer, token or sequence; rows that hold what no router chooses, or that stand more than once;
+            rows of one data-parallel rank.
+        text: Description, plain text.
+        layer: Global index of the layer whose rows they are; None: several layers, or all.
+    """
+
+    kind: AnomalyKind
+    text: str
+    layer: int | None = None
+
+
+def _one_hot(
+    routes: Int[np.ndarray, "sequences tokens layers topk"], num_experts: int
+) -> Float[np.ndarray, "sequences tokens layers experts"]:
+    """1 for each expert of a row; 0 throughout in rows that no router chooses: unknown ones, or an expert twice."""
+    usable = ((routes >= 0) & (routes < num_experts)).all(-1, keepdims=True)
+    hot = np.zeros((*routes.shape[:-1], num_experts), dtype=np.float32)
+    np.put_along_axis(hot, np.where(usable, routes, 0).astype(np.int64), 1.0, axis=-1)
+    usable &= hot.sum(-1, keepdims=True) == routes.shape[-1]
+    return hot * usable
+
+
+def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
+    """Share of the tape's experts in layer `i` that the routers of layer `j` would choose for the same token.
+
+    NaN in rows of layers of which nothing is known.
+    """
+    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
+    known = tape.any(-1, keepdims=True) & live.any(-1, keepdims=True)
+    tape, live = (hot.transpose(2, 0, 1, 3).reshape(hot.shape[2], -1) for hot in (tape * known, live))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        overlap: Float[np.ndarray, "layers layers"] = tape @ live.T / tape.sum(1, keepdims=True)
+    return overlap
+
+
+def shift_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences shifts"]:
+    """Share of the tape's experts that the routers would choose for the token `SHIFTS` places further, by sequence.
+
+    A tape whose routes are one token late has those of the token before: the shift -1 wins.
+    """
+    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
+    columns = [_paired(tape, np.roll(live, -shift, axis=1), _inside(tape.shape[1], shift)) for shift in SHIFTS]
+    return np.stack(columns, 1)
+
+
+def sequence_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences sequences"]:
+    """Share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the same place."""
+    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
+    everywhere = np.ones(tape.shape[1], dtype=bool)
+    columns = [_paired(tape, np.broadcast_to(other, tape.shape), everywhere) for other in live]
+    return np.stack(columns, 1)
+
+
+def ownership(
+    sample: TapeSample, num_experts: int
+) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
+    """Share by which each sequence's tape prefers its own live routes to those of others: 1 for its own, near 0 else.
+
+    Routes of another step or of an earlier response agree with every sequence a little: texts begin alike, and experts
+    differ in popularity. So only rows count in which the routers choose otherwise for this sequence than for another
+    one at the same place; there the tape has `own` experts of the one and `other` of the other, which have `common`
+    ones, and the ownership is `sum(own - other) / sum(topk - common)`: what the tape prefers its own sequence by, over
+    what the routers' own choice does.
+
+    Returns:
+        The ownership, NaN where nothing can be compared, and the number of rows that it rests on.
+    """
+    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
+    routed = np.asarray(live.any(-1))
+    known = np.asarray(tape.any(-1)) & routed
+    topk = sample.live.shape[-1]
+    values, rows = [], []
+    for place in range(len(tape)):
+        common = (live[place] * live).sum(-1)
+        differs = known[place] & routed & (common < topk)
+        preferred = ((tape[place] * live[place]).sum(-1) - (tape[place] * live).sum(-1))[differs].sum()
+        most = (topk - common)[differs].sum()
+        values.append(preferred / most if most else np.nan)
+        rows.append(int(differs.any(0).sum()))
+    return np.array(values), np.array(rows)
+
+
+def _inside(length: int, shift: int) -> np.ndarray:
+    """Places whose partner lies in the window too."""
+    places = np.arange(length) + shift
+    inside: np.ndarray = (places >= 0) & (places < length)
+    return inside
+
+
+def _paired(
+    tape: Float[np.ndarray, "sequences tokens layers experts"],
+    live: Float[np.ndarray, "sequences tokens layers experts"],
+    places: np.ndarray,
+) -> Float[np.ndarray, " sequences"]:
+    known = tape.any(-1) & live.any(-1) & places[:, None]
+    matches = (tape * live).sum(-1) * known
+    with np.errstate(invalid="ignore", divide="ignore"):
+        overlap: Float[np.ndarray, " sequences"] = matches.sum((1, 2)) / (tape.sum(-1) * known).sum((1, 2))
+    return overlap
+
+
+def find_anomalies(
+    sample: TapeSample, num_experts: int, layers: Sequence[int], sequences: Sequence[str] = ()
+) -> list[TapeAnomaly]:
+    """Rows of the tape that belong to another layer, token or sequence.
+
+    A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share.
+
+    Args:
+        sample: Of the tape and of the live routes of the same tokens.
+        num_experts: Routed experts of a layer.
+        layers: Global indices of the MoE layers.
+        sequences: Names of the sampled sequences, for the texts; their numbers otherwise.
+    """
+    names = list(sequences) or [str(number) for number in range(len(sample.tape))]
+    rows = (sample.tape >= 0).all(-1)
+    found: list[TapeAnomaly] = []
+    by_layer = layer_overlap(sample, num_experts)
+    for place, other in _winners(by_layer, np.arange(len(layers)), rows.sum((0, 1))):
+        text = f"layer {layers[place]} carries layer {layers[other]}'s routes"
+        compared = _compared(by_layer[place], place, other)
+        found.append(TapeAnomaly("layer", f"{text}: {compared}", int(layers[place])))
+    if found:  # rows of other layers agree with nothing else either
+        return found
+    per_sequence = rows.sum((1, 2))
+    by_shift = shift_overlap(sample, num_experts)
+    shifted = dict(_winners(by_shift, np.full(len(names), SHIFTS.index(0)), per_sequence))
+    for shift, word in ((-1, "late"), (1, "early")):
+        late = [place for place, winner in shifted.items() if SHIFTS[winner] == shift]
+        if late:
+            of = "" if len(late) == len(names) else f" in sequence{'s' if len(late) > 1 else ''} {_named(late, names)}"
+            compared = _compared(by_shift[late[0]], SHIFTS.index(0), SHIFTS.index(shift))
+            found.append(TapeAnomaly("token", f"routes are one token {word}{of}: {compared}"))
+    by_sequence = sequence_overlap(sample, num_experts)
+    swapped = {
+        place: other
+        for place, other in _winners(by_sequence, np.arange(len(names)), per_sequence)
+        if place not in shifted
+    }
+    for place, other in swapped.items():
+        text = f"sequence {names[place]} carries the routes of sequence {names[other]}"
+        found.append(TapeAnomaly("sequence", f"{text}: {_compared(by_sequence[place], place, other)}"))
+    found += _strangers(sample, num_experts, names, named=shifted.keys() | swapped.keys())
+    return found
+
+
+def _strangers(
+    sample: TapeSample, num_experts: int, names: Sequence[str], named: AbstractSet[int]
+) -> list[TapeAnomaly]:
+    """Sequences, but those that are named already, whose routes belong to none that was sampled."""
+    values, rows = ownership(sample, num_experts)
+    with np.errstate(invalid="ignore"):
+        strange = np.flatnonzero(values < _OWN - _lead(rows))
+    found = [place for place in strange.tolist() if place not in named]
+    if not found:
+        return []
+    own, others = (f"{number} of the experts" for number in _agreement_of(sample, num_experts, found))
+    whose = f"sequence{'s' if len(found) > 1 else ''} {_named(found, names)}"
+    text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own"
+    return [TapeAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
+
+
+def _agreement_of(sample: TapeSample, num_experts: int, places: Sequence[int]) -> tuple[str, str]:
+    """Mean agreement of some sequences' tapes with their own live routes, and with those of all other sequences."""
+    overlap = sequence_overlap(sample, num_experts)[places]
+    is_own = np.zeros(overlap.shape, dtype=bool)
+    is_own[np.arange(len(places)), places] = True
+    return f"{np.nanmean(overlap[is_own]):.3f}", f"{np.nanmean(overlap[~is_own]):.3f}"
+
+
+def _lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
+    """Difference of two shares of so many rows that counts: 0.1, and six standard errors of a share."""
+    lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
+    return lead
+
+
+def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
+    """A tape of other tokens altogether, such as those of the step before: it agrees with the routers by chance alone.
+
+    Args:
+        slot_kappa: Of all rows of the step; None where none is usable.
+    """
+    if slot_kappa is None or slot_kappa >= _LEAST_KAPPA:
+        return []
+    text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
+    return [TapeAnomaly("sequence", f"{text}, right ones in more than {_LEAST_KAPPA}")]
+
+
+def _winners(
+    overlap: Float[np.ndarray, "rows partners"], right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
+) -> list[tuple[int, int]]:
+    """Rows that another partner than the right one wins, with this partner."""
+    found = []
+    for row, (shares, partner, count) in enumerate(zip(overlap, right, counts, strict=True)):
+        if not np.isfinite(shares[partner]):
+            continue
+        best = int(np.nanargmax(shares))
+        if best != partner and shares[best] - shares[partner] > _lead(count):
+            found.append((row, best))
+    return found
+
+
+def _compared(shares: Float[np.ndarray, " partners"], right: int, best: int) -> str:
+    return f"they agree in {shares[best]:.3f} of the experts, with their own in {shares[right]:.3f}"
+
+
+def _named(places: Sequence[int], names: Sequence[str]) -> str:
+    return ", ".join(names[place] for place in places[:8]) + (f" and {len(places) - 8} more" if len(places) > 8 else "")

@@ -1,0 +1,301 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of a routing tape: what its rows hold, and how far the routers that train agree with them.
+
+A tape has the experts of each token in each MoE layer as another pass chose them, such as the rollout. Everything is
+counted on the device and without a host synchronisation, in tensors of the same shape on every rank, which one
+collective adds up.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf, nan
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from nemo_rl_moe.moe.recorder import sum_over_ranks
+from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, in_order, usable_rows
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
+
+_COMPARED, _DIFFERS = 1, 2
+_NARROW = MARGIN_EDGES.index(1e-2)
+
+
+def classify_rows(
+    ranked: Int[Tensor, "... topk"], fed: Bool[Tensor, "..."], num_experts: int
+) -> dict[Row, Bool[Tensor, "..."]]:
+    """Kinds of a tape's rows, as masks.
+
+    Args:
+        ranked: The tape's experts, in ascending order.
+        fed: Tokens that were fed to the model; broadcast over the rows.
+        num_experts: Experts of a layer.
+    """
+    lowest, highest = ranked[..., 0], ranked[..., -1]
+    usable = usable_rows(ranked, num_experts)
+    in_range = (lowest >= 0) & (highest < num_experts)
+    unknown = (lowest == UNKNOWN) & (highest == UNKNOWN)
+    zero = (lowest == 0) & (highest == 0) & ~usable
+    return {
+        Row.EXPECTED: fed.expand_as(usable),
+        Row.USABLE: usable & fed,
+        Row.MISSING: unknown & fed,
+        Row.ZERO: zero & fed,
+        Row.DUPLICATED: in_range & ~usable & ~zero & fed,
+        Row.OUT_OF_RANGE: ~in_range & ~unknown & fed,
+        Row.UNEXPECTED: usable & ~fed,
+    }
+
+
+class TapeLedger:
+    """Counts of one step of training on one rank.
+
+    Args:
+        num_layers: MoE layers of the whole model; a rank fills those that it holds.
+        num_experts: Routed experts of a layer.
+        device: Where the routers run.
+
+    Attributes:
+        rows: A row for each MoE layer, a column for each `Row`.
+        tape_experts: How often the tape's usable rows name each expert, by layer.
+        live_experts: How often the routers would choose each, for the same tokens.
+        margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and those that differ.
+        tokens: Tokens of each microbatch, by its number: `_COMPARED` where a layer had a usable row, `_DIFFERS` where
+            the router of any would choose other experts.
+    """
+
+    def __init__(self, num_layers: int, num_experts: int, device: torch.device):
+        self._num_experts = num_experts
+        counted = {"dtype": torch.long, "device": device}
+        self.rows: Int[Tensor, "layers kinds"] = torch.zeros(num_layers, len(Row), **counted)  # type: ignore[call-overload]
+        self.tape_experts = torch.zeros(num_layers, num_experts, **counted)  # type: ignore[call-overload]
+        self.live_experts = torch.zeros_like(self.tape_experts)
+        self.margins = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
+        self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
+        self._edges = torch.tensor(MARGIN_EDGES, device=device)
+
+    def clear(self) -> None:
+        """Starts anew."""
+        for counts in (self.rows, self.tape_experts, self.live_experts, self.margins):
+            counts.zero_()
+        self.tokens.clear()
+
+    def add(
+        self,
+        number: int,
+        layers: Int[Tensor, " layers"],
+        routes: Int[Tensor, "tokens layers topk"],
+        fed: Bool[Tensor, " tokens"],
+        seen: Sequence[RoutedTokens],
+    ) -> None:
+        """Adds the forward pass of some layers over a microbatch.
+
+        Args:
+            number: Of the microbatch in the step, the same on all pipeline stages.
+            layers: Positions of the MoE layers, of which a stage may have none.
+            routes: The tape's experts of these layers, of the tokens in the routers' order.
+            fed: Tokens that were fed to the model that made the tape.
+            seen: Choices of the layers' routers; none: the rows are counted and compared with nothing.
+        """
+        if number not in self.tokens:
+            self.tokens[number] = torch.zeros(len(fed), dtype=torch.uint8, device=fed.device)
+        if not len(layers):
+            return
+        # Numbers of the same type are compared without a copy of the larger type.
+        ranked = in_order(routes.to(seen[0].live.dtype) if seen else routes)
+        kinds = classify_rows(ranked, fed[:, None], self._num_experts)
+        usable = kinds[Row.USABLE]
+        # Of rows that are not usable every number is taken for expert 0, and counts nothing.
+        ones = usable.long()[..., None].expand_as(ranked)
+        offsets = layers[:, None] * self._num_experts
+        named = ranked.where(usable[..., None], 0) + offsets
+        self.tape_experts.view(-1).scatter_add_(0, named.reshape(-1), ones.reshape(-1))
+        compared = self._compare(number, layers, ranked, usable, seen) if seen else {}
+        counted = torch.zeros(len(layers), len(Row), dtype=torch.long, device=fed.device)
+        for kind, rows in (kinds | compared).items():
+            counted[:, kind] = rows.sum(0)
+        self.rows.index_add_(0, layers, counted)
+
+    def _compare(
+        self,
+        number: int,
+        layers: Int[Tensor, " layers"],
+        ranked: Int[Tensor, "tokens layers topk"],
+        usable: Bool[Tensor, "tokens layers"],
+        seen: Sequence[RoutedTokens],
+    ) -> dict[Row, Shaped[Tensor, "tokens layers"]]:
+        """Rows and slots in which routers and tape agree, for each token; counts experts, margins and tokens."""
+        ranked_live = in_order(torch.stack([of_layer.live for of_layer in seen], 1))
+        live_same = taken_same = (ranked == ranked_live).all(-1) & usable
+        if any(of_layer.taken is not of_layer.live for of_layer in seen):
+            taken = in_order(torch.stack([of_layer.taken for of_layer in seen], 1))
+            taken_same = (ranked == taken).all(-1) & usable
+        differs = (usable & ~live_same).any(1)
+        self.tokens[number] |= usable.any(1) * _COMPARED + differs * _DIFFERS
+        slots = (ranked[..., :, None] == ranked_live[..., None, :]).any(-1) & usable[..., None]
+        chosen = ranked_live.where(usable[..., None], 0) + layers[:, None] * self._num_experts
+        ones = usable.long()[..., None].expand_as(ranked)
+        self.live_experts.view(-1).scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+        if all(of_layer.margin is not None for of_layer in seen):
+            margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None], 1)
+            place = 2 * (layers * self.margins.shape[1] + torch.bucketize(margin, self._edges))
+            margins = self.margins.view(-1)
+            margins.scatter_add_(0, place.reshape(-1), usable.long().reshape(-1))
+            margins.scatter_add_(0, (place + 1).reshape(-1), (usable & ~live_same).long().reshape(-1))
+        return {Row.TAKEN_SAME: taken_same, Row.LIVE_SAME: live_same, Row.LIVE_SLOTS: slots.sum(-1)}
+
+    def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
+        """The sums over all ranks, in one collective, before which stages of a pipeline share their tokens' marks.
+
+        Every rank calls it.
+
+        Args:
+            stages: The ranks that hold other layers of this rank's tokens; None: it holds all of them.
+        """
+        # One more than there are, so that no rank has nothing to share.
+        marks = torch.cat([self.rows.new_zeros(1).to(torch.uint8), *(self.tokens[key] for key in sorted(self.tokens))])
+        tells = True
+        if stages is not None and dist.get_world_size(stages) > 1:
+            # A token that differs is compared too, so that its mark is the largest of all stages'.
+            dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=stages)
+            tells = dist.get_rank(stages) == 0
+        tokens = torch.stack([(marks & _COMPARED > 0).sum(), (marks & _DIFFERS > 0).sum()]) * int(tells)
+        parts = [self.rows, self.tape_experts, self.live_experts, self.margins, tokens]
+        rows, tape, live, margins, tokens = (part.long() for part in sum_over_ranks(parts, self.rows.device))
+        return LedgerTotals(rows, tape, live, margins, tokens)
+
+
+@dataclass(frozen=True)
+class LedgerTotals:
+    """A step's counts over all ranks, on the host.
+
+    Attributes:
+        tokens: Those with a usable row in any layer, and those of them of which any router would choose other experts.
+        rows, tape_experts, live_experts, margins: As those of `TapeLedger`.
+    """
+
+    rows: Int[Tensor, "layers kinds"]
+    tape_experts: Int[Tensor, "layers experts"]
+    live_experts: Int[Tensor, "layers experts"]
+    margins: Int[Tensor, "layers classes 2"]
+    tokens: Int[Tensor, " 2"]
+
+    @property
+    def rows_differing(self) -> float:
+        """Share of usable rows whose set of experts the router would not choose; NaN without any."""
+        usable, same = (float(self.rows[:, kind].sum()) for kind in (Row.USABLE, Row.LIVE_SAME))
+        return 1 - same / usable if usable else nan
+
+    @property
+    def tokens_differing(self) -> float:
+        """Share of tokens of which any router would choose another set, of those with a usable row; NaN without any."""
+        compared, differing = self.tokens.tolist()
+        return differing / compared if compared else nan
+
+
+@dataclass(frozen=True)
+class TapeReport:
+    """Content of one step's tape, and agreement of the routers that train with it.
+
+    Attributes:
+        layers: Global indices of the MoE layers.
+        totals: The counts.
+        metrics: Of `agreement_metrics`, and `routing/anomalies`.
+        anomalies: Rows that cannot be right.
+    """
+
+    layers: tuple[int, ...]
+    totals: LedgerTotals
+    metrics: dict[str, float]
+    anomalies: tuple[TapeAnomaly, ...]
+
+
+def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
+    """Share of a token's experts on which tape and router would agree if either chose for a token of its own.
+
+    `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the tape and by the router:
+    what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
+    """
+    tokens = totals.rows[:, Row.USABLE].double()
+    topk = totals.tape_experts.sum(1) / tokens
+    products = (totals.tape_experts.double() * totals.live_experts).sum(1)
+    return products / tokens.square() / topk
+
+
+def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
+    """Metrics of the ledger, under `routing/`; empty where no row was expected.
+
+    `rows_*_share` are shares of the rows that were expected. `agreement` is the share of usable rows whose set of
+    experts the routers took, `live_agreement` of those that they would choose by themselves, `slot_agreement` the share
+    of single experts; `slot_kappa` is the last corrected for chance (Cohen's kappa, with `slot_chance`).
+    `narrow_margin_share` is the share of rows whose margin is at most 0.01, and `flip_margin_median` the upper bound of
+    the class (`MARGIN_EDGES`) that holds the median margin of the rows where tape and router differ, if there are any.
+
+    Args:
+        totals: Of the step.
+        layers: Global indices of the MoE layers.
+        per_layer: Add the agreement of each layer.
+    """
+    rows = totals.rows.double()
+    sums = rows.sum(0)
+    expected, usable = float(sums[Row.EXPECTED]), float(sums[Row.USABLE])
+    if not expected:
+        return {}
+    kinds = (Row.USABLE, Row.MISSING, Row.ZERO, Row.DUPLICATED, Row.OUT_OF_RANGE)
+    metrics = {"routing/rows_expected": expected}
+    metrics |= {f"routing/rows_{kind.name.lower()}_share": float(sums[kind]) / expected for kind in kinds}
+    metrics["routing/rows_unexpected"] = float(sums[Row.UNEXPECTED])
+    if not totals.tokens[0]:  # nothing was compared
+        return metrics
+    slots = float(totals.tape_experts.sum())
+    slot_agreement = float(sums[Row.LIVE_SLOTS]) / slots
+    weights = totals.tape_experts.sum(1).double() / slots
+    chance = float((slot_chance(totals).nan_to_num() * weights).sum())
+    metrics |= {
+        "routing/agreement": float(sums[Row.TAKEN_SAME]) / usable,
+        "routing/live_agreement": float(sums[Row.LIVE_SAME]) / usable,
+        "routing/tokens_differing_share": totals.tokens_differing,
+        "routing/slot_agreement": slot_agreement,
+        "routing/slot_kappa": (slot_agreement - chance) / (1 - chance) if chance < 1 else 1.0,
+    }
+    of_classes = totals.margins.sum(0)
+    metrics["routing/narrow_margin_share"] = float(of_classes[: _NARROW + 1, 0].sum()) / usable
+    if differing := int(of_classes[:, 1].sum()):
+        class_of_median = int((of_classes[:, 1].cumsum(0) * 2 >= differing).nonzero()[0])
+        metrics["routing/flip_margin_median"] = (*MARGIN_EDGES, inf)[class_of_median]
+    if per_layer:
+        for position, layer in enumerate(layers):
+            of_layer = float(rows[position, Row.USABLE])
+            if of_layer:
+                metrics[f"routing/live_agreement_layer_{layer}"] = float(rows[position, Row.LIVE_SAME]) / of_layer
+    return metrics
+
+
+_WRONG_ROWS = {
+    Row.ZERO: "hold expert 0 alone",
+    Row.DUPLICATED: "name an expert twice",
+    Row.OUT_OF_RANGE: "name experts that there are not",
+    Row.UNEXPECTED: "belong to padding or to the last token of a sequence",
+}
+
+
+def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
+    """Rows that hold what no router chooses; rows that are missing are none, as an engine may have been lost.
+
+    Args:
+        totals: Of the step.
+        layers: Global indices of the MoE layers.
+    """
+    found = []
+    for kind, words in _WRONG_ROWS.items():
+        counts = totals.rows[:, kind]
+        if wrong := int(counts.sum()):
+            numbers = [str(layers[position]) for position in counts.nonzero()[:, 0].tolist()]
+            where = "all layers" if len(numbers) == len(layers) else f"layers {', '.join(numbers)}"
+            share = f"{wrong:,} of {int(totals.rows[:, Row.EXPECTED].sum()):,} rows"
+            found.append(TapeAnomaly("rows", f"{share} {words}, in {where}"))
+    return found

@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The rows of each data-parallel rank: routes that one rank never gets, or that are those of another.
+
+Sums over all ranks hide a rank among many: routes that are dropped or misaligned where shares of a batch are put
+together (AReno#524) cost what a replay costs and have no effect. So each rank adds its counts in a slot of its own.
+There are 64 of them, whatever the job's size, and beyond that several ranks share one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.moe.tape_ledger import Row
+
+SLOTS = 64
+_LEAST_MISSING, _OTHERS_AT_MOST = 0.05, 0.25
+"""Share of a rank's rows, and of that share what all the others lack at most."""
+_LEAST_LEAD, _SIGMAS = 0.2, 6.0
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """One rank's share of something.
+
+    Attributes:
+        slot: Its slot: the data-parallel rank, modulo `SLOTS`.
+        share: Of its rows.
+        of_others: The same of all other ranks together.
+    """
+
+    slot: int
+    share: float
+    of_others: float
+
+
+def rows_by_rank(rows: Int[Tensor, "layers kinds"], data_parallel_rank: int) -> Int[Tensor, "slots kinds"]:
+    """A rank's rows in its slot; over all ranks they add up to the rows of each slot.
+
+    Args:
+        rows: Of the rank's ledger.
+        data_parallel_rank: The rank.
+    """
+    slots = rows.new_zeros(SLOTS, rows.shape[1])
+    slots[data_parallel_rank % SLOTS] = rows.sum(0)
+    return slots
+
+
+def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None:
+    """The rank that alone lacks rows: at least 5% of its own, and four times what the others lack; None without one.
+
+    Args:
+        by_slot: Of the step, over all ranks.
+    """
+    found = _furthest(by_slot[:, Row.MISSING], by_slot[:, Row.EXPECTED])
+    if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
+        return None
+    return found
+
+
+def rank_anomalies(
+    by_slot: Int[Tensor, "slots kinds"], num_layers: int, name_of: Callable[[int], str]
+) -> list[TapeAnomaly]:
+    """The rank whose routers would choose other experts than its tape has, while those of the others agree with theirs.
+
+    Its agreement is lower by 0.2 and by six standard errors, a token counting once for all layers.
+
+    Args:
+        by_slot: Of the step, over all ranks.
+        num_layers: MoE layers.
+        name_of: Name of the rank of a slot.
+    """
+    usable = by_slot[:, Row.USABLE]
+    found = _furthest(usable - by_slot[:, Row.LIVE_SAME], usable)
+    if found is None:
+        return []
+    tokens = int(usable[found.slot]) / max(num_layers, 1)
+    if found.share - found.of_others < max(_LEAST_LEAD, _SIGMAS * 0.5 / max(tokens, 1.0) ** 0.5):
+        return []
+    text = (
+        f"{name_of(found.slot)} has routes that are not its tokens': its routers would choose them in"
+        f" {1 - found.share:.3f} of the rows, those of the other ranks in {1 - found.of_others:.3f}"
+    )
+    return [TapeAnomaly("rank", text)]
+
+
+def rank_name(slot: int, num_ranks: int) -> str:
+    """Name of the data-parallel rank of a slot; of all that share it in a larger job."""
+    if num_ranks <= SLOTS:
+        return f"data-parallel rank {slot}"
+    return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
+
+
+def _furthest(part: Int[Tensor, " slots"], whole: Int[Tensor, " slots"]) -> RankShare | None:
+    """The slot with the highest share; None where there are no others."""
+    if int((whole > 0).sum()) < 2:
+        return None
+    shares = torch.where(whole > 0, part.double() / whole.clamp(min=1), -1.0)
+    slot = int(shares.argmax())
+    others = float(part.sum() - part[slot]) / float(whole.sum() - whole[slot])
+    return RankShare(slot, float(shares[slot]), others)

@@ -1,0 +1,81 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The report of a step's tape: its ledger, its checks and the identity of its rows, of a live step as of files."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxtyping import Int
+from torch import Tensor
+
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies, foreign_tape
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeReport, agreement_metrics, row_anomalies
+from nemo_rl_moe.moe.tape_ranks import missing_in_one_rank, rank_anomalies, rank_name
+from nemo_rl_moe.moe.tape_repeats import repeat_anomalies
+
+
+@dataclass(frozen=True)
+class CheckTotals:
+    """A step's counts over all ranks, on the host.
+
+    Attributes:
+        repeats: As of `RepeatedRows`.
+        by_slot: As of `rows_by_rank`.
+        num_ranks: Data-parallel ranks.
+        is_exact: The tape was made with the weights of training, both in float32: rows differ by near ties alone.
+        rank_names: Of the ranks, where they have names of their own; by default their numbers.
+    """
+
+    repeats: Int[Tensor, " kinds"]
+    by_slot: Int[Tensor, "slots kinds"]
+    num_ranks: int
+    is_exact: bool
+    rank_names: Sequence[str] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics under `routing/` of what a healthy step has nothing of; they are absent then."""
+        found = {}
+        usable, same = (int(self.by_slot[:, kind].sum()) for kind in (Row.USABLE, Row.LIVE_SAME))
+        if self.is_exact and usable > same:
+            found["routing/float32_flips_share"] = (usable - same) / usable
+        if (missing := missing_in_one_rank(self.by_slot)) is not None:
+            found["routing/rows_missing_in_one_rank"] = missing.share
+            found["routing/rank_with_missing_rows"] = float(missing.slot)
+        return found
+
+    def anomalies(self, num_layers: int) -> list[TapeAnomaly]:
+        """Rows that cannot be right, of a model with so many MoE layers."""
+        return repeat_anomalies(self.repeats) + rank_anomalies(self.by_slot, num_layers, self._name_of)
+
+    def _name_of(self, slot: int) -> str:
+        return self.rank_names[slot] if self.rank_names else rank_name(slot, self.num_ranks)
+
+
+def tape_report(
+    layers: tuple[int, ...],
+    totals: LedgerTotals,
+    checked: CheckTotals,
+    sample: TapeSample | None,
+    sequences: Sequence[str] = (),
+    *,
+    num_experts: int,
+    per_layer: bool,
+) -> TapeReport:
+    """Content of a step's tape, and its anomalies.
+
+    Args:
+        layers: Global indices of the MoE layers.
+        totals: Of its ledger.
+        checked: Of its checks.
+        sample: Routes of a few sequences; None where nothing is known of training.
+        sequences: Their names.
+        num_experts: Routed experts of a layer.
+        per_layer: Add the agreement of each layer to the metrics.
+    """
+    anomalies = row_anomalies(totals, layers) + checked.anomalies(len(layers))
+    if sample is not None:
+        anomalies += find_anomalies(sample, num_experts, layers, sequences)
+    metrics = agreement_metrics(totals, layers, per_layer=per_layer) | checked.metrics()
+    anomalies = anomalies or foreign_tape(metrics.get("routing/slot_kappa"))
+    metrics["routing/anomalies"] = float(len(anomalies))
+    return TapeReport(layers, totals, metrics, tuple(anomalies))

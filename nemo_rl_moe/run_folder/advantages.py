@@ -1,0 +1,77 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`experts_by_advantage.parquet`: the score of every expert at every step.
+
+Its columns are `step`, `layer`, `expert` and `score`: how far the expert has the tokens of responses of high advantage
+beyond chance, in standard deviations.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+from jaxtyping import Float, Int
+
+from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+
+if TYPE_CHECKING:
+    # The report reads these files without torch.
+    from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+
+FOLDER_NAME = "experts_by_advantage.parquet"
+TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"score": pa.float32()}, is_signed=True)
+
+
+@dataclass(frozen=True)
+class AdvantageHistory:
+    """Scores of every expert over the steps of a run.
+
+    Attributes:
+        steps: Ascending.
+        layers: Index of each MoE layer in the whole model, ascending.
+        scores: NaN where an expert has none.
+    """
+
+    steps: Int[np.ndarray, " steps"]
+    layers: Int[np.ndarray, " layers"]
+    scores: Float[np.ndarray, "steps layers experts"]
+
+
+class AdvantageWriter(StepTableWriter):
+    """Writer of the scores of each step.
+
+    Args:
+        run_folder: The run's folder.
+        warn: Told once when writing fails, and when steps are lost.
+        message: Told when writing works again.
+    """
+
+    def __init__(
+        self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None] = lambda text: None
+    ):
+        super().__init__(TABLE, run_folder, warn, message)
+
+    def write(self, step: int, found: "AdvantageScores") -> None:
+        """Adds one step; steps ascend."""
+        scores = found.scores.numpy().astype(np.float32)[None]
+        axes = (np.array([step]), np.array(found.layers), np.arange(scores.shape[2]))
+        self.add(StepRows(axes, {"score": scores}))
+
+
+def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:
+    """The scores that a run has written so far, each step once.
+
+    Args:
+        run_folder: The run's folder.
+        first_step: The first step to read.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+        DataError: A file is damaged, for example by a copy that was interrupted.
+    """
+    found = read_steps(TABLE, run_folder, first_step)
+    steps, layers, _ = found.axes
+    return AdvantageHistory(steps, layers, found.values["score"])

@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Follower of a file of one record a line, while a run appends to it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Generic, TypeVar
+
+from nemo_rl_moe.errors import DataError
+
+Record = TypeVar("Record")
+_MOST_REMEMBERED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class NewRecords(Generic[Record]):
+    """Records that were appended since the last look.
+
+    Attributes:
+        records: In the order of the file.
+        begins_anew: Whether the file has been cut or replaced: these are all of its records, earlier ones are void.
+        num_damaged: Lines that are no records.
+    """
+
+    records: list[Record]
+    begins_anew: bool
+    num_damaged: int
+
+
+class LineTail(Generic[Record]):
+    """Follower of a file of lines.
+
+    Survives a torn last line, which is left for the next look, and a run that was resumed meanwhile, which cuts its
+    file back to the checkpoint.
+
+    Args:
+        path: The file, which need not exist yet.
+        parse: Reads a line, of the file that it names; raises a DataError where it is no record.
+    """
+
+    def __init__(self, path: Path, parse: Callable[[bytes, str], Record]):
+        self._path, self._parse = path, parse
+        self._offset = 0
+        self._last_bytes = b""
+
+    def read(self) -> NewRecords[Record]:
+        """Lines that have been written since the last call.
+
+        Raises:
+            DataError: The file cannot be read.
+        """
+        try:
+            with self._path.open("rb") as file:
+                return self._read(file)
+        except FileNotFoundError:
+            return NewRecords([], False, 0)
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
+
+    def _read(self, file: BinaryIO) -> NewRecords[Record]:
+        # The size alone does not tell: a file that was cut may have grown beyond its former length since.
+        file.seek(self._offset - len(self._last_bytes))
+        begins_anew = file.read(len(self._last_bytes)) != self._last_bytes
+        if begins_anew:
+            self._offset, self._last_bytes = file.seek(0), b""
+        records: list[Record] = []
+        num_damaged = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            self._offset += len(line)
+            self._last_bytes = line[-_MOST_REMEMBERED_BYTES:]
+            try:
+                if line.strip():
+                    records.append(self._parse(line, str(self._path)))
+            except DataError:
+                num_damaged += 1
+        return NewRecords(records, begins_anew, num_damaged)

@@ -1,0 +1,303 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tables that a run adds to at every step: their writer, reader and rewind.
+
+`<run folder>/<name>.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one table.
+A Parquet file cannot be appended to, and one that a kill leaves half written cannot be read at all. Each step is
+therefore written to a file of its own that appears whole, and every 100 of these files are joined into one.
+"""
+
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from jaxtyping import Int
+from numpy.typing import NDArray
+
+from nemo_rl_moe.errors import DataError, one_line
+
+STEPS_OF_A_FILE = 100
+_MOST_STEPS_KEPT = 1000
+_MOST_ROWS = 20_000_000  # a file of 100 steps of a model of 200 layers with 1,000 experts each
+_UNREADABLE = (OSError, ValueError, pa.ArrowException)
+_FILE_NAME = re.compile(r"steps-(\d{8})-(\d{8})\.parquet")
+
+
+@dataclass(frozen=True)
+class StepTable:
+    """Form of a table: for each step a row for each place.
+
+    Attributes:
+        folder_name: Name of the folder in the run's.
+        axes: Columns that number the places, `step` first.
+        values: Further columns, by their types: counts, or shares from 0 on, which may be NaN.
+        is_signed: They may be below 0 too.
+    """
+
+    folder_name: str
+    axes: tuple[str, ...]
+    values: Mapping[str, pa.DataType]
+    is_signed: bool = False
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Columns of a file."""
+        axes = [(axis, pa.int64() if axis == "step" else pa.int32()) for axis in self.axes]
+        return pa.schema([*axes, *self.values.items()])
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """Rows of one or several steps.
+
+    Attributes:
+        axes: Numbers along each axis of the table, ascending: first the steps.
+        values: Column to its values, in the shape of the axes.
+    """
+
+    axes: tuple[Int[np.ndarray, " places"], ...]
+    values: Mapping[str, NDArray[Any]]
+
+    def since(self, step: int) -> "StepRows":
+        """The same from a step on."""
+        later = self.axes[0] >= step
+        if later.all():
+            return self
+        return StepRows((self.axes[0][later], *self.axes[1:]), {name: of[later] for name, of in self.values.items()})
+
+
+class StepTableWriter:
+    """Writer of a table.
+
+    Survives a full disk: the newest 1,000 steps are kept in memory meanwhile and written when there is space again;
+    training goes on.
+
+    Args:
+        table: Its form.
+        run_folder: The run's folder.
+        warn: Told once when writing fails, and when steps are lost.
+        message: Told when writing works again.
+    """
+
+    def __init__(
+        self,
+        table: StepTable,
+        run_folder: Path,
+        warn: Callable[[str], None],
+        message: Callable[[str], None] = lambda text: None,
+    ):
+        self._table = table
+        self._name, self._folder = table.folder_name, run_folder / table.folder_name
+        self._warn, self._message = warn, message
+        self._kept: deque[StepRows] = deque()
+        self._num_lost = 0
+        self._is_failing = False
+        self._has_told_of_joining = False
+        # The files of single steps that the run wrote before it was resumed are joined with the new ones.
+        self._single = [first for first, last in _files_in_force(self._folder) if first == last]
+
+    def add(self, rows: StepRows) -> None:
+        """Adds one step; steps ascend."""
+        self._kept.append(rows)
+        if len(self._kept) > _MOST_STEPS_KEPT:
+            self._kept.popleft()
+            self._num_lost += 1
+        self._write_kept()
+
+    def close(self) -> None:
+        """Tries once more to write what is kept."""
+        if self._kept:
+            self._write_kept()
+        if lost := self._num_lost + len(self._kept):
+            self._warn(f"{self._name} lacks {lost} steps that could not be written")
+        self._kept.clear()
+        self._num_lost = 0
+
+    def _write_kept(self) -> None:
+        try:
+            for folder in (self._folder.parent, self._folder):
+                folder.mkdir(exist_ok=True)
+            while self._kept:
+                step = int(self._kept[0].axes[0][0])
+                _write_whole(_as_file(self._table, self._kept[0]), _path(self._folder, step, step))
+                self._single.append(step)
+                self._kept.popleft()
+                if len(self._single) >= STEPS_OF_A_FILE:
+                    self._join()
+        except (OSError, pa.ArrowException) as error:
+            if not self._is_failing:
+                self._is_failing = True
+                self._warn(f"{self._name} cannot be written, its steps are kept until it can be: {error}")
+            return
+        if self._is_failing:
+            self._is_failing = False
+            self._message(f"{self._name} can be written again")
+
+    def _join(self) -> None:
+        """Joins the files of single steps into one. Survives a kill in between: readers prefer the joined file."""
+        steps, self._single = self._single, []
+        singles = [_path(self._folder, step, step) for step in steps]
+        try:
+            joined = pa.concat_tables([pq.read_table(path) for path in singles])
+            _write_whole(joined, _path(self._folder, steps[0], steps[-1]))
+            for path in singles:
+                path.unlink()
+        except (OSError, pa.ArrowException) as error:
+            # Nothing is lost by it: they are read as they are.
+            if not self._has_told_of_joining:
+                self._has_told_of_joining = True
+                self._warn(f"{self._name}: the files of steps {steps[0]} to {steps[-1]} cannot be joined: {error}")
+
+
+def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepRows:
+    """Rows that a run has written so far, each step once.
+
+    Args:
+        table: Form of the table.
+        run_folder: The run's folder.
+        first_step: The first step to read.
+
+    Raises:
+        FileNotFoundError: There is no such step.
+        DataError: A file is damaged, for example by a copy that was interrupted.
+    """
+    folder = run_folder / table.folder_name
+    parts: list[StepRows] = []
+    # File by file: the rows of all steps together would take several times the memory of their values.
+    for first, last in _files_in_force(folder):
+        if last < first_step:
+            continue
+        path = _path(folder, first, last)
+        try:
+            part = _as_rows(table, _file(table, path), last)
+            if parts and not all(map(np.array_equal, part.axes[1:], parts[0].axes[1:])):
+                raise ValueError(f"it has other {' or '.join(_plurals(table.axes[1:]))} than the first one")
+        except FileNotFoundError:  # joined with others since it was listed: the joined file is there by now
+            return read_steps(table, run_folder, first_step)
+        except _UNREADABLE as error:
+            raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
+        parts.append(part.since(first_step))
+    if not parts:
+        raise FileNotFoundError(f"{folder} holds no step")
+    steps = np.concatenate([part.axes[0] for part in parts])
+    values = {name: np.concatenate([part.values[name] for part in parts]) for name in table.values}
+    return StepRows((steps, *parts[0].axes[1:]), values)
+
+
+def rewind_steps(table: StepTable, run_folder: Path, step: int) -> None:
+    """Removes the rows of all later steps.
+
+    Survives a kill in between: the next call finishes what is left. A damaged file is renamed so that readers skip it.
+
+    Raises:
+        OSError: A file cannot be removed, or the beginning of a file that is kept cannot be written.
+    """
+    folder = run_folder / table.folder_name
+    in_force = _files_in_force(folder)
+    # The last files first: their space may be what the cut one needs.
+    for first, last in reversed(in_force):
+        path = _path(folder, first, last)
+        if first <= step < last:
+            try:
+                found = _file(table, path)
+                steps = _as_rows(table, found, last).axes[0]
+            except _UNREADABLE:
+                path.replace(path.with_name(f".{path.name}.damaged"))
+                continue
+            kept = found.filter(pc.field("step") <= step)
+            _write_whole(kept, _path(folder, first, int(steps[steps <= step][-1])))
+        if last > step:
+            path.unlink()
+    for first, last in set(_spans(folder)) - set(_files_in_force(folder)):
+        _path(folder, first, last).unlink()
+
+
+def _path(folder: Path, first: int, last: int) -> Path:
+    return folder / f"steps-{first:08d}-{last:08d}.parquet"
+
+
+def _spans(folder: Path) -> list[tuple[int, int]]:
+    """First and last step of every file, ascending."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    spans = [(int(match[1]), int(match[2])) for name in names if (match := _FILE_NAME.fullmatch(name))]
+    return sorted((first, last) for first, last in spans if first <= last)
+
+
+def _files_in_force(folder: Path) -> list[tuple[int, int]]:
+    """Spans of the files to read. One inside another is left from a kill while files were joined or cut."""
+    spans = _spans(folder)
+    return [
+        (first, last)
+        for first, last in spans
+        if not any(start <= first and last <= end and (start, end) != (first, last) for start, end in spans)
+    ]
+
+
+def _plurals(axes: tuple[str, ...]) -> list[str]:
+    return [f"{axis}s" for axis in axes]
+
+
+def _as_file(table: StepTable, rows: StepRows) -> pa.Table:
+    shape = tuple(map(len, rows.axes))
+    places = zip(table.axes, np.ix_(*rows.axes), strict=True)
+    columns = {axis: np.broadcast_to(numbers, shape).reshape(-1) for axis, numbers in places}
+    return pa.table(columns | {name: rows.values[name].reshape(-1) for name in table.values}).cast(table.schema)
+
+
+def _write_whole(content: pa.Table, path: Path) -> None:
+    # Readers of data sets skip names that begin with a dot.
+    staging = path.with_name(f".{path.name}.incomplete")
+    # A step has too few rows for a dictionary, and nobody asks for statistics: they take half of the time.
+    pq.write_table(content, staging, compression="zstd", use_dictionary=False, write_statistics=False)
+    staging.replace(path)
+
+
+def _file(table: StepTable, path: Path) -> pa.Table:
+    """Rows of one file.
+
+    Raises:
+        ValueError: They are more than its steps can have: some kilobytes may say that there are billions.
+    """
+    num_rows = pq.read_metadata(path).num_rows
+    if num_rows > _MOST_ROWS:
+        raise ValueError(f"{num_rows:,} rows, expected at most {_MOST_ROWS:,}")
+    return pq.read_table(path, schema=table.schema)
+
+
+def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
+    """Rows of one file.
+
+    Args:
+        table: Form of the table.
+        content: Content of the file.
+        last: The last step, by its name.
+
+    Raises:
+        ValueError: They are not a row for each place, for each step.
+    """
+    if any(column.null_count for column in content.columns):
+        raise ValueError("it has rows without a number")
+    numbers = [content[axis].to_numpy() for axis in table.axes]
+    axes = tuple(np.unique(column).astype(np.int64) for column in numbers)
+    shape = tuple(map(len, axes))
+    if not (shape[0] and axes[0][-1] == last and len(content) == math.prod(shape)):
+        raise ValueError("it does not hold as many rows for each of its steps")
+    values = {name: content[name].to_numpy().reshape(shape) for name in table.values}
+    is_in_order = all(
+        np.array_equal(found.reshape(shape), np.broadcast_to(expected, shape))
+        for found, expected in zip(numbers, np.ix_(*axes), strict=True)
+    )
+    is_negative = not table.is_signed and any((of_column < 0).any() for of_column in values.values())
+    if not is_in_order or is_negative:
+        *others, innermost = _plurals(table.axes)
+        order = f"{', '.join(others)} and {innermost}"
+        raise ValueError(f"its rows are not in the order of {order}, or count less than nothing")
+    return StepRows(axes, values)

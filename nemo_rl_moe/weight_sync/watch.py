@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A watch over the receivers of a weight transfer: one that dies or freezes ends it for all within a second or two.
+
+Processes that meet in a folder cannot tell a receiver that is gone from one that is slow, and would wait for it for two
+minutes. Who has started the receivers can: it looks at them while the trainer's ranks send.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Thread
+from typing import Protocol
+
+from nemo_rl_moe.errors import ReceiverLostError, WeightSyncError
+from nemo_rl_moe.weight_sync.transport import WeightTransport
+
+PERIOD_S = 0.5
+"""Between two looks; most refits are over before the first."""
+CAUSE_WAIT_S = 3.0
+"""After a transfer has failed: the closed connection of a receiver is often seen before its death."""
+_POLL_S = 0.05
+
+
+class Receivers(Protocol):
+    """The processes that receive, as who has started them sees them."""
+
+    def find_lost(self, patience_s: float | None = None) -> str | None:
+        """Name of a receiver that is lost and what has happened to it, in words; None where all are there.
+
+        It is ended, so that others who are connected with it notice.
+
+        Args:
+            patience_s: Seconds without an answer after which one counts as lost; None: as many as it always has.
+        """
+        ...
+
+    def have_ended(self) -> bool:
+        """True when none of them receives any more."""
+        ...
+
+
+@contextmanager
+def watched(transport: WeightTransport, receivers: Receivers) -> Iterator[None]:
+    """A block that sends and waits for the receivers, and is ended when one of them is lost.
+
+    Args:
+        transport: Has been opened.
+        receivers: Have been started.
+
+    Raises:
+        ReceiverLostError: A receiver died or froze. The trainer's ranks and the other receivers have been told to stop.
+    """
+    is_over = Event()
+    found: list[str] = []
+
+    def look() -> None:
+        while not is_over.wait(PERIOD_S):
+            if (lost := receivers.find_lost()) is not None:
+                found.append(lost)
+                transport.abort(lost)
+                return
+
+    thread = Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    except WeightSyncError as error:
+        is_over.set()
+        thread.join(CAUSE_WAIT_S)
+        lost = found[0] if found else None if thread.is_alive() else _lost_behind_a_failure(receivers)
+        if lost is None:
+            raise
+        raise ReceiverLostError(lost) from error
+    finally:
+        is_over.set()
+
+
+def _lost_behind_a_failure(receivers: Receivers) -> str | None:
+    """The receiver whose loss has made a transfer fail, as far as it can be told in some seconds."""
+    deadline = time.monotonic() + 2 * CAUSE_WAIT_S
+    while True:
+        if (lost := receivers.find_lost(CAUSE_WAIT_S)) is not None:
+            return lost
+        if receivers.have_ended() or time.monotonic() > deadline:
+            return None
+        time.sleep(_POLL_S)

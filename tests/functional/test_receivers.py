@@ -1,0 +1,107 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ray actors that receive weights, one of which dies or freezes: the transfer ends at once; a second one arrives."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from nemo_rl_moe.errors import ReceiverLostError
+from nemo_rl_moe.generation.refit import ActorReceivers, refit
+from nemo_rl_moe.weight_sync.carriers import Carrier, FileCarrier, make_carrier
+from nemo_rl_moe.weight_sync.folder import FolderTransport
+from nemo_rl_moe.weight_sync.transport import TransportSpec, WeightTransport
+from nemo_rl_moe.weight_sync.watch import watched
+from tests.support.receiving_copy import TENSORS, Copy
+
+pytestmark = [pytest.mark.shared_ray, pytest.mark.timeout(200)]
+
+ALL_OF_THEM = {name: float(index) for index, (name, _) in enumerate(TENSORS)}
+PATIENCE_S = 4.0
+LIMIT_S = 15.0
+
+
+@dataclass
+class Engine:
+    """Two copies; of each transfer's, as it is told, the second one is struck.
+
+    Attributes:
+        strikes: One for each transfer.
+        seconds: Of each transfer.
+    """
+
+    strikes: list[signal.Signals | None]
+    copies: list[Any] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        strike = self.strikes.pop(0)
+        actor = ray.remote(concurrency_groups={"beside": 1})(Copy).options(num_cpus=0)
+        self.copies = [actor.remote(number, strike if number else None) for number in range(2)]
+        ray.get([copy.is_there.remote() for copy in self.copies])
+        by_name = {f"copy {number}": copy for number, copy in enumerate(self.copies)}
+        spec = transport.open(2, version)
+        receivers = ActorReceivers(
+            {copy.receive.remote(spec): name for name, copy in by_name.items()},
+            ask=lambda name: by_name[name].is_there.options(concurrency_group="beside").remote(),
+            end=lambda name: ray.kill(by_name[name]),
+            patience_s=PATIENCE_S,
+        )
+        begin = time.monotonic()
+        try:
+            with watched(transport, receivers):
+                transport.send()
+                receivers.wait()
+        finally:
+            self.seconds.append(time.monotonic() - begin)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Weights in this process."""
+
+    folder: Path
+    make_carrier: Callable[[int, str], Carrier]
+    weight_version: int = 3
+
+    def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
+        def send(spec: TransportSpec) -> int:
+            then()
+            return spec.send(TENSORS, 0, self.weight_version)
+
+        return FolderTransport(self.folder, 1, send, bucket_bytes=4000, make_carrier=self.make_carrier)
+
+
+def gloo(num_receivers: int, receivers: str) -> Carrier:
+    return make_carrier("gloo", os.urandom(4).hex(), num_receivers, "127.0.0.1")
+
+
+WAYS = {"files": lambda num_receivers, receivers: FileCarrier(), "gloo": gloo}
+
+
+@pytest.mark.parametrize("way", [pytest.param("files", marks=pytest.mark.slow), "gloo"])
+@pytest.mark.parametrize(("strike", "least_s"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, PATIENCE_S)])
+def test_what_is_lost_gets_the_weights_once_more(
+    way: str, strike: signal.Signals, least_s: float, tmp_path: Path
+) -> None:
+    engine = Engine([strike, None])
+    num_bytes = refit(engine, Policy(tmp_path, WAYS[way]))
+    assert num_bytes == sum(tensor.nbytes for _, tensor in TENSORS)
+    assert ray.get([copy.found.remote() for copy in engine.copies]) == [ALL_OF_THEM] * 2
+    assert least_s < engine.seconds[0] < LIMIT_S
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_lost_twice_ends_the_run(tmp_path: Path) -> None:
+    engine = Engine([signal.SIGKILL, signal.SIGKILL, None])
+    with pytest.raises(ReceiverLostError, match=r"^copy 1 died while it received weights$"):
+        refit(engine, Policy(tmp_path, WAYS["files"]))
+    assert len(engine.strikes) == 1, "no third time"
+    assert list(tmp_path.iterdir()) == []

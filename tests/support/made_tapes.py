@@ -1,0 +1,57 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Reports of made tapes, counted by the ledger that runs use."""
+
+from collections.abc import Sequence
+
+import torch
+
+from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.moe.tape_ledger import TapeLedger, TapeReport, agreement_metrics
+
+NUM_EXPERTS, TOPK = 8, 2
+
+
+def tape_report(
+    differing: Sequence[int],
+    *,
+    num_tokens: int = 40,
+    missing: Sequence[int] = (),
+    zero: Sequence[int] = (),
+    margins: Sequence[float] = (0.0005, 0.2),
+    layers: Sequence[int] | None = None,
+    replays: bool = False,
+    anomalies: Sequence[TapeAnomaly] = (),
+) -> TapeReport:
+    """Report of a tape of one microbatch, whose last token was fed to no model.
+
+    Args:
+        differing: Number of the first tokens for which the router of each layer would choose otherwise.
+        num_tokens: Tokens.
+        missing: Number of the last tokens fed that each layer has no row of; none where it is shorter.
+        zero: Number of those before them that have expert 0 alone.
+        margins: Router margins, of the differing rows and of the others.
+        layers: Indices of the layers; None: from 0.
+        replays: Routers took the tape's experts.
+        anomalies: What else is wrong.
+    """
+    fed = torch.arange(num_tokens) < num_tokens - 1
+    chosen = torch.stack([torch.arange(num_tokens) % NUM_EXPERTS, (torch.arange(num_tokens) + 1) % NUM_EXPERTS], 1)
+    tape = chosen[:, None].repeat(1, len(differing), 1).to(torch.int16)
+    tape[~fed] = UNKNOWN
+    seen = []
+    for layer, number in enumerate(differing):
+        end = num_tokens - 1 - (missing[layer] if layer < len(missing) else 0)
+        tape[end : num_tokens - 1, layer] = UNKNOWN
+        tape[end - (zero[layer] if layer < len(zero) else 0) : end, layer] = 0
+        live = chosen.clone()
+        live[:number] = (live[:number] + 2) % NUM_EXPERTS
+        margin = torch.where(torch.arange(num_tokens) < number, *map(torch.tensor, margins))
+        seen.append(RoutedTokens(live, chosen if replays else live, margin))
+    ledger = TapeLedger(len(differing), NUM_EXPERTS, torch.device("cpu"))
+    ledger.add(0, torch.arange(len(differing)), tape, fed, seen)
+    indices = tuple(layers if layers is not None else range(len(differing)))
+    totals = ledger.reduced()
+    metrics = agreement_metrics(totals, indices, per_layer=True) | {"routing/anomalies": float(len(anomalies))}
+    return TapeReport(indices, totals, metrics, tuple(anomalies))

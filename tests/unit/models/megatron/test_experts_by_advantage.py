@@ -1,0 +1,154 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Experts by advantage in every layout: replayed routes are known, so that every count follows by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, make_shard, per_sequence, per_token
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.moe.routing_advantage import advantage_metrics, advantage_scores
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_grpo_policy, tiny_hf_config
+
+NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+PACKED = {"sequence_packing__enabled": True}
+# Two updates of a step, in microbatches of different sizes, and sequences that do not lie in their order.
+PLANS: dict[int, tuple[Any, ...]] = {
+    1: ((((3, 1), (0,)), ((4, 5), (7, 6, 2))),),
+    2: ((((3,), (1,)), ((4, 5), (7,))), (((0,), (2,)), ((6,), (8, 9)))),
+}
+
+
+def rl_batch(*, by_token: bool = False) -> TokenBatch:
+    """Ten responses to three prompts, one of them left out of the loss, with experts that no router would choose."""
+    batch = tiny_batch(3).select([*range(8), 0, 3])
+    generator = torch.Generator().manual_seed(7)
+    mask = batch.token_mask.clone()
+    mask[5] = False
+    mask[2, 6] = False  # a token of the environment's, say
+    width = batch.input_ids.shape[1]
+    routes = torch.rand(10, width, NUM_LAYERS, NUM_EXPERTS, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
+    fed = torch.arange(width) < (batch.lengths - 1)[:, None]
+    advantages = torch.randn(10, width, generator=generator) if by_token else torch.randn(10, generator=generator)
+    return replace(
+        batch,
+        token_mask=mask,
+        sample_ids=tuple(f"prompts.jsonl:{index % 3}" for index in range(10)),
+        columns={
+            "advantages": per_token(advantages) if by_token else per_sequence(advantages),
+            "generation_logprobs": per_token(torch.full((10, width), -3.0)),
+            ROUTED_EXPERTS: per_token(routes.where(fed[:, :, None, None], -1), Destination.MODEL, fill=-1),
+        },
+    )
+
+
+def by_hand(batch: TokenBatch, indices: list[int]) -> dict[str, float]:
+    """Metrics of some of the sequences, from the routes, token by token."""
+    counts, advantages, groups = [], [], []
+    for index in indices:
+        of_sequence = torch.zeros(NUM_LAYERS, NUM_EXPERTS)
+        values = []
+        for target in range(1, int(batch.lengths[index])):
+            if not batch.token_mask[index, target]:
+                continue
+            column = batch.columns["advantages"].values
+            values.append(float(column[index] if column.ndim == 1 else column[index, target]))
+            for layer in range(NUM_LAYERS):
+                for expert in batch.columns[ROUTED_EXPERTS].values[index, target - 1, layer].tolist():
+                    of_sequence[layer, expert] += 1
+        if values:
+            counts.append(of_sequence)
+            advantages.append(sum(values) / len(values))
+            groups.append(index % 3)
+    scores = advantage_scores(torch.stack(counts), torch.tensor(advantages, dtype=torch.float64), torch.tensor(groups))
+    return advantage_metrics(scores, range(NUM_LAYERS), per_layer=True)
+
+
+def train(policy: Any, plan: Any, by_token: bool, loss: str, steps: int) -> dict[str, float]:
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        batch = rl_batch(by_token=by_token)
+        if loss == "sft":
+            batch = replace(batch, columns={})
+        of_rank = plan[trainer.coordinates.data_parallel_rank]
+        shards = [make_shard(batch, microbatches, batch) for microbatches in of_rank]
+        config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
+        function = sft_loss if loss == "sft" else PolicyGradientLoss(config.loss_fn, on_policy=True)
+        for _ in range(steps):
+            metrics = trainer.train(shards, function).moe_metrics
+        return {name: value for name, value in metrics.items() if name.startswith("routing_advantage/")}
+
+
+def run(
+    world_size: int = 1, *, copies: int = 1, by_token: bool = False, loss: str = "", steps: int = 1, **changes: Any
+) -> Any:
+    given = {"activation_checkpointing": "none", "routing_replay": "rollout", **changes}
+    policy = tiny_grpo_policy(world_size, **given)
+    ranks = run_ranks(train, world_size, policy, PLANS[copies], by_token, loss, steps)
+    assert all(rank == ranks[0] for rank in ranks)
+    return ranks[0]
+
+
+def sequences_of(copies: int) -> list[int]:
+    return [index for rank in PLANS[copies] for shard in rank for microbatch in shard for index in microbatch]
+
+
+LAYOUTS: tuple[tuple[int, int, dict[str, Any]], ...] = (
+    (1, 1, {}),
+    (1, 1, {"layer_spec": "local", "activation_checkpointing": "full"}),
+    (1, 1, PACKED),
+    (2, 2, {}),
+    (2, 2, layout(ep=2) | {"activation_checkpointing": "moe"}),
+    (2, 1, layout(tp=2)),
+    (2, 1, layout(tp=2) | PACKED),
+    (2, 1, layout(pp=2) | {"activation_checkpointing": "full"}),
+    (2, 1, layout(pp=2, vpp=2)),
+    (4, 2, layout(pp=2, tp=1)),
+    (4, 1, layout(pp=2, tp=2) | PACKED),
+)
+# One of each kind of layout, and both kinds of advantages; the others prove the same once more.
+FAST = ((0, True), (4, False), (6, True), (7, False))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "copies", "changes", "by_token"),
+    [
+        pytest.param(*given, by_token, marks=() if (index, by_token) in FAST else pytest.mark.slow)
+        for by_token in (False, True)
+        for index, given in enumerate(LAYOUTS)
+    ],
+)
+def test_every_layout_counts_what_a_hand_does(
+    world_size: int, copies: int, changes: dict[str, Any], by_token: bool
+) -> None:
+    expected = by_hand(rl_batch(by_token=by_token), sequences_of(copies))
+    assert len(expected) == 2 + 2 * NUM_LAYERS
+    assert run(world_size, copies=copies, by_token=by_token, **changes) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_next_step_starts_anew() -> None:
+    assert run(steps=2) == run()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts_by_advantage": False},
+        {"track_moe_metrics": False, "moe_per_layer_logging": False},
+        {"loss": "sft", "routing_replay": "none"},
+    ],
+)
+def test_nothing_is_said_where_nothing_is_asked_or_there_are_no_advantages(changes: dict[str, Any]) -> None:
+    assert run(**changes) == {}
+
+
+def test_details_of_layers_are_left_out_without_per_layer_logging() -> None:
+    assert run(moe_per_layer_logging=False).keys() == {"routing_advantage/excess", "routing_advantage/max_abs_z"}

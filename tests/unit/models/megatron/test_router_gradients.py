@@ -1,0 +1,523 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Gradient of the routers by source: exact, the same in every layout, and measured without a trace."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.models.megatron.checkpoint.contents import random_states
+from nemo_rl_moe.models.megatron.training import side_passes
+from nemo_rl_moe.models.megatron.training import trainer as trainer_module
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import (
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_grpo_policy,
+    tiny_hf_config,
+)
+
+NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+ADVANTAGES = (1.0, -0.5, 0.25, -1.5, 0.75, 0.5, -1.0, 0.5)
+PACKED = {"sequence_packing__enabled": True}
+ZERO_1 = {"distributed_data_parallel_config__use_distributed_optimizer": True}
+OVERLAP = {"distributed_data_parallel_config__overlap_grad_reduce": True}
+REPLAY = {"routing_replay": "rollout"}
+FULL = {"activation_checkpointing": "full"}
+GLOBAL_AND_SEQUENCE = {
+    "moe_router_load_balancing_type": "[seq_aux_loss, global_aux_loss]",
+    "moe_aux_loss_coeff": "[0.05, 0.05]",
+}
+# Without padding: Megatron-Core averages the z-loss over each rank's own tokens.
+FULL_ROWS = {"shortest": 16, "longest": 16}
+LOSSES = {"moe_z_loss_coeff": 0.01}
+MEASURED = {"router_gradients__every_n_steps": 1, "router_gradients__num_microbatches": None}
+AT_LOGITS = {"router_gradients__every_n_steps": None, "router_gradients__at_logits_every_n_steps": 1}
+
+
+def loss_function() -> PolicyGradientLoss:
+    return PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=True)
+
+
+def rl_batch(seed: int = 3, *, with_routes: bool = False, **sizes: int) -> TokenBatch:
+    """Eight sequences with advantages, and with experts that no router would choose."""
+    batch = tiny_batch(seed, **sizes)
+    logprobs = torch.full(batch.input_ids.shape, -3.0)
+    batch = batch.with_columns(
+        advantages=per_sequence(torch.tensor(ADVANTAGES)), generation_logprobs=per_token(logprobs)
+    )
+    if not with_routes:
+        return batch
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*batch.input_ids.shape, NUM_LAYERS, NUM_EXPERTS)
+    routes = torch.rand(shape, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
+    fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
+    routes = routes.where(fed[:, :, None, None], -1)
+    return batch.with_columns(**{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)})
+
+
+def policy_for(world_size: int = 1, **changes: Any) -> Any:
+    given = {"max_grad_norm": None, "activation_checkpointing": "none", **LOSSES, **MEASURED, **changes}
+    return tiny_grpo_policy(world_size, **given)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank: all ranks' parts, the gradient that its routers trained with, and the step's metrics."""
+
+    sources: tuple[str, ...]
+    parts: np.ndarray
+    trained: dict[int, np.ndarray]
+    metrics: dict[str, float]
+
+
+def measure(policy: Any, sizes: dict[str, int], with_routes: bool, fault: str | None = None) -> Measured:
+    with parallel_job(policy), without(fault):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        place, measurement = trainer.coordinates, trainer._router_gradients
+        assert measurement is not None
+        batch = rl_batch(with_routes=with_routes, **sizes)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+        for chunk in trainer.ddp_chunks:
+            chunk.train()
+        parts = measurement.parts(trainer._forward_backward, shard, loss_function())
+        dist.all_reduce(parts)
+        metrics = trainer.train([shard], loss_function()).moe_metrics
+        trained = {
+            position: router.weight.main_grad.float().numpy().copy() for position, router in measurement._routers
+        }
+        return Measured(measurement.sources, parts.numpy(), trained, metrics)
+
+
+def at_logits(
+    policy: Any, with_routes: bool, with_another: bool = False
+) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
+    """Exact parts of a global batch, those at the logits of the pass that trains on it, and the step's metrics.
+
+    With another global batch in the step, of half as many microbatches.
+    """
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        place, exact, cheap = trainer.coordinates, trainer._router_gradients, trainer._at_logits
+        assert exact is not None
+        assert cheap is not None
+        shard = shard_of_rank(
+            rl_batch(with_routes=with_routes, **FULL_ROWS), place.data_parallel_rank, place.data_parallel_size
+        )
+        for chunk in trainer.ddp_chunks:
+            chunk.train()
+        parts, found = exact.parts(trainer._forward_backward, shard, loss_function()), []
+        dist.all_reduce(parts)
+        report = type(cheap).report
+
+        def kept(self: Any) -> dict[str, float]:
+            found.append(self.parts())
+            return report(self)
+
+        with mock.patch.object(type(cheap), "report", kept):
+            further = [shard_of_rank(rl_batch(**FULL_ROWS), microbatches=((0, 1, 2, 3), (4, 5, 6, 7)))]
+            metrics = trainer.train([shard, *(further if with_another else [])], loss_function()).moe_metrics
+        dist.all_reduce(found[0])
+        return parts.numpy(), found[0].numpy(), metrics
+
+
+@contextmanager
+def without(keeper: str | None) -> Iterator[None]:
+    """While open, one of the things that leave no trace is not done."""
+    with nullcontext() if keeper is None else mock.patch.object(side_passes, keeper, return_value=nullcontext()):
+        yield
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def measured(world_size: int = 1, *, with_routes: bool = False, rows: Any = None, **changes: Any) -> list[Measured]:
+    return run_ranks(measure, world_size, policy_for(world_size, **changes), rows or FULL_ROWS, with_routes)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Measured:
+    """Of one rank, padded."""
+    return measured()[0]
+
+
+@pytest.fixture(scope="module")
+def expected_under_replay() -> Measured:
+    return measured(with_routes=True, **REPLAY)[0]
+
+
+def test_the_parts_are_there_and_add_up(expected: Measured) -> None:
+    assert expected.sources == ("policy", "aux", "z")
+    for layer in range(NUM_LAYERS):
+        assert all(np.linalg.norm(part[layer]) > 0 for part in expected.parts)
+        assert relative(expected.parts.sum(0)[layer], expected.trained[layer]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, PACKED),
+        pytest.param(1, FULL, marks=pytest.mark.slow),
+        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+        (2, OVERLAP),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
+        (2, layout(tp=2) | PACKED | FULL),
+        (2, layout(ep=2) | {"activation_checkpointing": "moe"}),
+        pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(2, layout(pp=2) | FULL | OVERLAP, marks=pytest.mark.slow),
+        (2, layout(pp=2, vpp=2) | OVERLAP),
+        pytest.param(4, layout(pp=2, tp=2) | PACKED | FULL, marks=pytest.mark.slow),
+        pytest.param(4, layout(tp=2, ep=2), marks=pytest.mark.slow),
+    ],
+)
+def test_every_layout_measures_what_one_rank_does(world_size: int, changes: dict[str, Any], expected: Measured) -> None:
+    compare(measured(world_size, **changes), expected, complete=True)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        pytest.param(2, ZERO_1 | OVERLAP, marks=pytest.mark.slow),
+        (2, layout(ep=2) | ZERO_1),
+        pytest.param(2, layout(pp=2, vpp=2) | ZERO_1, marks=pytest.mark.slow),
+    ],
+)
+def test_with_a_sharded_optimizer_too(world_size: int, changes: dict[str, Any], expected: Measured) -> None:
+    """Of whose gradients a rank keeps only its own part."""
+    compare(measured(world_size, **changes), expected, complete=world_size == 1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, FULL),
+        pytest.param(1, {"layer_spec": "local"}, marks=pytest.mark.slow),
+        pytest.param(2, layout(tp=2) | PACKED | FULL, marks=pytest.mark.slow),
+        (2, layout(pp=2, vpp=2) | FULL),
+    ],
+)
+def test_under_replay_too(world_size: int, changes: dict[str, Any], expected_under_replay: Measured) -> None:
+    compare(measured(world_size, with_routes=True, **REPLAY, **changes), expected_under_replay, complete=True)
+
+
+def test_replay_changes_the_gradient(expected: Measured, expected_under_replay: Measured) -> None:
+    assert relative(expected_under_replay.parts[0], expected.parts[0]) > 0.1
+
+
+def compare(ranks: Sequence[Measured], expected: Measured, *, complete: bool) -> None:
+    """All ranks' parts with those of one rank, and with the gradient that was trained with where a rank has it."""
+    for rank in ranks:
+        for part, wanted in zip(rank.parts, expected.parts, strict=True):
+            for layer in range(NUM_LAYERS):
+                assert relative(part[layer], wanted[layer]) < 1e-4
+        if complete:
+            for layer, trained in rank.trained.items():
+                assert relative(rank.parts.sum(0)[layer], trained) < 2e-6
+    for name, value in expected.metrics.items():
+        if name.startswith("router_gradient/") and name != "router_gradient/seconds":
+            assert ranks[0].metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    for rank in ranks[1:]:
+        assert not any(name.startswith("router_gradient/") for name in rank.metrics)
+
+
+def test_metrics_are_those_of_the_parts(expected: Measured) -> None:
+    found = {name.split("/")[1]: v for name, v in expected.metrics.items() if name.startswith("router_gradient/")}
+    assert found.pop("seconds") > 0
+    by_source = dict(zip(expected.sources, expected.parts, strict=True))
+    for source, part in by_source.items():
+        assert found.pop(f"norm_{source}") == pytest.approx(float(np.linalg.norm(part)), rel=1e-6)
+        for layer in range(NUM_LAYERS):
+            norm = float(np.linalg.norm(part[layer]))
+            assert found.pop(f"norm_{source}_layer_{layer}") == pytest.approx(norm, rel=1e-6)
+    assert sum(found.pop(f"share_{source}") for source in by_source) == pytest.approx(1)
+    endings = ["", *(f"_layer_{layer}" for layer in range(NUM_LAYERS))]
+    assert found.keys() == {f"cosine_policy_{part}{ending}" for part in ("aux", "z") for ending in endings}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sources"),
+    [
+        ({"moe_z_loss_coeff": None}, ("policy", "aux")),
+        ({"moe_router_load_balancing_type": "none"}, ("policy", "z")),
+        ({"moe_router_load_balancing_type": "none", "moe_z_loss_coeff": None}, ("policy",)),
+        (GLOBAL_AND_SEQUENCE, ("policy", "aux", "z")),
+    ],
+)
+def test_sources_are_those_of_the_configuration(changes: dict[str, Any], sources: tuple[str, ...]) -> None:
+    (found,) = measured(**changes)
+    assert found.sources == sources
+    for layer, trained in found.trained.items():
+        assert relative(found.parts.sum(0)[layer], trained) < 2e-6
+
+
+def halves(policy: Any) -> list[np.ndarray]:
+    """Parts of all four microbatches, of the first two, and of the last two."""
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        place, measurement = trainer.coordinates, trainer._router_gradients
+        assert measurement is not None
+        shard = shard_of_rank(rl_batch(), place.data_parallel_rank, place.data_parallel_size)
+        turned = replace(shard, microbatches=shard.microbatches[2:] + shard.microbatches[:2])
+        found = []
+        for number, given in ((None, shard), (2, shard), (2, turned)):
+            measurement._num_microbatches = number
+            parts = measurement.parts(trainer._forward_backward, given, loss_function())
+            dist.all_reduce(parts)
+            found.append(parts.numpy())
+        return found
+
+
+def test_some_microbatches_stand_for_all() -> None:
+    """Their parts have the size of a whole step's, so that the mean of two halves is the whole."""
+    whole, first, last = run_ranks(halves, 1, policy_for())[0]
+    for part in range(3):
+        assert relative((first + last)[part] / 2, whole[part]) < 1e-6
+        assert relative(first[part], whole[part]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("number", "sizes", "expected"), [(1, {"pp": 2, "vpp": 2}, 2), (3, {"pp": 2, "vpp": 2}, 4), (1, {"pp": 2}, 1)]
+)
+def test_an_interleaved_pipeline_runs_whole_rounds(number: int, sizes: dict[str, int], expected: int) -> None:
+    policy = policy_for(2, **layout(**sizes), router_gradients__num_microbatches=number)
+    assert run_ranks(microbatches_that_run, 2, policy) == [expected] * 2
+
+
+def microbatches_that_run(policy: Any) -> int:
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        assert trainer._router_gradients is not None
+        numbers = []
+        train = trainer_module.ForwardBackward.train
+
+        def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            numbers.append(kwargs.get("num_microbatches"))
+            return train(self, *args, **kwargs)
+
+        with mock.patch.object(trainer_module.ForwardBackward, "train", watched):
+            trainer.train([shard_of_rank(rl_batch())], loss_function())
+        assert numbers == [numbers[0]] * 3 + [None]
+        return numbers[0]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {"moe_z_loss_coeff": None}),
+        (1, {"layer_spec": "local"} | FULL | REPLAY),
+        (2, layout(tp=2) | PACKED),
+        pytest.param(1, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"moe_z_loss_coeff": None} | PACKED | FULL, marks=pytest.mark.slow),
+        pytest.param(1, GLOBAL_AND_SEQUENCE, marks=pytest.mark.slow),
+        pytest.param(2, OVERLAP | ZERO_1, marks=pytest.mark.slow),
+        pytest.param(2, layout(ep=2) | {"activation_checkpointing": "moe"}, marks=pytest.mark.slow),
+        pytest.param(2, layout(pp=2) | FULL, marks=pytest.mark.slow),
+        pytest.param(2, layout(pp=2, vpp=2) | FULL | OVERLAP, marks=pytest.mark.slow),
+        pytest.param(4, layout(pp=2, tp=2) | PACKED | FULL, marks=pytest.mark.slow),
+    ],
+)
+def test_at_the_logits_the_last_layer_is_exact(world_size: int, changes: dict[str, Any]) -> None:
+    """And the whole gradient is that of every layer: what later layers' losses send back is in the policy's part."""
+    changes = changes | {"router_gradients__at_logits_every_n_steps": 1}
+    ranks = run_ranks(at_logits, world_size, policy_for(world_size, **changes), "routing_replay" in changes)
+    exact, found, metrics = ranks[0]
+    for part, wanted in zip(found, exact, strict=True):
+        assert relative(part[-1], wanted[-1]) < 1e-6
+    for layer in range(NUM_LAYERS):
+        assert relative(found.sum(0)[layer], exact.sum(0)[layer]) < 2e-6
+    assert relative(found[1][0], exact[1][0]) > 1e-3
+    prefix = "router_gradient_exact_in_last_layer"
+    for name in metrics:
+        if name.startswith("router_gradient/") and name.endswith(f"_layer_{NUM_LAYERS - 1}"):
+            wanted = pytest.approx(metrics[name], rel=1e-5, abs=1e-6)  # a cosine may lie near 0
+            assert metrics[name.replace("router_gradient", prefix)] == wanted, name
+    assert metrics[f"{prefix}/norm_aux"] == metrics[f"{prefix}/norm_aux_layer_{NUM_LAYERS - 1}"] > 0
+    assert not any(name.startswith(prefix) for _, _, of_rank in ranks[1:] for name in of_rank)
+
+
+def test_a_later_batch_of_fewer_microbatches_changes_no_part() -> None:
+    """Megatron-Core scales auxiliary losses by the microbatches of the batch that is being trained on."""
+    policy = policy_for(router_gradients__at_logits_every_n_steps=1)
+    ((exact, found, _),) = run_ranks(at_logits, 1, policy, False, True)
+    for part, wanted in zip(found, exact, strict=True):
+        assert relative(part[-1], wanted[-1]) < 1e-6
+
+
+# Without a trace
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything that a run of one rank leaves behind."""
+
+    weights: dict[str, bytes]
+    buffers: dict[str, bytes]
+    optimizer: list[bytes]
+    random: dict[str, bytes]
+    metrics: list[dict[str, float]]
+    loads: list[Any]
+    measured: list[bool]
+
+
+def three_steps(policy: Any, with_routes: bool, dropout: float, fault: str | None) -> Run:
+    build = trainer_module.build_transformer_config
+
+    def with_dropout(*args: Any) -> Any:
+        config = build(*args)
+        config.hidden_dropout = config.attention_dropout = dropout
+        return config
+
+    with parallel_job(policy), ExitStack() as stack:
+        stack.enter_context(mock.patch.object(trainer_module, "build_transformer_config", with_dropout))
+        stack.enter_context(without(fault))
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        place, metrics, loads = trainer.coordinates, [], []
+        for step in range(3):
+            batch = rl_batch(step, with_routes=with_routes)
+            shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
+            result = trainer.train([shard], loss_function())
+            series = {name: found.reduce() for name, found in result.microbatch_metrics.items()}
+            metrics.append(result.moe_metrics | series | {"loss": result.global_loss, "norm": result.grad_norm})
+            loads.append(None if result.expert_load is None else result.expert_load.counts.tolist())
+        named = {
+            f"{index} {name}": tensor
+            for index, chunk in enumerate(trainer.chunks)
+            for name, tensor in chunk.named_parameters()
+        }
+        buffers = {
+            f"{index} {name}": tensor
+            for index, chunk in enumerate(trainer.chunks)
+            for name, tensor in chunk.named_buffers()
+        }
+        state = [
+            values
+            for part in getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])
+            for of_parameter in part.optimizer.state.values()
+            for values in of_parameter.values()
+            if isinstance(values, torch.Tensor)
+        ]
+        gradients = {name: tensor.main_grad for name, tensor in named.items() if tensor.requires_grad}
+        return Run(
+            weights=as_bytes(named | {f"gradient of {name}": tensor for name, tensor in gradients.items()}),
+            buffers=as_bytes(buffers),
+            optimizer=[tensor.detach().numpy().tobytes() for tensor in state],
+            random=as_bytes(random_states()),
+            metrics=[{n: v for n, v in of_step.items() if not n.startswith("router_grad")} for of_step in metrics],
+            loads=loads,
+            measured=[any(name.startswith("router_grad") for name in of_step) for of_step in metrics],
+        )
+
+
+def as_bytes(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {
+        name: tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        for name, tensor in tensors.items()
+    }
+
+
+BIAS = {
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.01,
+}
+GLOBAL = {"moe_router_load_balancing_type": "[aux_loss, global_aux_loss]", "moe_aux_loss_coeff": "[0.05, 0.05]"}
+JITTER = {"moe_input_jitter_eps": 0.1}
+EVERYTHING = BIAS | GLOBAL | JITTER
+
+
+def both(
+    world_size: int,
+    changes: dict[str, Any],
+    *,
+    with_routes: bool = False,
+    dropout: float = 0.1,
+    fault: Any = None,
+    form: Any = None,
+) -> tuple[list[Run], list[Run]]:
+    """The ranks of a run with measurements on every step, and of one without any."""
+    runs = [
+        run_ranks(three_steps, world_size, policy_for(world_size, **changes, **more), with_routes, dropout, fault)
+        for more in (form or {}, {"router_gradients__every_n_steps": None})
+    ]
+    return runs[0], runs[1]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "settings"),
+    [
+        pytest.param(1, {}, {"dropout": 0.0}, marks=pytest.mark.slow),
+        pytest.param(1, EVERYTHING, {}, marks=pytest.mark.slow),
+        (1, EVERYTHING | {"layer_spec": "local"} | FULL | REPLAY, {"with_routes": True, "form": AT_LOGITS}),
+        pytest.param(1, {}, {"form": AT_LOGITS}, marks=pytest.mark.slow),
+        pytest.param(1, {"moe_z_loss_coeff": None}, {"form": AT_LOGITS}, marks=pytest.mark.slow),
+        pytest.param(2, EVERYTHING | layout(pp=2, vpp=2) | FULL, {"form": AT_LOGITS}, marks=pytest.mark.slow),
+        (1, EVERYTHING | FULL | REPLAY, {"with_routes": True}),
+        pytest.param(1, EVERYTHING | {"layer_spec": "local", "precision": "bfloat16"}, {}, marks=pytest.mark.slow),
+        (2, EVERYTHING | ZERO_1 | OVERLAP, {}),
+        pytest.param(
+            2, EVERYTHING | layout(ep=2) | OVERLAP | {"activation_checkpointing": "moe"}, {}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            2,
+            EVERYTHING | layout(tp=2) | PACKED | REPLAY,
+            {"with_routes": True, "dropout": 0.0},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(2, EVERYTHING | layout(pp=2, vpp=2) | FULL | OVERLAP | ZERO_1, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_measuring_changes_no_bit(world_size: int, changes: dict[str, Any], settings: dict[str, Any]) -> None:
+    with_measurements, without = both(world_size, changes, **settings)
+    assert [run.measured for run in with_measurements] == [[rank == 0] * 3 for rank in range(world_size)]
+    for found, expected in zip(with_measurements, without, strict=True):
+        assert expected.measured == [False] * 3
+        assert replace(found, measured=expected.measured) == expected
+    assert any("expert_bias" in name for name in without[0].buffers) == ("moe_router_enable_expert_bias" in changes)
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("_kept_random_states", "random"),
+        pytest.param("_kept_router_buffers", "weights", marks=pytest.mark.slow),
+        pytest.param("_kept_auxiliary_losses", "metrics", marks=pytest.mark.slow),
+    ],
+)
+def test_each_trace_would_be_seen(fault: str, what: str) -> None:
+    (found,), (expected,) = both(1, EVERYTHING, fault=fault)
+    assert getattr(found, what) != getattr(expected, what)
+
+
+# A mean that is taken twice is the same mean: of whole gradients over data-parallel ranks nothing would be seen.
+@pytest.mark.parametrize("changes", [pytest.param(layout(tp=2), marks=pytest.mark.slow), ZERO_1])
+def test_gradients_that_the_schedule_had_reduced_would_be_seen(changes: dict[str, Any], expected: Measured) -> None:
+    ranks = run_ranks(measure, 2, policy_for(2, **changes), FULL_ROWS, False, "_unreduced_gradients")
+    assert relative(ranks[0].parts, expected.parts) > 0.1
+
+
+def due_steps(policy: Any) -> list[bool]:
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        found = [trainer.train([shard_of_rank(rl_batch(step))], loss_function()).moe_metrics for step in range(4)]
+        return ["router_gradient/seconds" in metrics for metrics in found]
+
+
+def test_every_second_step() -> None:
+    policy = policy_for(router_gradients__every_n_steps=2, router_gradients__num_microbatches=1)
+    assert run_ranks(due_steps, 1, policy) == [[False, True, False, True]]

@@ -1,0 +1,420 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Replay of random routes, in every layout: a pass that did not replay would give other numbers.
+
+Loss and counts cannot see a replay that is lost in the backward pass; the norm of the gradient does.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, per_token, stored_per_token
+from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals
+from tests.support.generation_run import build_trainer, prompts, request_of
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import (
+    MICROBATCHES,
+    layout,
+    logprobs_by_sequence,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_grpo_policy,
+    tiny_hf_config,
+)
+
+PACKED = {"sequence_packing__enabled": True}
+ONE_SHARE = (tuple(range(6)),)
+UNEVEN_SHARES = ((0, 2, 3, 4, 5), (1,))
+NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Numbers of one rank.
+
+    `own_logprobs` and `compared` are of the routers' own experts, the latter against the random ones.
+    """
+
+    logprobs: dict[int, np.ndarray]
+    own_logprobs: dict[int, np.ndarray]
+    own_routes: dict[int, np.ndarray]
+    compared: LedgerTotals
+    loss: float
+    grad_norm: float
+    counts: list[list[int]]
+    metrics: dict[str, float]
+    router: str
+
+
+def random_routes(batch: TokenBatch, seed: int = 11) -> torch.Tensor:
+    """Experts that no router would choose; -1 for the last token of each sequence and on padding."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (*batch.input_ids.shape, NUM_LAYERS, NUM_EXPERTS)
+    routes = torch.rand(shape, generator=generator).topk(TOPK, -1).indices.to(torch.int16)
+    fed = torch.arange(batch.input_ids.shape[1]) < (batch.lengths - 1)[:, None]
+    return routes.where(fed[:, :, None, None], -1)
+
+
+def batch_with_routes() -> TokenBatch:
+    batch = tiny_batch(3)
+    return batch.with_columns(**{ROUTED_EXPERTS: per_token(random_routes(batch), Destination.MODEL, fill=-1)})
+
+
+def train(policy: PolicyConfig, microbatches: Any) -> Trained:
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        whole = batch_with_routes()
+        place = trainer.coordinates
+        shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size, microbatches)
+        logprobs = logprobs_by_sequence(trainer, shard, whole, microbatches)
+        own_logprobs, own_routes = own_choice(trainer, shard, microbatches)
+        _, compared = trainer.compare_routes(shard.microbatches)
+        result = trainer.train([shard], sft_loss)
+        counts = [] if result.expert_load is None else result.expert_load.counts.tolist()
+        router = type(trainer.chunks[0].decoder.layers[0].mlp.router).__name__
+        return Trained(
+            logprobs,
+            own_logprobs,
+            own_routes,
+            compared,
+            result.global_loss,
+            result.grad_norm,
+            counts,
+            result.moe_metrics,
+            router,
+        )
+
+
+def own_choice(
+    trainer: MegatronTrainer, shard: GlobalBatchShard, microbatches: Any
+) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
+    """Log-probabilities and experts of this rank's sequences, by the routers' own choice; empty where none reports."""
+    place = trainer.coordinates
+    count = len(shard.microbatches)
+    mine = microbatches[place.data_parallel_rank * count :][:count]
+    indices = [index for of_microbatch in mine for index in of_microbatch]
+    logprobs, routes = trainer.logprobs_and_routes([without_routes(batch) for batch in shard.microbatches])
+    lengths = torch.cat([batch.lengths for batch in shard.microbatches]).tolist()
+    rows = (row.numpy() for of_microbatch in logprobs for row in of_microbatch)
+    by_sequence = (row[:length] for row, length in zip(rows, lengths, strict=False))  # none where none reports
+    return dict(zip(indices, by_sequence, strict=False)), dict(zip(indices, routes, strict=False))
+
+
+def without_routes(batch: TokenBatch) -> TokenBatch:
+    return replace(batch, columns={name: column for name, column in batch.columns.items() if name != ROUTED_EXPERTS})
+
+
+def run(world_size: int = 1, microbatches: Any = MICROBATCHES, **changes: Any) -> Trained:
+    given = {"activation_checkpointing": "none", "routing_replay": "rollout", **changes}
+    policy = tiny_grpo_policy(world_size, **given)
+    ranks = run_ranks(train, world_size, policy, microbatches)
+    logprobs, own_logprobs, own_routes = (
+        {index: values for rank in ranks for index, values in getattr(rank, name).items()}
+        for name in ("logprobs", "own_logprobs", "own_routes")
+    )
+    return replace(ranks[0], logprobs=logprobs, own_logprobs=own_logprobs, own_routes=own_routes)
+
+
+@pytest.fixture(scope="module")
+def expected() -> Trained:
+    """Of one rank, padded."""
+    return run()
+
+
+def test_every_row_is_taken_and_none_would_be_chosen(expected: Trained) -> None:
+    metrics = expected.metrics
+    assert expected.router == "IndexTopKRouter"
+    num_fed = int((tiny_batch(3).lengths - 1).sum())
+    assert metrics["routing/rows_expected"] == num_fed * NUM_LAYERS
+    assert metrics["routing/rows_usable_share"] == 1
+    assert metrics["routing/agreement"] == 1
+    # Two random sets of 2 of 8 experts are equal in 1 of 28 cases.
+    assert metrics["routing/live_agreement"] == pytest.approx(1 / 28, abs=0.03)
+    assert abs(metrics["routing/slot_kappa"]) < 0.1
+    without = run(routing_replay="none")
+    for index, values in expected.logprobs.items():  # passes without a backward pass replay what they are given
+        np.testing.assert_allclose(without.logprobs[index], values, atol=1e-6)
+        assert np.abs(expected.own_logprobs[index] - values)[1:].max() > 1e-2
+    assert without.metrics["routing/agreement"] == without.metrics["routing/live_agreement"] < 0.1
+    assert abs(without.loss - expected.loss) > 1e-3
+    assert abs(without.grad_norm / expected.grad_norm - 1) > 1e-3
+
+
+def test_comparison_counts_as_brute_force_does(expected: Trained) -> None:
+    batch = tiny_batch(3)
+    random = np.sort(random_routes(batch).numpy(), -1)
+    differing, differing_tokens, margins = 0, 0, 0
+    for index, own in expected.own_routes.items():
+        rows = (np.sort(own, -1) != random[index, : len(own)]).any(-1)
+        differing += rows.sum()
+        differing_tokens += rows.any(-1).sum()
+        margins += rows.size
+    num_fed = int((batch.lengths - 1).sum())
+    compared = expected.compared
+    assert compared.rows_differing == pytest.approx(differing / (num_fed * NUM_LAYERS), abs=1e-15)
+    assert compared.tokens.tolist() == [num_fed, differing_tokens]
+    assert compared.tokens_differing == expected.metrics["routing/tokens_differing_share"]
+    assert int(compared.margins[:, :, 0].sum()) == margins
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, {"layer_spec": "local"}),
+        (1, PACKED),
+        (1, {"activation_checkpointing": "full"}),
+        (1, {"activation_checkpointing": "moe"}),
+        (1, {"layer_spec": "local", "activation_checkpointing": "full"}),
+        (2, {}),
+        (2, layout(tp=2)),
+        (2, layout(tp=2) | PACKED),
+        (2, layout(ep=2)),
+        (2, layout(pp=2)),
+        (2, layout(pp=2) | {"activation_checkpointing": "full"}),
+        (2, layout(pp=2) | {"activation_checkpointing": "moe"}),
+        (2, layout(pp=2) | PACKED | {"activation_checkpointing": "full"}),
+        (2, layout(pp=2, vpp=2)),
+        (2, layout(pp=2, vpp=2) | {"activation_checkpointing": "full"}),
+        pytest.param(4, layout(pp=2, ep=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+        pytest.param(4, layout(pp=2, tp=2) | {"activation_checkpointing": "full"}, marks=pytest.mark.slow),
+    ],
+)
+def test_layout_replays_as_one_rank_does(world_size: int, changes: dict[str, Any], expected: Trained) -> None:
+    found = run(world_size, **changes)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    assert found.counts == expected.counts
+    for index, values in expected.logprobs.items():
+        np.testing.assert_allclose(found.logprobs[index], values, atol=2e-5)
+        np.testing.assert_allclose(found.own_logprobs[index], expected.own_logprobs[index], atol=2e-5)
+        np.testing.assert_array_equal(found.own_routes[index], expected.own_routes[index])
+    for name in ("rows", "tape_experts", "live_experts", "tokens"):
+        assert getattr(found.compared, name).tolist() == getattr(expected.compared, name).tolist(), name
+    for name, value in expected.metrics.items():
+        if name.startswith("routing/"):
+            assert found.metrics[name] == pytest.approx(value, abs=1e-12), name
+
+
+class _LostInTheBackwardPass(RouterTaps):
+    """Replays in the forward pass alone, as Megatron-Core's REPLAY_FORWARD does."""
+
+    def watch_backward(self, output: Any, chunk: int, microbatch: Any) -> None:
+        """Forgets it."""
+
+
+class _OfTheLastMicrobatch(_LostInTheBackwardPass):
+    """Leaves the routes of a forward pass in place until the next one."""
+
+    def _give(self, chunk: int, routes: Any) -> None:
+        if routes is not None:
+            super()._give(chunk, routes)
+
+
+def train_with_fault(policy: PolicyConfig, fault: type[RouterTaps]) -> Trained:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_rl_moe.models.megatron.training.router_taps.RouterTaps", fault)
+        return train(policy, MICROBATCHES)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "fault"),
+    [(1, {}, _LostInTheBackwardPass), (2, layout(pp=2), _OfTheLastMicrobatch)],
+)
+def test_a_replay_that_recomputation_loses_is_seen_in_the_gradient_alone(
+    world_size: int, changes: dict[str, Any], fault: type[RouterTaps], expected: Trained
+) -> None:
+    policy = tiny_grpo_policy(world_size, activation_checkpointing="full", routing_replay="rollout", **changes)
+    found = run_ranks(train_with_fault, world_size, policy, fault)[0]
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.counts == expected.counts
+    assert abs(found.grad_norm / expected.grad_norm - 1) > 0.01
+
+
+def test_the_load_that_auxiliary_losses_count() -> None:
+    """Of the live choice the replayed routes say nothing; of the replayed one they are all."""
+    live = {spec: run(layer_spec=spec).metrics["load_balancing_loss"] for spec in ("auto", "local")}
+    replayed = {
+        spec: run(layer_spec=spec, routing_replay_load="replayed").metrics["load_balancing_loss"]
+        for spec in ("auto", "local")
+    }
+    assert live["auto"] == pytest.approx(live["local"], rel=1e-5)
+    assert replayed["auto"] == pytest.approx(replayed["local"], rel=1e-5)
+    assert abs(live["auto"] - replayed["auto"]) > 1e-3
+
+
+def _of_the_layer_before(routes: dict[int, np.ndarray]) -> None:
+    for rows in routes.values():
+        rows[:, 3] = rows[:, 2]
+
+
+def _one_token_late(routes: dict[int, np.ndarray]) -> None:
+    for rows in routes.values():
+        rows[1:] = rows[:-1].copy()
+
+
+def _swapped(routes: dict[int, np.ndarray]) -> None:
+    count = min(len(routes[0]), len(routes[1]))
+    routes[0][:count], routes[1][:count] = routes[1][:count].copy(), routes[0][:count].copy()
+
+
+def _never_written(routes: dict[int, np.ndarray]) -> None:
+    for rows in routes.values():
+        rows[:, 1] = 0
+
+
+FAULTS = {
+    _of_the_layer_before: ["layer 3 carries layer 2's routes"],
+    _one_token_late: ["routes are one token late"],
+    _swapped: [
+        "sequence 0 (data-parallel rank 0) carries the routes of sequence 1 (data-parallel rank 0)",
+        "sequence 1 (data-parallel rank 0) carries the routes of sequence 0 (data-parallel rank 0)",
+    ],
+    _never_written: ["rows hold expert 0 alone, in layers 1"],
+}
+
+
+def generate_and_train(
+    policy: PolicyConfig, shares: Any, model: dict[str, Any], fault: Any = None
+) -> tuple[dict[str, float], list[str]]:
+    """Metrics and anomalies of a training pass over responses that the same weights have just made, with their routes.
+
+    Args:
+        policy: The configuration.
+        shares: Prompts of each data-parallel rank.
+        model: Changes to the tiny model.
+        fault: Spoils the routes, by sequence, before they are trained with.
+    """
+    with parallel_job(policy):
+        trainer = build_trainer(policy, model)
+        place = trainer.coordinates
+        share = shares[place.data_parallel_rank]
+        made = trainer.generate(request_of(share), 4)
+        sequences: dict[int, tuple[tuple[int, ...], np.ndarray]] = {}
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        own = {}
+        for index, sequence in zip(share, made, strict=False):  # none on ranks that do not report
+            assert sequence.routed_experts is not None
+            (piece,) = sequence.routed_experts.pieces
+            own[index] = (prompts()[index] + tuple(sequence.token_ids.tolist()), piece.source)
+        dist.all_gather_object(by_rank, own)
+        for found in by_rank:
+            sequences |= found
+        if fault is not None:
+            fault({index: routes for index, (_, routes) in sequences.items()})
+        lengths = torch.tensor([len(sequences[index][0]) for index in range(len(sequences))])
+        input_ids = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+        for index, (token_ids, _) in sequences.items():
+            input_ids[index, : len(token_ids)] = torch.tensor(token_ids)
+        tape = stored_per_token([StoredRows.of(sequences[index][1]) for index in range(len(sequences))], fill=-1)
+        assert tape is not None
+        real = torch.arange(input_ids.shape[1]) < lengths[:, None]
+        batch = TokenBatch(
+            input_ids, lengths, real, tuple(map(str, range(len(lengths)))), stored={ROUTED_EXPERTS: tape}
+        )
+        batch = batch.fetched(list)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, ((0, 1, 2), (3, 4, 5)))
+        result = trainer.train([shard], sft_loss)
+        report = result.tape_report
+        return result.moe_metrics, [] if report is None else [anomaly.text for anomaly in report.anomalies]
+
+
+@pytest.mark.parametrize("layer_spec", ["auto", "local"])
+@pytest.mark.parametrize(
+    ("world_size", "changes", "shares", "model"),
+    [
+        (1, {}, ONE_SHARE, {}),
+        (2, {}, UNEVEN_SHARES, {}),
+        (2, layout(ep=2), UNEVEN_SHARES, {}),
+        (2, layout(tp=2), ONE_SHARE, {}),
+        (2, layout(pp=2), ONE_SHARE, {}),
+        (2, layout(pp=2), ONE_SHARE, {"mlp_only_layers": [2, 3]}),
+        (2, layout(pp=2, vpp=2), ONE_SHARE, {}),
+        pytest.param(4, layout(pp=2, tp=2), ONE_SHARE, {}, marks=pytest.mark.slow),
+    ],
+)
+def test_routes_of_generation_are_those_of_training(
+    world_size: int, changes: dict[str, Any], shares: Any, model: dict[str, Any], layer_spec: str
+) -> None:
+    policy = tiny_grpo_policy(world_size, layer_spec=layer_spec, **changes)
+    metrics, anomalies = run_ranks(generate_and_train, world_size, policy, shares, model)[0]
+    assert anomalies == []
+    assert metrics["routing/anomalies"] == 0
+    assert metrics["routing/rows_usable_share"] == 1
+    assert metrics["routing/rows_unexpected"] == 0
+    assert metrics["routing/agreement"] == metrics["routing/live_agreement"] == 1
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("world_size", "changes", "shares"),
+    [(1, {}, ONE_SHARE), (2, layout(tp=2) | PACKED, ONE_SHARE), (2, layout(pp=2, vpp=2), ONE_SHARE)],
+)
+def test_a_fault_of_the_tape_is_named(world_size: int, changes: dict[str, Any], shares: Any, fault: Any) -> None:
+    """From the passes of a layout, where no rank has all layers or all tokens."""
+    policy = tiny_grpo_policy(world_size, **changes)
+    metrics, anomalies = run_ranks(generate_and_train, world_size, policy, shares, {}, fault)[0]
+    assert metrics["routing/anomalies"] == len(FAULTS[fault])
+    for text, expected in zip(anomalies, FAULTS[fault], strict=True):
+        assert expected in text
+
+
+def replay_own_routes(policy: PolicyConfig, model: dict[str, Any]) -> tuple[float, float, dict[str, float]]:
+    """A step that replays what the log-probability pass before it has chosen, on the same weights."""
+    with parallel_job(policy):
+        trainer = build_trainer(policy, model)
+        whole = tiny_batch(3)
+        place = trainer.coordinates
+        count = len(MICROBATCHES) // place.data_parallel_size
+        mine = MICROBATCHES[place.data_parallel_rank * count :][:count]
+        _, routes = trainer.logprobs_and_routes([whole.select(indices) for indices in mine])
+        by_rank: list[Any] = [None] * dist.get_world_size()
+        places = [index for indices in mine for index in indices]
+        dist.all_gather_object(by_rank, dict(zip(places, routes, strict=False)))  # none on ranks that do not report
+        found = {index: rows for of_rank in by_rank for index, rows in of_rank.items()}
+        if policy.megatron_cfg.routing_replay != "none":  # type: ignore[attr-defined]
+            tape = stored_per_token([StoredRows.of(found[index]) for index in range(len(whole))], fill=-1)
+            assert tape is not None
+            whole = whole.with_stored(ROUTED_EXPERTS, tape).fetched(list)
+        shard = shard_of_rank(whole, place.data_parallel_rank, place.data_parallel_size)
+        result = trainer.train([shard], sft_loss)
+        return result.global_loss, result.grad_norm, result.moe_metrics
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "model"),
+    [
+        (1, {}, {}),
+        (1, {"layer_spec": "local"}, {}),
+        (2, layout(tp=2) | PACKED, {}),
+        (2, layout(pp=2), {}),
+        (2, layout(pp=2), {"mlp_only_layers": [2, 3]}),
+        (2, layout(pp=2), {"mlp_only_layers": [0, 1]}),
+        (2, layout(pp=2, vpp=2), {}),
+        pytest.param(4, layout(pp=2, tp=2), {}, marks=pytest.mark.slow),
+    ],
+)
+def test_replay_of_the_own_routes_changes_no_bit(
+    world_size: int, changes: dict[str, Any], model: dict[str, Any]
+) -> None:
+    """The old policy's choice (R2), at the first update, is that of the routers."""
+    policies = [
+        tiny_grpo_policy(world_size, routing_replay=replay, **changes)  # a rule of the whole run asks for two updates
+        for replay in ("none", "rollout")
+    ]
+    plain, replayed = (run_ranks(replay_own_routes, world_size, policy, model)[0] for policy in policies)
+    assert replayed[:2] == plain[:2]
+    assert replayed[2]["routing/rows_usable_share"] == 1
+    assert replayed[2]["routing/agreement"] == replayed[2]["routing/live_agreement"] == 1
+    assert replayed[2]["load_balancing_loss"] == plain[2]["load_balancing_loss"]

@@ -1,0 +1,60 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The page for those who come from another framework names keys that are there, and all of the translator's table."""
+
+import re
+
+import pytest
+
+from nemo_rl_moe.config.algorithm import ALGORITHMS
+from nemo_rl_moe.config.nemo_rl_keys import DATASETS, ROWS
+from nemo_rl_moe.config.validation import known_keys
+from tests.conftest import REPOSITORY_ROOT
+from tests.unit.test_docs_site import script
+
+PAGE = REPOSITORY_ROOT / "docs" / "migrating.md"
+KNOWN = {key for algorithm in ("sft", "dpo", "grpo") for key in known_keys(ALGORITHMS[algorithm].config_class)}
+NAMES = {key.rpartition(".")[2] for key in KNOWN}
+SECTIONS = {key.partition(".")[0] for key in KNOWN}
+
+
+def columns(heading: str, number: int) -> list[str]:
+    """Cells of one column of the tables under a heading, without their heads."""
+    part = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in part.splitlines() if line.startswith("| ")]
+    return [row[number].strip() for row in rows[1:]]
+
+
+@pytest.mark.parametrize(("heading", "number"), [("From TRL", 1), ("From verl", 1)])
+def test_keys_of_ours_are_there(heading: str, number: int) -> None:
+    cells = columns(heading, number)
+    assert len(cells) > 15
+    for cell in cells:
+        for key in re.findall(r"`([\w.*]+)`", cell):
+            name = key.rpartition(".")[2]
+            if key.partition(".")[0] in SECTIONS and "*" not in key:
+                assert key in KNOWN, key
+            elif "*" not in key:
+                assert name in NAMES, key
+
+
+def test_losses_are_named_by_keys_and_values_that_are_there() -> None:
+    values = {"cispo", "reinforce", "icepop", "sequence_mask", "truncated", "sequence", "divergence", "grpo", "batch"}
+    values |= {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+    for cell in columns("Losses and estimators, by every name", 2):
+        for text in re.findall(r"`([^`]+)`", cell):
+            key, _, value = text.partition(": ")
+            assert (key in KNOWN) or (key.rpartition(".")[2] in NAMES) or key in values, text
+            assert not value or value in values | {"true", "false", "L"}, text
+
+
+def test_the_table_of_the_site_has_every_row() -> None:
+    table = script("make_migration_table").reference()
+    assert "<!-- every key of NeMo-RL -->" in PAGE.read_text()
+    assert [row.theirs for row in ROWS if f"| `{row.theirs}` |" not in table] == []
+    assert [name for name in DATASETS if f"| `{name}` |" not in table] == []
+    (
+        head,
+        *_,
+    ) = table.splitlines()
+    assert head == "### Keys with a counterpart"

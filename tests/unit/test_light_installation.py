@@ -1,0 +1,105 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What works without the packages of training: imports that anything else would make are refused."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from nemo_rl_moe import cli, training_cli
+from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter
+
+# A package stands for what it is imported as; the standard library and what torch, pyarrow and jaxtyping bring go free.
+ONLY = """
+import importlib.metadata, sys
+ALLOWED = set(sys.argv[1].split(","))
+OF_TRAINING = set(sys.argv[2].split(","))
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in OF_TRAINING:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name.split(".")[0])
+
+sys.meta_path.insert(0, Refused())
+"""
+
+
+def distributions(section: list[str]) -> set[str]:
+    return {Requirement(line).name.lower() for line in section}
+
+
+@pytest.fixture(scope="module")
+def of_training(repository_root: Path) -> str:
+    """Modules of the packages that the extra `train` installs and the package alone does not."""
+    from importlib.metadata import packages_distributions
+
+    project = tomllib.loads((repository_root / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    base = distributions(project["dependencies"])
+    more = {name for extra in ("train", "wandb", "mlflow", "environments") for name in distributions(extras[extra])}
+    found = {
+        module
+        for module, owners in packages_distributions().items()
+        if {owner.lower() for owner in owners} & (more - base)
+    }
+    assert {"ray", "megatron", "pydantic", "transformers", "wandb"} <= found
+    assert not {"torch", "numpy", "pyarrow", "omegaconf", "yaml", "safetensors", "xxhash"} & found
+    return ",".join(sorted(found))
+
+
+def run_without(of_training: str, code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", ONLY + code, "", of_training], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_commands_of_training_are_known_without_it() -> None:
+    parser = cli._build_parser(training_cli)
+    (commands,) = (action.choices for action in parser._actions if action.dest == "command")
+    assert commands is not None
+    assert set(commands) == {*cli.OF_TRAINING, *cli._OF_FOLDERS}
+
+
+def test_an_audit_runs(tmp_path: Path, of_training: str) -> None:
+    columns = {"rollout_experts": [[[0, 1]], [[2, 3]]]}
+    TapeWriter(tmp_path, TapeDescription((0,), 4, 2)).write(1, [TapeSequence("a", 2, columns)])
+    done = run_without(of_training, f"from nemo_rl_moe.cli import main; sys.exit(main(['audit', {str(tmp_path)!r}]))")
+    assert "1 step, 1 sequence, 2 tokens" in done.stdout
+    assert done.returncode == 1, done.stderr
+    assert "belong to padding or to the last token" in done.stderr
+
+
+def test_hooks_load_without_their_hosts(of_training: str) -> None:
+    done = run_without(of_training, "import nemo_rl_moe.hooks.routes, nemo_rl_moe.hooks.router_replay")
+    assert done.returncode == 0, done.stderr
+
+
+def test_training_says_what_is_missing(of_training: str) -> None:
+    done = run_without(of_training, "from nemo_rl_moe.cli import main; sys.exit(main(['sft', '--config', 'x.yaml']))")
+    assert done.returncode == 2
+    assert done.stderr.strip().startswith("error: sft: needs the packages of training, of which ")
+    assert done.stderr.strip().endswith("is not installed: pip install 'nemo-rl-moe[train]'")
+
+
+def test_help_lists_all_commands(of_training: str) -> None:
+    done = run_without(of_training, "from nemo_rl_moe.cli import main; main(['--help'])")
+    assert done.returncode == 0, done.stderr
+    for name in (*cli.OF_TRAINING, "audit", "report"):
+        assert name in done.stdout
+
+
+def test_routing_functions_load_within_a_third_of_a_second(of_training: str) -> None:
+    code = """
+import time, torch
+started = time.process_time()
+import nemo_rl_moe.moe.load_balance_metrics, nemo_rl_moe.moe.tape_identity, nemo_rl_moe.moe.tape_ledger
+import nemo_rl_moe.moe.mismatch_split, nemo_rl_moe.moe.findings
+print(time.process_time() - started)
+"""
+    done = run_without(of_training, code)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.3
