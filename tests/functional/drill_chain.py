@@ -39,8 +39,8 @@ NOT_SAVED = "could not be saved"
 MOST_RETRIES = 3
 CACHE = "torchinductor_"
 NODES_FOLDER = "ray"
-FINAL_WEIGHTS_LOST = "checkpoints/final: cannot be written"
-"""Of the message of a run whose folder, or whose checkpoints, are deleted at its very end."""
+LOST_AT_ITS_END = re.compile(rf"checkpoints/final: cannot be written|^error: the checkpoint of step \d+ {NOT_SAVED}", re.M)
+"""Of the message of a run whose folder, or whose checkpoints, are deleted while it writes its last ones."""
 
 
 @dataclass
@@ -91,6 +91,9 @@ class Chain:
         num_steps: Steps of the run.
         reference: The unharmed run.
         chance: Chooses victims and moments.
+
+    Attributes:
+        lost_until: Last step whose records were lost, or may have been, with a folder that a drill has deleted.
     """
 
     def __init__(
@@ -108,6 +111,7 @@ class Chain:
         self._moments = Moments(kind, self.logs, reference, chance, self._notes)
         self.command = kind.command(self._disk, inputs, num_steps)
         self._nodes = TwoNodes(self._temporary / NODES_FOLDER)
+        self.lost_until = 0
         self._num_attempts = 0
         self._shared_memory = _names(SHARED_MEMORY)
 
@@ -140,8 +144,8 @@ class Chain:
                 if self._strike_while_it_runs(run, waiting, results):
                     continue
                 code = self._wait_for_end(run)
-                # What is deleted under the run while it writes its final weights is told, and it ends.
-                is_excused = bool(results) and results[-1].fault == "vanish" and FINAL_WEIGHTS_LOST in run.errors
+                # What is deleted under the run while it writes its last weights is told, and it ends.
+                is_excused = bool(results) and results[-1].fault == "vanish" and LOST_AT_ITS_END.search(run.errors) is not None
             if code == 0:
                 break
             if results and not is_excused:
@@ -230,6 +234,9 @@ class Chain:
         below = "logs/*" if drill.victim == "run folder" else "logs/*/checkpoints"
         for folder in list(self._disk.glob(below)):
             shutil.rmtree(folder, ignore_errors=True)
+        if drill.victim == "run folder":
+            # A step's record is written before the step is told.
+            self.lost_until = last_step(run) + 1
 
     def _see_it_go_on(self, run: run_kills.Run, drill: Drill, result: Result, before: int) -> None:
         """Waits until the attempt has done more than the step in which it was struck, or has come to its end."""

@@ -254,19 +254,20 @@ class Reference:
             start += seconds
         raise AssertionError(phase)
 
-    def differences(self, found: Logs, *, lost_records: bool = False) -> list[str]:
-        """What of another run's end is not the same: metrics of all steps but times, samples, final weights' bytes.
+    def differences(self, found: Logs, *, lost_until: int = 0) -> list[str]:
+        """Differences of another run's end: metrics of all steps but times, samples, final weights' bytes.
 
         Args:
             found: What the other run has left.
-            lost_records: True where its folder was deleted on its way: then it has the last records alone.
+            lost_until: Last step whose records may be lost with a folder that was deleted; those after it must be there.
         """
         differences = []
         for name, records, expected in (
             ("metrics", found.records(), self.logs.records()),
             ("samples", found.samples(), self.logs.samples()),
         ):
-            if records != (expected[-len(records) :] if lost_records and records else expected):
+            num_needed = sum(record["step"] > lost_until for record in expected)
+            if len(records) < num_needed or records != expected[len(expected) - len(records) :]:
                 steps = sorted({record["step"] for record in records if record not in expected})
                 differences.append(f"{name}: {len(records)}, expected {len(expected)}; not the same: steps {steps}")
         if not found.weights() or found.weights() != self.logs.weights():

@@ -88,8 +88,7 @@ def run_chain(options: argparse.Namespace, index: int) -> bool:
     drills = plan(kind, options.seed, turn, size, with_disk=with_disk)
     with chain.opened(with_disk=with_disk):
         results = chain.run(drills)
-        lost_records = any(result.victim == "run folder" for result in results)
-        differences = reference.differences(chain.logs, lost_records=lost_records)
+        differences = reference.differences(chain.logs, lost_until=chain.lost_until)
     for result in results:
         result.equal = not differences
     if differences:

@@ -2,12 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A dozen drills over the kinds of runs, as `make drills` runs hundreds; and a run that restarts itself."""
 
+import json
 import os
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.functional import drill_runs, drills, run_kills
 from tests.functional.drill_faults import menu, plan
@@ -108,3 +111,21 @@ def test_the_table_counts() -> None:
         ["worker: pause", "", "2", "", "2", "1", "2", "2", "0"],
         ["all", "2", "2", "1", "5", "3", "4", "3", "1"],
     ]
+
+
+def test_records_after_those_that_a_deleted_folder_has_taken_must_be_there(tmp_path: Path) -> None:
+    def run(name: str, first: int) -> drill_runs.Logs:
+        folder = tmp_path / name / "logs" / "exp_001"
+        (folder / "checkpoints" / "final").mkdir(parents=True)
+        save_file({"weight": torch.ones(1)}, folder / "checkpoints" / "final" / "model.safetensors")
+        lines = [json.dumps({"step": step, "metrics": {"train/loss": step}}) for step in range(first, 6)]
+        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        return drill_runs.Logs(tmp_path / name)
+
+    reference = drill_runs.Reference(run("reference", 1))
+    nothing, two = run("nothing", 6), run("two", 4)
+    assert reference.differences(nothing, lost_until=5) == []
+    assert len(reference.differences(nothing, lost_until=4)) == 1
+    assert reference.differences(two, lost_until=3) == []
+    assert len(reference.differences(two, lost_until=2)) == 1
+    assert len(reference.differences(two)) == 1

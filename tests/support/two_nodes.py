@@ -70,8 +70,11 @@ class TwoNodes:
 
 def main(folder: str) -> None:
     """Starts both, prints their address, and waits until it is killed."""
+    from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
+    # Where Ray has never run on this machine, the folder of the file in which a cluster notes its address is missing.
+    Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     nodes = Cluster()
     for _ in range(NUM_NODES):
         nodes.add_node(num_cpus=1, include_dashboard=False, temp_dir=folder, object_store_memory=OBJECT_STORE_BYTES)
