@@ -39,7 +39,9 @@ NOT_SAVED = "could not be saved"
 MOST_RETRIES = 3
 CACHE = "torchinductor_"
 NODES_FOLDER = "ray"
-LOST_AT_ITS_END = re.compile(rf"checkpoints/final: cannot be written|^error: the checkpoint of step \d+ {NOT_SAVED}", re.M)
+LOST_AT_ITS_END = re.compile(
+    rf"checkpoints/final: cannot be written|^error: the checkpoint of step \d+ {NOT_SAVED}", re.MULTILINE
+)
 """Of the message of a run whose folder, or whose checkpoints, are deleted while it writes its last ones."""
 
 
@@ -145,7 +147,8 @@ class Chain:
                     continue
                 code = self._wait_for_end(run)
                 # What is deleted under the run while it writes its last weights is told, and it ends.
-                is_excused = bool(results) and results[-1].fault == "vanish" and LOST_AT_ITS_END.search(run.errors) is not None
+                is_told = LOST_AT_ITS_END.search(run.errors) is not None
+                is_excused = bool(results) and results[-1].fault == "vanish" and is_told
             if code == 0:
                 break
             if results and not is_excused:

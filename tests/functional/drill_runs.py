@@ -259,7 +259,7 @@ class Reference:
 
         Args:
             found: What the other run has left.
-            lost_until: Last step whose records may be lost with a folder that was deleted; those after it must be there.
+            lost_until: Last step whose records may be lost, with a folder that was deleted; later ones must be there.
         """
         differences = []
         for name, records, expected in (
