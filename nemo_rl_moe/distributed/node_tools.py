@@ -82,10 +82,7 @@ def folder_of_this_process(parent: Path, purpose: str) -> Path:
         purpose: A word of its name.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
-        pid = folder.name.rsplit("-", 2)[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
+    _remove_folders_of_the_dead(parent, purpose)
     prefix = f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-{os.getpid()}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
@@ -93,13 +90,22 @@ def folder_of_this_process(parent: Path, purpose: str) -> Path:
 def remove_folders_of(pids: Iterable[int]) -> None:
     """Removes what processes that have been killed could not: the folder of their Ray, and those of their own.
 
+    Survives a server of Ray that dies, and takes engines with it before anybody has seen them.
+
     Args:
-        pids: Processes of this machine that run no more.
+        pids: Processes of this machine that run no more and may have started Ray.
     """
-    parents = (Path(tempfile.gettempdir()), SHARED_MEMORY)
     for pid in pids:
-        own = [path for parent in parents for path in parent.glob(f"{_OWN_PREFIX}*-{socket.gethostname()}-{pid}-*")]
-        for folder in (ray_folder(pid), *own):
+        shutil.rmtree(ray_folder(pid), ignore_errors=True)
+    for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
+        _remove_folders_of_the_dead(parent, "*")
+
+
+def _remove_folders_of_the_dead(parent: Path, purpose: str) -> None:
+    """Removes folders, as of `folder_of_this_process`, whose processes run no more."""
+    for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
+        pid = folder.name.rsplit("-", 2)[1]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 

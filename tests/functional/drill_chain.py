@@ -96,6 +96,7 @@ class Chain:
 
     Attributes:
         lost_until: Last step whose records were lost, or may have been, with a folder that a drill has deleted.
+        routes_lost: Steps whose routes an engine may have taken with it: it keeps them until the trainer has them.
     """
 
     def __init__(
@@ -114,6 +115,7 @@ class Chain:
         self.command = kind.command(self._disk, inputs, num_steps)
         self._nodes = TwoNodes(self._temporary / NODES_FOLDER)
         self.lost_until = 0
+        self.routes_lost: set[int] = set()
         self._num_attempts = 0
         self._shared_memory = _names(SHARED_MEMORY)
 
@@ -215,6 +217,8 @@ class Chain:
                 pass  # it was quicker
             else:
                 assert victims, f"no {drill.victim}"
+                if drill.victim == "engine":
+                    self.routes_lost |= {before + 1, before + 2}
                 for victim in victims if drill.victim == "all" else [self.chance.choice(victims)]:
                     _signal(victim, drill.fault)
         if drill.survived and result.ended is None:

@@ -4,7 +4,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,7 @@ FROZEN_AFTER_S = 40
 STALLED_AFTER_S = 15
 STEP_PHASES = ("generation", "rewards", "logprobs", "reference_logprobs", "train", "refit", "refit_check")
 """In the order in which a step has them; the metrics have their times under these names."""
+ROUTING = "train/moe/routing/"
 VALIDATION_TIME = "timing/validation/seconds"
 COMMON: dict[str, Any] = {
     **sft_runs.only_jsonl(),
@@ -170,10 +171,19 @@ class Logs:
         """Number of steps recorded up to now."""
         return len(self._lines("metrics.jsonl"))
 
-    def records(self) -> list[dict[str, Any]]:
-        """What is recorded up to now: step and metrics, all but times."""
+    def records(self, routes_lost: Collection[int] = ()) -> list[dict[str, Any]]:
+        """Step and metrics of what is recorded up to now, all but times; of some steps also without those of routes."""
         return [
-            {"step": record["step"], "metrics": str({k: v for k, v in record["metrics"].items() if not _is_time(k)})}
+            {
+                "step": record["step"],
+                "metrics": str(
+                    {
+                        key: value
+                        for key, value in record["metrics"].items()
+                        if not _is_time(key) and not (record["step"] in routes_lost and key.startswith(ROUTING))
+                    }
+                ),
+            }
             for record in map(json.loads, self._lines("metrics.jsonl"))
         ]
 
@@ -254,16 +264,17 @@ class Reference:
             start += seconds
         raise AssertionError(phase)
 
-    def differences(self, found: Logs, *, lost_until: int = 0) -> list[str]:
+    def differences(self, found: Logs, *, lost_until: int = 0, routes_lost: Collection[int] = ()) -> list[str]:
         """Differences of another run's end: metrics of all steps but times, samples, final weights' bytes.
 
         Args:
             found: What the other run has left.
             lost_until: Last step whose records may be lost, with a folder that was deleted; later ones must be there.
+            routes_lost: Steps whose routes may be lost, with an engine: not compared are metrics of routes.
         """
         differences = []
         for name, records, expected in (
-            ("metrics", found.records(), self.logs.records()),
+            ("metrics", found.records(routes_lost), self.logs.records(routes_lost)),
             ("samples", found.samples(), self.logs.samples()),
         ):
             num_needed = sum(record["step"] > lost_until for record in expected)

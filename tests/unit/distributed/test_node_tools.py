@@ -1,7 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -14,8 +16,10 @@ from nemo_rl_moe.distributed.node_tools import (
     end_families,
     families,
     find_families,
+    folder_of_this_process,
     is_running,
     read_tail,
+    remove_folders_of,
     threads_per_worker,
     usable_cores,
 )
@@ -105,6 +109,20 @@ def test_environment_on_two_machines_with_gpus():
 
 def raise_deep(error: BaseException) -> None:
     raise error
+
+
+def test_folders_of_processes_that_run_no_more_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(node_tools, "SHARED_MEMORY", tmp_path / "shm")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    own = folder_of_this_process(tmp_path, "vllm")
+    other = tmp_path / "nemo_rl_moe-notes"
+    left = own.with_name(own.name.replace(str(os.getpid()), str(ended.pid)))
+    for folder in (left, other):
+        folder.mkdir()
+    remove_folders_of([])
+    assert sorted(tmp_path.iterdir()) == sorted([own, other])
 
 
 def test_a_failure_shows_the_workers_own_frames():
