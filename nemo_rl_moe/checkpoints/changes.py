@@ -33,6 +33,8 @@ _LAYOUT = (
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
     "policy.megatron_cfg.context_parallel_size",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.expert_tensor_parallel_size",

@@ -132,6 +132,10 @@ class MegatronConfig(MoeTransformerFields):
     """Ranks that share the layers, one stage each."""
     virtual_pipeline_model_parallel_size: PositiveInt | None
     """Pieces that each pipeline stage is cut into (interleaved schedule); null: one."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None
+    """Layers of the first stage, where the model's cannot be dealt out evenly; null: as many as the stages between."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None
+    """Layers of the last stage, which has the output layer too; null: as many as the stages between."""
     expert_model_parallel_size: PositiveInt
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt
@@ -243,6 +247,8 @@ class RoleModelConfig(StrictModel):
         shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}
         alone = {
             "virtual_pipeline_model_parallel_size": None,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
             "activation_checkpointing": "none",
             "track_moe_metrics": False,
             "moe_per_layer_logging": False,
