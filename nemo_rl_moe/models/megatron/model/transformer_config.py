@@ -234,8 +234,8 @@ def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
 
 
 def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
-    """Advice on the layers of the first and the last stage: at most as many as each stage between has, and fewest in the
-    last one, with the output layer; empty where there is none."""
+    """Advice on the layers of the first and the last stage: at most as many as each stage between has, and fewest in
+    the last one, with the output layer; empty where there is none."""
     if stages < 2 or layers % pieces:
         return ""
     rounds = layers // pieces
