@@ -25,6 +25,8 @@ _NOT_TOLD = (
     "cluster.max_restarts",
     "data.load_timeout_s",
     "policy.max_consecutive_skipped_updates",
+    "policy.megatron_cfg.distributed_timeout_minutes",
+    "policy.megatron_cfg.env_vars",
 )
 _LAYOUT = (
     "cluster.num_nodes",

@@ -147,6 +147,13 @@ class MegatronConfig(MoeTransformerFields):
     activation_checkpointing: ActivationCheckpointing
     """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full,
     true) or of the MoE layers (moe)."""
+    model_overrides: dict[str, Any]
+    """Fields of Megatron-Core's TransformerConfig that have no key here, such as `attention_backend: flash`. They come
+    last; {}: none."""
+    env_vars: dict[str, str]
+    """Environment variables of the workers, such as `NCCL_DEBUG: INFO`; {}: none."""
+    distributed_timeout_minutes: PositiveInt
+    """Minutes that ranks wait for each other in a collective, before the run fails."""
     layer_spec: Literal["auto", "local"]
     """auto: Transformer Engine where it is installed, otherwise this project's fast modules; local: Megatron-Core's own
     unfused modules."""

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The effective TransformerConfig, and what follows from it: MoE layers, their stages, auxiliary losses."""
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
+from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
 from nemo_rl_moe.moe.routers import moe_layer_indices
 
@@ -84,6 +86,27 @@ def has_transformer_engine() -> bool:
     return not cpu_backend.ACTIVE and importlib.util.find_spec("transformer_engine") is not None
 
 
+def require_transformer_engine() -> None:
+    """Refuses to train on an accelerator without Transformer Engine.
+
+    Survives a machine with GPUs on which the package was installed as for CPUs: Megatron-Core 0.16.1 then fails in the
+    first MoE layer with a NameError (`te_general_gemm`).
+
+    Raises:
+        ConfigurationError: There is an accelerator and no Transformer Engine.
+    """
+    if not cpu_backend.ACTIVE and not has_transformer_engine():
+        raise ConfigurationError(
+            "cluster.gpus_per_node: training on GPUs needs Transformer Engine, which is not installed: "
+            "pip install --no-build-isolation 'nemo-rl-moe[gpu]'; or train on CPUs with gpus_per_node=0"
+        )
+
+
+def _transformer_engine_version() -> tuple[int, ...]:
+    """First two numbers of the release of Transformer Engine."""
+    return tuple(int(part) for part in importlib.metadata.version("transformer-engine").split(".")[:2])
+
+
 def use_transformer_engine(policy: PolicyConfig) -> bool:
     """True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
@@ -123,6 +146,8 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
         "apply_rope_fusion": fused,
         "persist_layer_norm": fused,
         "moe_grouped_gemm": fused,
+        # Without it each MoE layer waits for its counts on the host.
+        "moe_permute_fusion": fused and _transformer_engine_version() >= (2, 1),
         # Both give another loss under gloo with interleaved stages, without an error, so both stay off there.
         "batch_p2p_comm": not cpu_backend.ACTIVE,
         "overlap_p2p_comm": False,
@@ -145,11 +170,16 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     family = family_of(hf_config)
     fields = family.transformer_fields(hf_config)
     fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    of_the_model = fields.keys() - _implementation_fields(policy).keys()
     fields |= _implementation_fields(policy) | _layout_fields(policy)
+    if fields.get("multi_latent_attention"):
+        # Refused by Transformer Engine, or its kernel dies at the first prefill.
+        fields["apply_rope_fusion"] = False
     if fields["add_bias_linear"]:
         # Transformer Engine's experts refuse it with biases.
         fields["bias_dropout_fusion"] = False
     fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
+    fields |= read_overrides(policy.megatron_cfg.model_overrides, of_the_model)
     chosen = policy.megatron_cfg.moe_transformer_fields
     problems = [
         f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
