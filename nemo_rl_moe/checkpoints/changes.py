@@ -25,6 +25,8 @@ _NOT_TOLD = (
     "cluster.max_restarts",
     "data.load_timeout_s",
     "policy.max_consecutive_skipped_updates",
+    "policy.megatron_cfg.distributed_timeout_minutes",
+    "policy.megatron_cfg.env_vars",
 )
 _LAYOUT = (
     "cluster.num_nodes",
@@ -33,6 +35,8 @@ _LAYOUT = (
     "policy.megatron_cfg.tensor_model_parallel_size",
     "policy.megatron_cfg.pipeline_model_parallel_size",
     "policy.megatron_cfg.virtual_pipeline_model_parallel_size",
+    "policy.megatron_cfg.num_layers_in_first_pipeline_stage",
+    "policy.megatron_cfg.num_layers_in_last_pipeline_stage",
     "policy.megatron_cfg.context_parallel_size",
     "policy.megatron_cfg.expert_model_parallel_size",
     "policy.megatron_cfg.expert_tensor_parallel_size",

@@ -112,6 +112,27 @@ def expert_tensor_parallel_size_is_possible(config: MasterConfig) -> Iterator[st
         yield f"{MEGATRON}.expert_tensor_parallel_size: got {size}, expected {allowed} (1 or the tensor parallel size)"
 
 
+RANK_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "RANK",
+    "WORLD_SIZE",
+)
+"""Environment variables by which the ranks find their places and each other."""
+
+
+def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]:
+    """Variables of the workers that the cluster sets, or that no system takes."""
+    for name, value in config.policy.megatron_cfg.env_vars.items():
+        if name in RANK_VARIABLES:
+            yield f"{MEGATRON}.env_vars.{name}: got {value!r}, expected no such variable: it follows from the cluster"
+        elif not name or "=" in name or "\0" in name + value:
+            yield f"{MEGATRON}.env_vars: got {name!r}, expected a name without = and NUL, and a value without NUL"
+
+
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
     """Interleaved schedule: several stages, several pieces, and microbatches in multiples of the stages."""
     megatron = config.policy.megatron_cfg
@@ -326,6 +347,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     sequence_parallel_goes_with_tensor_parallel,
     expert_tensor_parallel_size_is_possible,
     virtual_pipeline_is_possible,
+    environment_leaves_ranks_their_places,
     only_one_way_to_batch,
     packing_has_an_attention,
     a_microbatch_holds_the_longest_sample,

@@ -312,6 +312,8 @@ ROWS: tuple[Row, ...] = (
         _MEGATRON,
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
+        "num_layers_in_first_pipeline_stage",
+        "num_layers_in_last_pipeline_stage",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
         "freeze_moe_router",

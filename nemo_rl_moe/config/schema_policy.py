@@ -132,6 +132,10 @@ class MegatronConfig(MoeTransformerFields):
     """Ranks that share the layers, one stage each."""
     virtual_pipeline_model_parallel_size: PositiveInt | None
     """Pieces that each pipeline stage is cut into (interleaved schedule); null: one."""
+    num_layers_in_first_pipeline_stage: PositiveInt | None
+    """Layers of the first stage, where the model's cannot be dealt out evenly; null: as many as the stages between."""
+    num_layers_in_last_pipeline_stage: PositiveInt | None
+    """Layers of the last stage, which has the output layer too; null: as many as the stages between."""
     expert_model_parallel_size: PositiveInt
     """Ranks that share the experts of a layer."""
     expert_tensor_parallel_size: PositiveInt
@@ -143,6 +147,13 @@ class MegatronConfig(MoeTransformerFields):
     activation_checkpointing: ActivationCheckpointing
     """Activations that the backward pass recomputes to save memory: none (none, false), those of all layers (full,
     true) or of the MoE layers (moe)."""
+    model_overrides: dict[str, Any]
+    """Fields of Megatron-Core's TransformerConfig that have no key here, such as `attention_backend: flash`. They come
+    last; {}: none."""
+    env_vars: dict[str, str]
+    """Environment variables of the workers, such as `NCCL_DEBUG: INFO`; {}: none."""
+    distributed_timeout_minutes: PositiveInt
+    """Minutes that ranks wait for each other in a collective, before the run fails."""
     layer_spec: Literal["auto", "local"]
     """auto: Transformer Engine where it is installed, otherwise this project's fast modules; local: Megatron-Core's own
     unfused modules."""
@@ -243,6 +254,8 @@ class RoleModelConfig(StrictModel):
         shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}
         alone = {
             "virtual_pipeline_model_parallel_size": None,
+            "num_layers_in_first_pipeline_stage": None,
+            "num_layers_in_last_pipeline_stage": None,
             "activation_checkpointing": "none",
             "track_moe_metrics": False,
             "moe_per_layer_logging": False,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import psutil
@@ -118,6 +119,7 @@ class WorkerGroup:
         worker_kwargs: Further arguments, the same for all ranks.
         start_timeout_s: Seconds that starting all ranks may take.
         call_timeout_s: Seconds that a call may take on any rank.
+        environment: More environment variables of each rank.
 
     Raises:
         WorkerDiedError: A worker failed or did not start in time; all of them have been stopped.
@@ -130,8 +132,10 @@ class WorkerGroup:
         worker_kwargs: Mapping[str, Any],
         start_timeout_s: float,
         call_timeout_s: float,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ):
         self._cluster = cluster
+        self._environment = dict(environment)
         self._call_timeout_s = call_timeout_s
         self._driver_node = ray.get_runtime_context().get_node_id()
         self._actors: list[Any] = []
@@ -264,7 +268,9 @@ class WorkerGroup:
         payload = ray.put(cloudpickle.dumps((worker_class, worker_kwargs)))
         wait(
             [
-                actor.start.remote(environment, search_path, payload, rank, self.world_size, remaining_s)
+                actor.start.remote(
+                    environment | self._environment, search_path, payload, rank, self.world_size, remaining_s
+                )
                 for rank, (actor, environment) in enumerate(zip(self._actors, environments, strict=True))
             ]
         )

@@ -193,7 +193,9 @@ def cluster() -> Iterator[RayCluster]:
 @pytest.fixture
 def group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup]:
     """Two ranks that have joined a process group."""
-    group = WorkerGroup(cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S, CALL_TIMEOUT_S)
+    group = WorkerGroup(
+        cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S, CALL_TIMEOUT_S, environment={"NCCL_DEBUG": "WARN"}
+    )
     yield group
     group.shutdown()
     assert_all_gone(tmp_path)
@@ -245,6 +247,7 @@ def test_calls_environment_and_shared_arguments(group: WorkerGroup):
     assert [each["RANK"] for each in environments] == [each["LOCAL_RANK"] for each in environments] == ["0", "1"]
     assert {each["MASTER_ADDR"] for each in environments} == {"127.0.0.1"}
     assert {each["CUDA_VISIBLE_DEVICES"] for each in environments} == {""}
+    assert {each["NCCL_DEBUG"] for each in environments} == {"WARN"}
 
 
 def test_raise_at_start(cluster: RayCluster, tmp_path: Path):

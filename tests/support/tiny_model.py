@@ -94,11 +94,13 @@ def _as_yaml(value: Any) -> str:
 
 
 def layout(**sizes: int) -> dict[str, Any]:
-    """Short names of a layout (tp, pp, vpp, ep, etp) as keys of `megatron_cfg`."""
+    """Short names of a layout (tp, pp, vpp, first, last, ep, etp) as keys of `megatron_cfg`."""
     names = {
         "tp": "tensor_model_parallel_size",
         "pp": "pipeline_model_parallel_size",
         "vpp": "virtual_pipeline_model_parallel_size",
+        "first": "num_layers_in_first_pipeline_stage",
+        "last": "num_layers_in_last_pipeline_stage",
         "ep": "expert_model_parallel_size",
         "etp": "expert_tensor_parallel_size",
     }

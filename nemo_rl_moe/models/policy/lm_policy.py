@@ -111,6 +111,7 @@ class ModelWorkers:
             },
             start_timeout_s=cluster.config.worker_start_timeout_s,
             call_timeout_s=cluster.config.worker_call_timeout_s,
+            environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
         )
         descriptions: list[WorkerDescription] = self._workers.call_all("describe")
         if problems := _problems_of_ranks(descriptions):
@@ -438,6 +439,15 @@ class MegatronPolicy(ModelWorkers):
             self._num_failed_transfers += 1
             raise WeightSyncError(problems[0])
         return sum(outcome.num_bytes for outcome in outcomes)
+
+
+def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
+    """Environment variables of the workers: what the layout needs on GPUs, then the user's."""
+    megatron = policy.megatron_cfg
+    # One queue to the GPU, so that what overlaps starts in the order of the calls, as Megatron-Core asks where
+    # tensor-parallel ranks talk while they compute.
+    by_layout = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if on_gpus and megatron.tensor_model_parallel_size > 1 else {}
+    return by_layout | megatron.env_vars
 
 
 def _has_its_own_experts(megatron: MegatronConfig) -> bool:

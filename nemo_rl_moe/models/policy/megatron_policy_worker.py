@@ -102,6 +102,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         from nemo_rl_moe.models.hf_files import load_config_json, weights_folder
         from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
         from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
+        from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
         from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -117,6 +118,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         weights = weights_folder(policy, folder)
         self._problems: list[str] = []
         try:
+            require_transformer_engine()
             agree_on_model(self._config_json, folder, with_weights=weights is not None)
             self._trainer: Any
             if num_steps is None:

@@ -20,6 +20,10 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
     ("overrides", "line"),
     [
         (
+            (f"{M}.env_vars={{RANK: '1', NCCL_DEBUG: INFO}}",),
+            "policy.megatron_cfg.env_vars.RANK: got '1', expected no such variable: it follows from the cluster",
+        ),
+        (
             (PIPELINE_2, "cluster.cpu_workers_per_node=3"),
             "cluster: 3 workers (num_nodes 1 x cpu_workers_per_node 3) cannot be divided by 2 (policy.megatron_cfg:"
             " tensor_model_parallel_size 1 x pipeline_model_parallel_size 2 x context_parallel_size 1);"

@@ -20,12 +20,11 @@ from nemo_rl_moe.models.megatron import cpu_backend
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 BACKLOG = 4096
 """Ranks that may knock before the first is let in."""
 
 
-def rendezvous_store(rank: int, world_size: int) -> TCPStore:
+def rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> TCPStore:
     """Key-value store by which the ranks find each other, at MASTER_ADDR and MASTER_PORT of the environment.
 
     Rank 0 serves it on that address alone. torch's own listens on all interfaces and asks for no credential, so that
@@ -34,7 +33,7 @@ def rendezvous_store(rank: int, world_size: int) -> TCPStore:
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return TCPStore(address, port, world_size, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        return TCPStore(address, port, world_size, is_master=False, timeout=timeout)
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     # The store takes the socket over, and closes it in the end.
     listener = socket.create_server(place[:2], family=family, backlog=BACKLOG)
@@ -43,7 +42,7 @@ def rendezvous_store(rank: int, world_size: int) -> TCPStore:
         listener.getsockname()[1],
         world_size,
         is_master=True,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -118,12 +117,14 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
     """
     if not cpu_backend.ACTIVE:
         torch.cuda.set_device(local_rank)
+    minutes = megatron.distributed_timeout_minutes
+    timeout = timedelta(minutes=minutes)
     dist.init_process_group(
         "gloo" if cpu_backend.ACTIVE else "nccl",
-        store=rendezvous_store(rank, world_size),
+        store=rendezvous_store(rank, world_size, timeout),
         rank=rank,
         world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
+        timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=megatron.tensor_model_parallel_size,
@@ -133,6 +134,7 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
         create_gloo_process_groups=True,
+        distributed_timeout_minutes=minutes,
     )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The effective TransformerConfig, and what follows from it: MoE layers, their stages, auxiliary losses."""
 
+import importlib.metadata
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
+from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
 from nemo_rl_moe.moe.routers import moe_layer_indices
 
@@ -42,13 +44,24 @@ def auxiliary_loss_names(config: TransformerConfig) -> list[str]:
     return [*names, Z_LOSS] if config.moe_z_loss_coeff is not None else names
 
 
+def layers_of_stages(config: TransformerConfig) -> list[int]:
+    """Number of decoder layers of each pipeline stage, as Megatron-Core deals them out."""
+    stages = config.pipeline_model_parallel_size
+    ends = {0: config.num_layers_in_first_pipeline_stage, stages - 1: config.num_layers_in_last_pipeline_stage}
+    given = {stage: layers for stage, layers in ends.items() if layers is not None}
+    others = stages - len(given)
+    each = (config.num_layers - sum(given.values())) // others if others else 0
+    return [given.get(stage, each) for stage in range(stages)]
+
+
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:
     """Global 0-based indices of the decoder layers of each model chunk of a pipeline stage."""
-    stages, chunks = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1
-    layers_of_chunk = config.num_layers // (stages * chunks)
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    layers_of_chunk = [layers // chunks for layers in layers_of_stages(config)]
+    before = sum(layers_of_chunk[:pipeline_rank])
     # Interleaved: the first chunks of all stages hold the first layers, then come the second chunks.
-    starts = [(chunk * stages + pipeline_rank) * layers_of_chunk for chunk in range(chunks)]
-    return [range(start, start + layers_of_chunk) for start in starts]
+    starts = [chunk * sum(layers_of_chunk) + before for chunk in range(chunks)]
+    return [range(start, start + layers_of_chunk[pipeline_rank]) for start in starts]
 
 
 def moe_positions_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[list[int]]:
@@ -73,6 +86,27 @@ def has_transformer_engine() -> bool:
     return not cpu_backend.ACTIVE and importlib.util.find_spec("transformer_engine") is not None
 
 
+def require_transformer_engine() -> None:
+    """Refuses to train on an accelerator without Transformer Engine.
+
+    Survives a machine with GPUs on which the package was installed as for CPUs: Megatron-Core 0.16.1 then fails in the
+    first MoE layer with a NameError (`te_general_gemm`).
+
+    Raises:
+        ConfigurationError: There is an accelerator and no Transformer Engine.
+    """
+    if not cpu_backend.ACTIVE and not has_transformer_engine():
+        raise ConfigurationError(
+            "cluster.gpus_per_node: training on GPUs needs Transformer Engine, which is not installed: "
+            "pip install --no-build-isolation 'nemo-rl-moe[gpu]'; or train on CPUs with gpus_per_node=0"
+        )
+
+
+def _transformer_engine_version() -> tuple[int, ...]:
+    """First two numbers of the release of Transformer Engine."""
+    return tuple(int(part) for part in importlib.metadata.version("transformer-engine").split(".")[:2])
+
+
 def use_transformer_engine(policy: PolicyConfig) -> bool:
     """True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
@@ -84,6 +118,8 @@ def _layout_fields(policy: PolicyConfig) -> dict[str, Any]:
         "tensor_model_parallel_size": megatron.tensor_model_parallel_size,
         "pipeline_model_parallel_size": megatron.pipeline_model_parallel_size,
         "virtual_pipeline_model_parallel_size": megatron.virtual_pipeline_model_parallel_size,
+        "num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
         "expert_model_parallel_size": megatron.expert_model_parallel_size,
         "expert_tensor_parallel_size": megatron.expert_tensor_parallel_size,
         "context_parallel_size": megatron.context_parallel_size,
@@ -110,6 +146,8 @@ def _implementation_fields(policy: PolicyConfig) -> dict[str, Any]:
         "apply_rope_fusion": fused,
         "persist_layer_norm": fused,
         "moe_grouped_gemm": fused,
+        # Without it each MoE layer waits for its counts on the host.
+        "moe_permute_fusion": fused and _transformer_engine_version() >= (2, 1),
         # Both give another loss under gloo with interleaved stages, without an error, so both stay off there.
         "batch_p2p_comm": not cpu_backend.ACTIVE,
         "overlap_p2p_comm": False,
@@ -132,11 +170,16 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     family = family_of(hf_config)
     fields = family.transformer_fields(hf_config)
     fields["activation_func"] = ACTIVATIONS[fields["activation_func"]]
+    of_the_model = fields.keys() - _implementation_fields(policy).keys()
     fields |= _implementation_fields(policy) | _layout_fields(policy)
+    if fields.get("multi_latent_attention"):
+        # Refused by Transformer Engine, or its kernel dies at the first prefill.
+        fields["apply_rope_fusion"] = False
     if fields["add_bias_linear"]:
         # Transformer Engine's experts refuse it with biases.
         fields["bias_dropout_fusion"] = False
     fields |= _RECOMPUTE[policy.megatron_cfg.activation_checkpointing]
+    fields |= read_overrides(policy.megatron_cfg.model_overrides, of_the_model)
     chosen = policy.megatron_cfg.moe_transformer_fields
     problems = [
         f"policy.megatron_cfg.{name}: megatron-core {MEGATRON_VERSION} has no such field"
@@ -172,16 +215,10 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
-    """Combinations of the model's sizes and the layout that cannot be cut evenly."""
-    tensor, pipeline = fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]
-    virtual = fields["virtual_pipeline_model_parallel_size"] or 1
+    """Combinations of the model's sizes and the layout that cannot be dealt out."""
+    tensor = fields["tensor_model_parallel_size"]
     key = "policy.megatron_cfg."
-    problems = []
-    if fields["num_layers"] % (pipeline * virtual):
-        problems.append(
-            f"{key}pipeline_model_parallel_size: got {pipeline} (x {virtual} virtual stages), which does not divide "
-            f"the model's {fields['num_layers']} layers"
-        )
+    problems = _problems_with_stages(fields)
     heads = {"query": fields["num_attention_heads"], "key and value": fields["num_query_groups"]}
     problems += [
         f"{key}tensor_model_parallel_size: got {tensor}, which does not divide the model's {number} {kind} heads"
@@ -189,6 +226,58 @@ def _problems_with_layers(fields: dict[str, Any]) -> list[str]:
         if number % tensor
     ]
     return problems
+
+
+def _problems_with_stages(fields: dict[str, Any]) -> list[str]:
+    """Layers that cannot be dealt out to the pipeline stages and their pieces, and the nearest way that can."""
+    layers, stages = fields["num_layers"], fields["pipeline_model_parallel_size"]
+    pieces = fields["virtual_pipeline_model_parallel_size"] or 1
+    key = "policy.megatron_cfg."
+    names = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+    given = {name: fields[name] for name in names if fields[name] is not None}
+    if not given:
+        if layers % (stages * pieces) == 0:
+            return []
+        return [
+            f"{key}pipeline_model_parallel_size: got {stages} (x {pieces} virtual stages), which does not divide "
+            f"the model's {layers} layers{_uneven_stages(layers, stages, pieces)}"
+        ]
+    if stages < 2:
+        return [
+            f"{key}{name}: got {value}, which needs {key}pipeline_model_parallel_size above 1"
+            for name, value in given.items()
+        ]
+    problems = [
+        f"{key}{name}: got {value}, which does not divide by {key}virtual_pipeline_model_parallel_size {pieces}"
+        for name, value in given.items()
+        if value % pieces
+    ]
+    left, others = layers - sum(given.values()), stages - len(given)
+    if left != 0 if not others else left < 1 or left % (others * pieces):
+        told = " and ".join(f"{name} {value}" for name, value in given.items())
+        rest = f"the rest cannot be dealt out evenly to {others} other stages (x {pieces} virtual stages)"
+        problems.append(
+            f"{key}{told}: the model has {layers} layers, and {rest if others else 'there are no other stages'}"
+            f"{_uneven_stages(layers, stages, pieces)}"
+        )
+    return problems
+
+
+def _uneven_stages(layers: int, stages: int, pieces: int) -> str:
+    """Advice on the layers of the first and the last stage: at most as many as each stage between has, and fewest in
+    the last one, with the output layer; empty where there is none."""
+    if stages < 2 or layers % pieces:
+        return ""
+    rounds = layers // pieces
+    between = -(-rounds // stages)
+    ends = rounds - between * (stages - 2)
+    if ends < 2:
+        return ""
+    first = -(-ends // 2)
+    return (
+        f"; expected, for one, num_layers_in_first_pipeline_stage={first * pieces}"
+        f" num_layers_in_last_pipeline_stage={(ends - first) * pieces}"
+    )
 
 
 def _problems_with_experts(fields: dict[str, Any], *, grouped_kernels: bool) -> list[str]:

@@ -91,6 +91,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "ep2": (2, {"ep": 2}),
     "ep2_dp4": (4, {"ep": 2}),
     "pp2": (2, {"pp": 2}),
+    "pp2_uneven": (2, {"pp": 2, "first": 3}),
     "pp2_vpp2": (2, {"pp": 2, "vpp": 2}),
     "pp2_ep2": (4, {"pp": 2, "ep": 2}),
     "pp2_vpp2_ep2": (4, {"pp": 2, "vpp": 2, "ep": 2}),

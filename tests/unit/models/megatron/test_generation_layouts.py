@@ -27,13 +27,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], Any]] = {
     "ep2_empty": (2, layout(ep=2), EMPTY_SHARE),
     "pp2": (2, layout(pp=2), ONE_SHARE),
     "pp2_vpp2": (2, layout(pp=2, vpp=2), ONE_SHARE),
+    "pp2_uneven": (2, layout(pp=2, first=3), ONE_SHARE),
     "tp2": (2, layout(tp=2), ONE_SHARE),
     "tp2_ep2": (2, layout(tp=2, ep=2), ONE_SHARE),
     "tp2_etp2": (2, layout(tp=2, etp=2), ONE_SHARE),
     "tp2_pp2": (4, layout(tp=2, pp=2), ONE_SHARE),
     "pp2_ep2": (4, layout(pp=2, ep=2), UNEVEN_SHARES),
 }
-ON_ONE_SPEC = {"dp2", "dp2_empty", "tp2_etp2", "tp2_pp2", "pp2_vpp2"}
+ON_ONE_SPEC = {"dp2", "dp2_empty", "tp2_etp2", "tp2_pp2", "pp2_vpp2", "pp2_uneven"}
 # With this project's modules each dimension runs beside another one, or where ranks have no share; with
 # Megatron-Core's own the one that cuts most of them.
 QUICK = {

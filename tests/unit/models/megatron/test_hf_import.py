@@ -112,6 +112,7 @@ def test_each_rank_reads_what_it_holds(sizes: dict[str, int], changes: dict[str,
     ("world_size", "sizes", "layer_spec"),
     [
         (2, {"pp": 2, "vpp": 2}, "auto"),
+        (2, {"pp": 2, "last": 1}, "auto"),
         (2, {"tp": 2, "etp": 2}, "local"),
         (2, {"ep": 2}, "local"),
         pytest.param(2, {}, "auto", marks=pytest.mark.slow),

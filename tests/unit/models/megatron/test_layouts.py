@@ -30,6 +30,9 @@ LAYOUTS = {
     "pp2": (2, layout(pp=2)),
     "pp2_vpp2": (2, layout(pp=2, vpp=2)),
     "pp2_vpp2_dp2_zero1": (4, layout(pp=2, vpp=2) | ZERO_1),
+    "pp2_uneven": (2, layout(pp=2, last=1)),
+    "pp3_uneven": (3, layout(pp=3, first=2)),
+    "pp3_uneven_ends": (3, layout(pp=3, first=1, last=1)),
     "pp2_ep2": (4, layout(pp=2, ep=2)),
     "pp2_ep2_zero1": (4, layout(pp=2, ep=2) | ZERO_1),
     "tp2": (2, layout(tp=2)),
@@ -64,6 +67,7 @@ def assert_same_training(runs: list[RankRun], reference: RankRun) -> None:
 COMBINING_MOST = {
     "dp2_zero1_overlap",
     "ep2_zero1",
+    "pp2_uneven",
     "pp2_vpp2_dp2_zero1",
     "tp2_ep2_dp2_zero1",
     "tp2_etp2_ep2",
@@ -165,6 +169,12 @@ def test_packed_sequences_train_as_padded_ones(world_size: int, changes: dict[st
     packing = policy.sequence_packing.model_copy(update={"enabled": True})
     settings = RunSettings(policy.model_copy(update={"sequence_packing": packing}))
     assert_same_training(run_ranks(train_run, world_size, settings), single_rank("auto"))
+
+
+def test_uneven_stages_in_pieces_train_as_one_rank_does() -> None:
+    six_layers = {"num_hidden_layers": 6}
+    settings = RunSettings(tiny_policy(2, layer_spec="auto", **layout(pp=2, vpp=2, first=4)), six_layers)
+    assert_same_training(run_ranks(train_run, 2, settings), single_rank("auto", tuple(six_layers.items())))
 
 
 @pytest.mark.parametrize(

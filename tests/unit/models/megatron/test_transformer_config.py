@@ -3,6 +3,7 @@
 """The model's fields, the machine's and the user's, in Megatron-Core's TransformerConfig."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,8 +11,19 @@ import torch
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
-from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.model.transformer_config import (
+    _problems_with_stages,
+    _uneven_stages,
+    build_transformer_config,
+    effective_moe_configuration,
+    layers_of_chunks,
+    layers_of_stages,
+)
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
+
+# isort: split
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 
 def problems_of(hf_config: Any = None, world_size: int = 1, **changes: Any) -> list[str]:
@@ -86,11 +98,100 @@ def test_layers_that_cannot_be_cut_are_all_named_at_once() -> None:
     )
     key = "policy.megatron_cfg."
     assert problems_of(hf_config, 8, **layout(tp=2, pp=2, ep=2)) == [
-        f"{key}pipeline_model_parallel_size: got 2 (x 1 virtual stages), which does not divide the model's 3 layers",
+        f"{key}pipeline_model_parallel_size: got 2 (x 1 virtual stages), which does not divide the model's 3 layers;"
+        " expected, for one, num_layers_in_first_pipeline_stage=2 num_layers_in_last_pipeline_stage=1",
         f"{key}tensor_model_parallel_size: got 2, which does not divide the model's 3 query heads",
         f"{key}tensor_model_parallel_size: got 2, which does not divide the model's 1 key and value heads",
         f"{key}expert_model_parallel_size: got 2, which does not divide the model's 9 experts",
     ]
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "expected"),
+    [
+        (61, {"pp": 4, "first": 15, "last": 14}, [15, 16, 16, 14]),
+        (27, {"pp": 2, "last": 13}, [14, 13]),
+        (94, {"pp": 4, "first": 23, "last": 23}, [23, 24, 24, 23]),
+        (94, {"pp": 4, "vpp": 2, "first": 22, "last": 24}, [22, 24, 24, 24]),
+        (61, {"pp": 1}, [61]),
+    ],
+)
+def test_layers_of_stages_are_those_that_megatron_builds(
+    num_layers: int, sizes: dict[str, int], expected: list[int]
+) -> None:
+    config = build_transformer_config(
+        tiny_policy(sizes["pp"], **layout(**sizes)), tiny_hf_config(num_hidden_layers=num_layers)
+    )
+    assert layers_of_stages(config) == expected
+    pieces = sizes.get("vpp", 1)
+    for stage in range(sizes["pp"]):
+        for piece, layers in enumerate(layers_of_chunks(config, stage)):
+            number = get_num_layers_to_build(config, vp_stage=piece, pp_rank=stage)
+            offset = get_transformer_layer_offset(config, vp_stage=piece, pp_rank=stage)
+            assert layers == range(offset, offset + number)
+    every = [layer for stage in range(sizes["pp"]) for chunk in layers_of_chunks(config, stage) for layer in chunk]
+    assert sorted(every) == list(range(num_layers))
+    assert len(layers_of_chunks(config, 0)) == pieces
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "expected"),
+    [
+        (
+            61,
+            {"pp": 4},
+            "pipeline_model_parallel_size: got 4 (x 1 virtual stages), which does not divide the model's 61 layers;"
+            " expected, for one, num_layers_in_first_pipeline_stage=15 num_layers_in_last_pipeline_stage=14",
+        ),
+        (
+            61,
+            {"pp": 4, "first": 15},
+            "num_layers_in_first_pipeline_stage 15: the model has 61 layers, and the rest cannot be dealt out evenly to"
+            " 3 other stages (x 1 virtual stages); expected, for one, num_layers_in_first_pipeline_stage=15"
+            " num_layers_in_last_pipeline_stage=14",
+        ),
+        (
+            4,
+            {"pp": 2, "first": 3, "last": 2},
+            "num_layers_in_first_pipeline_stage 3 and num_layers_in_last_pipeline_stage 2: the model has 4 layers, and"
+            " there are no other stages; expected, for one, num_layers_in_first_pipeline_stage=2"
+            " num_layers_in_last_pipeline_stage=2",
+        ),
+        (
+            4,
+            {"pp": 1, "last": 3},
+            "num_layers_in_last_pipeline_stage: got 3, which needs policy.megatron_cfg.pipeline_model_parallel_size"
+            " above 1",
+        ),
+        (
+            6,
+            {"pp": 2, "vpp": 2, "first": 3, "last": 3},
+            "num_layers_in_first_pipeline_stage: got 3, which does not divide by"
+            " policy.megatron_cfg.virtual_pipeline_model_parallel_size 2",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_dealt_out_name_ones_that_can(
+    num_layers: int, sizes: dict[str, int], expected: str
+) -> None:
+    problems = problems_of(tiny_hf_config(num_hidden_layers=num_layers), sizes["pp"], **layout(**sizes))
+    assert problems[0] == f"policy.megatron_cfg.{expected}"
+
+
+@pytest.mark.parametrize("num_layers", range(2, 100))
+def test_the_stages_that_are_named_can_be_dealt_out(num_layers: int) -> None:
+    for stages in range(2, min(num_layers, 17)):
+        for pieces in (1, 2):
+            advice = _uneven_stages(num_layers, stages, pieces)
+            if not advice:
+                continue
+            first, last = (int(number) for number in re.findall(r"=(\d+)", advice))
+            fields = {"num_layers": num_layers, "pipeline_model_parallel_size": stages}
+            fields["virtual_pipeline_model_parallel_size"] = pieces
+            fields["num_layers_in_first_pipeline_stage"] = first
+            fields["num_layers_in_last_pipeline_stage"] = last
+            assert _problems_with_stages(fields) == []
+            assert last <= first <= max(first, -(-num_layers // stages))
 
 
 def test_grouped_kernels_need_transformer_engine() -> None:

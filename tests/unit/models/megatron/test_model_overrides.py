@@ -1,0 +1,80 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fields of Megatron-Core's TransformerConfig beyond the keys, GPUs without Transformer Engine, workers' variables."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine
+from nemo_rl_moe.models.policy.lm_policy import _environment
+from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
+
+# isort: split
+from megatron.core.transformer.enums import AttnBackend
+
+KEY = "policy.megatron_cfg.model_overrides"
+
+
+def overridden(**fields: Any) -> Any:
+    return build_transformer_config(tiny_policy(1, model_overrides=fields), tiny_hf_config())
+
+
+def test_fields_reach_the_configuration_last() -> None:
+    assert build_transformer_config(tiny_policy(1), tiny_hf_config()).deallocate_pipeline_outputs is True
+    config = overridden(
+        attention_backend="flash",
+        cross_entropy_loss_fusion=True,
+        deallocate_pipeline_outputs=False,
+        distribute_saved_activations=False,
+        barrier_with_L1_time=False,
+    )
+    assert config.attention_backend is AttnBackend.flash
+    assert (config.cross_entropy_loss_fusion, config.deallocate_pipeline_outputs) == (True, False)
+    assert config.barrier_with_L1_time is False
+
+
+def test_fields_that_cannot_be_set_are_all_told_at_once() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        overridden(
+            attention_backend="flsh",
+            cross_entropy_loss_fusion="yes",
+            cross_entropy_los_fusion=True,
+            init_method=3,
+            moe_router_topk=3,
+            num_layers=3,
+            params_dtype="bfloat16",
+        )
+    assert caught.value.problems == [
+        f"{KEY}.attention_backend: got 'flsh': expected one of flash, fused, unfused, local, auto",
+        f"{KEY}.cross_entropy_loss_fusion: got 'yes': Input should be a valid boolean",
+        f"{KEY}.cross_entropy_los_fusion: megatron-core {MEGATRON_VERSION} has no such field of TransformerConfig;"
+        " did you mean cross_entropy_loss_fusion?",
+        f"{KEY}.init_method: cannot be said in YAML",
+        f"{KEY}.moe_router_topk: has a key of its own: policy.megatron_cfg.moe_router_topk",
+        f"{KEY}.num_layers: comes from the model's config.json",
+        f"{KEY}.params_dtype: follows from policy.precision",
+    ]
+
+
+def test_gpus_without_transformer_engine_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_transformer_engine()  # on CPUs nothing is needed
+    monkeypatch.setattr(cpu_backend, "ACTIVE", False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match="training on GPUs needs Transformer Engine, which is not installed"):
+        require_transformer_engine()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    require_transformer_engine()
+
+
+def test_variables_of_workers_follow_the_layout_and_then_the_user() -> None:
+    assert _environment(tiny_policy(1), on_gpus=True) == {}
+    tensor_parallel = tiny_policy(2, **layout(tp=2))
+    assert _environment(tensor_parallel, on_gpus=False) == {}
+    assert _environment(tensor_parallel, on_gpus=True) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    chosen = tiny_policy(2, env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}, **layout(tp=2))
+    assert _environment(chosen, on_gpus=True) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}
