@@ -133,6 +133,17 @@ def environment_leaves_ranks_their_places(config: MasterConfig) -> Iterator[str]
             yield f"{MEGATRON}.env_vars: got {name!r}, expected a name without = and NUL, and a value without NUL"
 
 
+def hybridep_has_batches_of_one_size(config: MasterConfig) -> Iterator[str]:
+    """HybridEP, whose buffer has the size of the first batch that it sends; those of RL vary."""
+    megatron = config.policy.megatron_cfg
+    if megatron.moe_flex_dispatcher_backend == "hybridep" and not megatron.moe_hybridep_pad_uneven_dispatch_inputs:
+        yield (
+            f"{MEGATRON}.moe_flex_dispatcher_backend: got 'hybridep', expected 'deepep' or, with Megatron-Core 0.19,"
+            f" {MEGATRON}.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the first batch, and"
+            " later ones are longer"
+        )
+
+
 def virtual_pipeline_is_possible(config: MasterConfig) -> Iterator[str]:
     """Interleaved schedule: several stages, several pieces, and microbatches in multiples of the stages."""
     megatron = config.policy.megatron_cfg
@@ -348,6 +359,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     expert_tensor_parallel_size_is_possible,
     virtual_pipeline_is_possible,
     environment_leaves_ranks_their_places,
+    hybridep_has_batches_of_one_size,
     only_one_way_to_batch,
     packing_has_an_attention,
     a_microbatch_holds_the_longest_sample,

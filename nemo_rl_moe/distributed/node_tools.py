@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,17 +95,19 @@ def remove_folders_of(pids: Iterable[int]) -> None:
     Args:
         pids: Processes of this machine that run no more and may have started Ray.
     """
-    for pid in pids:
+    killed = set(pids)
+    for pid in killed:
         shutil.rmtree(ray_folder(pid), ignore_errors=True)
     for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY):
-        _remove_folders_of_the_dead(parent, "*")
+        _remove_folders_of_the_dead(parent, "*", killed)
 
 
-def _remove_folders_of_the_dead(parent: Path, purpose: str) -> None:
-    """Removes folders, as of `folder_of_this_process`, whose processes run no more."""
+def _remove_folders_of_the_dead(parent: Path, purpose: str, killed: Collection[int] = ()) -> None:
+    """Removes folders, as of `folder_of_this_process`, whose processes run no more, and those of some that were killed,
+    which the system may still name for a while."""
     for folder in parent.glob(f"{_OWN_PREFIX}{purpose}-{socket.gethostname()}-*-*"):
         pid = folder.name.rsplit("-", 2)[1]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        if pid.isdecimal() and (int(pid) in killed or not psutil.pid_exists(int(pid))):
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -24,6 +24,12 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
             "policy.megatron_cfg.env_vars.RANK: got '1', expected no such variable: it follows from the cluster",
         ),
         (
+            (f"{M}.moe_token_dispatcher_type=flex", f"{M}.moe_flex_dispatcher_backend=hybridep"),
+            "policy.megatron_cfg.moe_flex_dispatcher_backend: got 'hybridep', expected 'deepep' or, with Megatron-Core"
+            " 0.19, policy.megatron_cfg.moe_hybridep_pad_uneven_dispatch_inputs=true: its buffer is as large as the"
+            " first batch, and later ones are longer",
+        ),
+        (
             (PIPELINE_2, "cluster.cpu_workers_per_node=3"),
             "cluster: 3 workers (num_nodes 1 x cpu_workers_per_node 3) cannot be divided by 2 (policy.megatron_cfg:"
             " tensor_model_parallel_size 1 x pipeline_model_parallel_size 2 x context_parallel_size 1);"

@@ -123,6 +123,8 @@ def test_folders_of_processes_that_run_no_more_are_removed(monkeypatch: pytest.M
         folder.mkdir()
     remove_folders_of([])
     assert sorted(tmp_path.iterdir()) == sorted([own, other])
+    remove_folders_of([os.getpid()])
+    assert list(tmp_path.iterdir()) == [other], "one that was killed, and that the system still names"
 
 
 def test_a_failure_shows_the_workers_own_frames():
