@@ -20,6 +20,7 @@ from nemo_rl_moe.models.megatron.layers.routers import limit_groups
 from nemo_rl_moe.models.megatron.model.releases import (
     correct_expert_bias_with_padding,
     mark_attention_sinks,
+    mark_duplicated_weights,
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
@@ -126,6 +127,7 @@ def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_confi
         chunk = _build_chunk(policy, config, hf_config, vp_stage=stage if virtual_stages else None)
         if not cpu_backend.ACTIVE:
             chunk.cuda(torch.cuda.current_device())
+        mark_duplicated_weights(chunk)
         mark_expert_parameters(chunk)
         if "moe_router_group_topk" in family_of(hf_config).router_fields:
             limit_groups(chunk)

@@ -86,6 +86,20 @@ def mark_expert_parameters(model: nn.Module) -> None:
                 parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
 
 
+def mark_duplicated_weights(model: nn.Module) -> None:
+    """Unmarks weights of Transformer Engine's linear layers that every tensor-parallel rank holds whole.
+
+    Transformer Engine marks the weights of all its linear layers as cut by tensor parallelism, also those that Megatron
+    duplicates, such as the down-projections of latent attention: import and export would take a whole weight for a
+    part, and the gradient norm would count it once a rank.
+    """
+    for name, module in model.named_modules():
+        is_whole = hasattr(module, "parallel_mode") and module.parallel_mode is None
+        if is_whole and not is_routed_expert(f"{name}."):
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+
+
 def mark_attention_sinks(model: nn.Module) -> None:
     """Marks attention sinks, one number for each head, as cut along the heads by tensor parallelism.
 

@@ -6,10 +6,11 @@ import importlib.util
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron import cpu_backend
-from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION
+from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine
 from nemo_rl_moe.models.policy.lm_policy import _environment
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
@@ -69,6 +70,26 @@ def test_gpus_without_transformer_engine_are_refused(monkeypatch: pytest.MonkeyP
         require_transformer_engine()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     require_transformer_engine()
+
+
+class EngineLinear(torch.nn.Linear):
+    """A linear layer with the marks of Transformer Engine's: all of its weights count as cut."""
+
+    def __init__(self, parallel_mode: str | None):
+        super().__init__(4, 4)
+        self.parallel_mode = parallel_mode
+        for parameter in self.parameters():
+            parameter.tensor_model_parallel = True
+
+
+def test_weights_that_every_rank_holds_whole_do_not_count_as_cut() -> None:
+    experts = torch.nn.ModuleDict({"experts": torch.nn.ModuleDict({"linear_fc1": EngineLinear(None)})})
+    model = torch.nn.ModuleDict(
+        {"linear_q_down_proj": EngineLinear(None), "linear_q_up_proj": EngineLinear("column"), "mlp": experts}
+    )
+    mark_duplicated_weights(model)
+    marks = {name: weight.tensor_model_parallel for name, weight in model.named_parameters() if name.endswith("weight")}
+    assert list(marks.values()) == [False, True, True], marks
 
 
 def test_variables_of_workers_follow_the_layout_and_then_the_user() -> None:
