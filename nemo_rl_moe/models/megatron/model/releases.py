@@ -97,7 +97,7 @@ def mark_duplicated_weights(model: nn.Module) -> None:
         is_whole = hasattr(module, "parallel_mode") and module.parallel_mode is None
         if is_whole and not is_routed_expert(f"{name}."):
             for parameter in module.parameters(recurse=False):
-                parameter.tensor_model_parallel = False  # type: ignore[attr-defined]
+                parameter.tensor_model_parallel = False
 
 
 def mark_attention_sinks(model: nn.Module) -> None:
