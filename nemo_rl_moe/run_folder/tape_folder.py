@@ -49,6 +49,13 @@ _TOKEN_TYPES: Mapping[str, pa.DataType] = {
 }
 """Columns on the token axis. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
 less that of the first one that it left out."""
+# By hand: releases of pyarrow before 26 ask pandas, which need not be there.
+_NUMPY_TYPES: Mapping[pa.DataType, type[np.generic]] = {
+    pa.bool_(): np.bool_,
+    pa.int16(): np.int16,
+    pa.int32(): np.int32,
+    pa.float32(): np.float32,
+}
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
@@ -219,7 +226,7 @@ def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSeq
     for name, kind in _TOKEN_TYPES.items():
         values = [_checked(description, sequence, name) for sequence in sequences]
         if all(part is not None for part in values):
-            columns[name] = np.concatenate([part for part in values if part is not None]).astype(kind.to_pandas_dtype())
+            columns[name] = np.concatenate([part for part in values if part is not None]).astype(_NUMPY_TYPES[kind])
     rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]
     return TapeRows(
         step,
