@@ -137,6 +137,16 @@ def test_report_prints_one_line_of_time_memory_and_size(repository_root: Path, t
     assert 1.9 < result["file_megabytes"] < 5
 
 
+def test_an_audit_s_seconds_and_memory_are_measured(repository_root: Path) -> None:
+    sizes = ("--tokens", "70000", "--layers", "4", "--experts", "16", "--topk", "2")
+    result = result_of(run_benchmark(repository_root, "audit_scale", *sizes))
+    assert (result["tokens"], result["steps"]) == (70_000, 2)
+    # 30 bytes of other columns; margins, 4 bytes a layer, and two columns of experts, of which 4 bits each say something.
+    assert 70_000 * 20 < result["tape_bytes"] < 70_000 * (30 + 4 * 4 + 2 * 4 * 2 * 2)
+    assert 0 < result["cpu_seconds"] < result["seconds"] + 1
+    assert 10_000_000 < result["peak_bytes"] < 2_000_000_000
+
+
 def test_metrics_of_a_thousand_ranks_send_what_those_of_eight_do(repository_root: Path) -> None:
     result = result_of(run_benchmark(repository_root, "metrics_at_scale", "--repeats", "2"))
     slice_alone, many_slices, more_microbatches, *_ = result["jobs"]
