@@ -18,7 +18,7 @@ from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.moe.replay import RoutedTokens
 from nemo_rl_moe.moe.tape_identity import TapeSample, layer_overlap
-from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport
+from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport, row_anomalies
 from nemo_rl_moe.moe.tape_ranks import SLOTS, rows_by_rank
 from nemo_rl_moe.moe.tape_repeats import RepeatedRows
 from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
@@ -87,10 +87,11 @@ class _StepAudit:
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
-        self._ledger = TapeLedger(*shape, device)
+        # Of sequences that training has, and of others, which would pass for such that it routes otherwise.
+        self._ledger, self._alone = TapeLedger(*shape, device), TapeLedger(*shape, device)
         self._repeated = TapeLedger(*shape, device)
         self._repeats = RepeatedRows(description.num_experts, device)
-        self._by_slot = rows_by_rank(self._ledger.rows, 0)
+        self._by_slot, self._alone_by_slot = (rows_by_rank(self._ledger.rows, 0) for _ in range(2))
         self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
         self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
         self._noise_gaps: list[Float[np.ndarray, " tokens"]] = []
@@ -115,10 +116,13 @@ class _StepAudit:
         if live is not None:
             self._count_load("training_experts", live)
         if tape is not None:
-            before = self._ledger.rows.clone()
-            self._compare(self._ledger, tape, live, rows.columns.get("margins"), fed)
+            ledger, by_slot = (
+                (self._ledger, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
+            )
+            before = ledger.rows.clone()
+            self._compare(ledger, tape, live, rows.columns.get("margins"), fed)
             slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
-            self._by_slot += rows_by_rank(self._ledger.rows - before, slot)
+            by_slot += rows_by_rank(ledger.rows - before, slot)
             if live is not None:
                 self._count_repeats(tape, live, fed, ends - rows.lengths)
                 self._sample(rows, tape, live)
@@ -137,7 +141,10 @@ class _StepAudit:
     def finished(self, step: int) -> AuditedStep:
         """The audit of what was added."""
         layers = self._description.layers
-        totals = self._ledger.reduced()
+        totals, alone = self._ledger.reduced(), self._alone.reduced()
+        by_slot, more = self._by_slot, row_anomalies(alone, layers)
+        if not totals.rows.any():
+            totals, by_slot, more = alone, self._alone_by_slot, []
         metrics: dict[str, float] = {}
         report = overlap = None
         if totals.rows[:, Row.EXPECTED].any():
@@ -146,12 +153,14 @@ class _StepAudit:
             names = [name for name, _, _ in self._sampled]
             checked = CheckTotals(
                 self._repeats.counts,
-                self._by_slot,
+                by_slot,
                 num_ranks=len(self._writers),
                 is_exact=False,
                 rank_names=names_of_slots(self._writers),
             )
-            report = tape_report(layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True)
+            report = tape_report(
+                layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True, more_anomalies=more
+            )
             overlap = None if sample is None else layer_overlap(sample, num_experts)
             metrics |= with_prefix("moe", report.metrics)
         metrics |= with_prefix("moe", self._noise()) | with_prefix("moe", self._split())

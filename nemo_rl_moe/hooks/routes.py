@@ -7,11 +7,13 @@ with record_routes(model) as routes:
 print(routes.load_balance_metrics())
 """
 
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nemo_rl_moe.audit.auditor import AuditedStep, audit_step
@@ -29,6 +31,9 @@ from nemo_rl_moe.moe.recorder import add_assignments
 from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, foreign_tape
 from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter, rows_of
+
+_ALONE = f"process-{uuid.uuid4().hex[:12]}"
+"""Writer of a process that belongs to no job."""
 
 
 class Routes:
@@ -85,13 +90,20 @@ class Routes:
     def write_tape(self, folder: Path, step: int, rollout: "Routes | None" = None) -> Path | None:
         """Writes the sequences into a tape folder; the file, or None without any sequence.
 
+        The writer is the same at every step, so that findings can name it: the rank of the process in its job.
+
         Args:
             folder: The tape's; several processes may write into it.
             step: Of the run.
             rollout: As of `tape`.
         """
         sequences = self.tape(rollout)
-        return TapeWriter(folder, self.description).write(step, sequences) if sequences else None
+        return TapeWriter(folder, self.description, _writer()).write(step, sequences) if sequences else None
+
+
+def _writer() -> str:
+    """Name of this process among those that write a tape."""
+    return f"rank-{dist.get_rank()}" if dist.is_initialized() else _ALONE
 
 
 @contextmanager

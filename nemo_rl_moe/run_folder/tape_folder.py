@@ -133,7 +133,7 @@ class TapeWriter:
     Args:
         folder: The folder; is made where it is missing.
         description: The same of all writers.
-        name: Of this writer, such as "rank-3": letters, digits and dashes; no other writer has it. None: one by chance.
+        name: Of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: one by chance.
 
     Raises:
         DataError: The folder holds a tape of another model.
@@ -166,7 +166,7 @@ class TapeWriter:
             },
             indent=1,
         )
-        staging = folder / f".{DESCRIPTION_FILE}.{self._writer}"
+        staging = folder / f".{DESCRIPTION_FILE}.{uuid.uuid4().hex[:12]}"
         staging.write_text(f"{text}\n")
         staging.replace(folder / DESCRIPTION_FILE)
 
@@ -186,13 +186,28 @@ class TapeWriter:
             for name in _TOKEN_TYPES:
                 values = _checked(self._description, sequence, name)
                 records[name].append(None if values is None else values.reshape(-1))
-        while (self._folder / (name := f"step-{step:08d}.{self._writer}-{self._number}.parquet")).exists():
-            self._number += 1  # of a run that was resumed
-        self._number += 1
-        staging = self._folder / f".{name}"
+        staging = self._folder / f".step-{step:08d}.{uuid.uuid4().hex[:12]}"
         pq.write_table(pa.table(records, schema=SCHEMA), staging, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
-        staging.replace(self._folder / name)
-        return self._folder / name
+        while True:
+            path = self._folder / f"step-{step:08d}.{self._writer}-{self._number}.parquet"
+            self._number += 1
+            if _moved(staging, path):
+                return path
+
+
+def _moved(staging: Path, path: Path) -> bool:
+    """True once a file has its name; False where that name is taken: by a run that was resumed, or another writer."""
+    if path.exists():
+        return False
+    try:
+        path.hardlink_to(staging)  # which two cannot do, unlike a replacement
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        staging.replace(path)
+        return True
+    staging.unlink()
+    return True
 
 
 def _checked(

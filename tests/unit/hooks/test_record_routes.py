@@ -27,7 +27,7 @@ from transformers import (
 from nemo_rl_moe.hooks.recorder import _seen_by_themselves
 from nemo_rl_moe.hooks.routes import Routes, anomalies_of, audit_sequences, record_routes
 from nemo_rl_moe.moe.load_balance_metrics import collect_expert_loads, enable_load_balance_tracking
-from nemo_rl_moe.run_folder.tape_folder import read_description, read_step, steps_of
+from nemo_rl_moe.run_folder.tape_folder import read_description, read_step, steps_of, writers_of
 
 EXPERTS, TOPK, VOCABULARY = 8, 2, 64
 COMMON: dict[str, Any] = {
@@ -235,6 +235,13 @@ def test_a_tape_is_written(generated: tuple[Routes, Routes], tmp_path: Path) -> 
     assert set(rows.columns) == {"token_ids", "rollout_experts", "training_experts", "margins"}
     expected = np.concatenate([sequence.columns["training_experts"] for sequence in training.tape(rollout)])
     assert np.array_equal(rows.columns["training_experts"], expected)
+
+
+def test_the_writer_of_a_tape_is_the_same_at_every_step(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
+    rollout, training = generated
+    for step in (1, 2):
+        training.write_tape(tmp_path, step, rollout)
+    assert len(writers_of(tmp_path)) == 1
 
 
 def test_a_model_without_experts_is_refused() -> None:
