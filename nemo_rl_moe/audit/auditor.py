@@ -7,15 +7,18 @@ Rows are taken a few sequences at a time, so that a step may be larger than memo
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.metrics import with_prefix
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.moe.recorder import sum_over_ranks
 from nemo_rl_moe.moe.replay import RoutedTokens
 from nemo_rl_moe.moe.tape_identity import TapeSample, layer_overlap
 from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport, row_anomalies
@@ -139,7 +142,8 @@ class _StepAudit:
             self._noise_gaps.append(gap[trained])
 
     def finished(self, step: int) -> AuditedStep:
-        """The audit of what was added."""
+        """The audit of what was added; in a job of several processes by all of them, and a collective."""
+        self._add_up_processes()
         layers = self._description.layers
         totals, alone = self._ledger.reduced(), self._alone.reduced()
         by_slot, more = self._by_slot, row_anomalies(alone, layers)
@@ -184,6 +188,21 @@ class _StepAudit:
             overlap,
             frozenset(self._columns or ()),
         )
+
+    def _add_up_processes(self) -> None:
+        """Counts of all processes in each, and the sampled sequences of the first ones; values of tokens stay apart."""
+        if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
+            return
+        names = list(self._loads)
+        parts = [torch.tensor([self._num_sequences, self._num_tokens]), self._repeats.counts]
+        parts += [self._by_slot, self._alone_by_slot, *(torch.from_numpy(self._loads[name]) for name in names)]
+        sums = [part.long() for part in sum_over_ranks(parts, torch.device("cpu"))]
+        numbers, self._repeats.counts, self._by_slot, self._alone_by_slot, *loads = sums
+        self._num_sequences, self._num_tokens = numbers.tolist()
+        self._loads = {name: load.numpy() for name, load in zip(names, loads, strict=True)}
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, self._sampled[: max(_SAMPLED_SEQUENCES // size, 1)])
+        self._sampled = [window for of_process in everyone for window in of_process][:_SAMPLED_SEQUENCES]
 
     def _count_load(self, name: str, experts: Int[np.ndarray, "tokens layers topk"]) -> None:
         num_layers, num_experts = self._loads[name].shape
