@@ -119,9 +119,7 @@ class _StepAudit:
         if live is not None:
             self._count_load("training_experts", live)
         if tape is not None:
-            ledger, by_slot = (
-                (self._ledger, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
-            )
+            ledger, by_slot = (self._ledger, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
             before = ledger.rows.clone()
             self._compare(ledger, tape, live, rows.columns.get("margins"), fed)
             slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
