@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seconds and memory of `nemo-rl-moe audit` on a large tape folder, on one core. Prints one JSON line.
 
-The tape has every column: routes of rollout and training with rows that differ, log-probabilities of engine, trainer and
-replay, margins, advantages. It is made first, which is not timed.
+The tape has every column: routes of rollout and training with rows that differ, log-probabilities of engine, trainer
+and replay, margins, advantages. It is made first, which is not timed.
 """
 
 import argparse

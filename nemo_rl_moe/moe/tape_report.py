@@ -74,7 +74,7 @@ def tape_report(
         per_layer: Add the agreement of each layer to the metrics.
         more_anomalies: Of rows that the ledger has not counted.
     """
-    anomalies = [*more_anomalies] + row_anomalies(totals, layers) + checked.anomalies(len(layers))
+    anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
     if sample is not None:
         anomalies += find_anomalies(sample, num_experts, layers, sequences)
     metrics = agreement_metrics(totals, layers, per_layer=per_layer) | checked.metrics()

@@ -141,7 +141,7 @@ def test_an_audit_s_seconds_and_memory_are_measured(repository_root: Path) -> No
     sizes = ("--tokens", "70000", "--layers", "4", "--experts", "16", "--topk", "2")
     result = result_of(run_benchmark(repository_root, "audit_scale", *sizes))
     assert (result["tokens"], result["steps"]) == (70_000, 2)
-    # 30 bytes of other columns; margins, 4 bytes a layer, and two columns of experts, of which 4 bits each say something.
+    # 30 bytes of other columns; margins, 4 bytes a layer; two columns of experts, of which 4 bits each say something.
     assert 70_000 * 20 < result["tape_bytes"] < 70_000 * (30 + 4 * 4 + 2 * 4 * 2 * 2)
     assert 0 < result["cpu_seconds"] < result["seconds"] + 1
     assert 10_000_000 < result["peak_bytes"] < 2_000_000_000

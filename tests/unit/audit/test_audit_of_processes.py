@@ -3,7 +3,6 @@
 """The audit of a job of two processes: each has the numbers and the findings of both."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ FAULTS = ("none", "layer", "swapped", "lost", "foreign", "repeated")
 def sequences_of(rank: int, fault: str) -> list[TapeSequence]:
     """Twenty sequences of a process, rank 1's with the fault."""
     generator, found = np.random.default_rng(rank), []
-    for number in range(20):
+    for _ in range(20):
         live = generator.random((50, 3, 8)).argsort(-1)[..., :2].astype(np.int16)
         found.append({"training_experts": live, "rollout_experts": live[:-1].copy()})
     tapes = [columns["rollout_experts"] for columns in found]
