@@ -145,7 +145,8 @@ class _StepAudit:
         layers = self._description.layers
         totals, alone = self._ledger.reduced(), self._alone.reduced()
         by_slot, more = self._by_slot, row_anomalies(alone, layers)
-        if not totals.rows.any():
+        is_compared = bool(totals.rows.any())
+        if not is_compared:
             totals, by_slot, more = alone, self._alone_by_slot, []
         metrics: dict[str, float] = {}
         report = overlap = None
@@ -157,7 +158,7 @@ class _StepAudit:
                 self._repeats.counts,
                 by_slot,
                 num_ranks=len(self._writers),
-                is_exact=False,
+                is_exact=self._description.is_exact and is_compared,
                 rank_names=names_of_slots(self._writers),
             )
             report = tape_report(

@@ -75,12 +75,15 @@ class TapeDescription:
         num_experts: Routed experts of a layer.
         topk: Experts of each token.
         made_by: Who wrote it, for the eye.
+        is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
+            alone.
     """
 
     layers: tuple[int, ...]
     num_experts: int
     topk: int
     made_by: str = ""
+    is_exact: bool = False
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
@@ -163,6 +166,7 @@ class TapeWriter:
                 "num_experts": description.num_experts,
                 "topk": description.topk,
                 "made_by": description.made_by,
+                "exact": description.is_exact,
             },
             indent=1,
         )
@@ -266,7 +270,13 @@ def read_description(folder: Path) -> TapeDescription:
         if found["version"] > VERSION:
             raise ValueError(f"version {found['version']}, and this program knows up to {VERSION}")
         layers = tuple(int(layer) for layer in found["layers"])
-        return TapeDescription(layers, int(found["num_experts"]), int(found["topk"]), str(found.get("made_by", "")))
+        return TapeDescription(
+            layers,
+            int(found["num_experts"]),
+            int(found["topk"]),
+            str(found.get("made_by", "")),
+            found.get("exact") is True,
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError([f"{path}: no description of a tape: {one_line(error)}"]) from error
 
