@@ -206,6 +206,21 @@ def test_routing_faults_are_found_and_healthy_steps_are_not(repository_root: Pat
     assert "| routes that nobody wrote | vllm#54730 | step 2 | 1 step |" in done.stdout
 
 
+def test_faults_show_on_the_tapes_of_runs(repository_root: Path, tmp_path: Path) -> None:
+    """One that is planted into a healthy run's tape, one of a run that computes otherwise, and healthy tapes."""
+    model, output = make_weights(tmp_path / "model"), tmp_path / "scores.json"
+    words = ("--files", "--faults", "zeros", "router_bf16", "--onsets", "2", "--tapes", "1", "--model", str(model))
+    done = run_benchmark(repository_root, "routing_faults", *words, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    zeros, router = found["scores"]
+    assert (zeros["fault"], zeros["steps"], router["fault"], router["steps"]) == ("zeros", 1, "router_bf16", 2)
+    assert "rows hold expert 0 alone, in all layers" in zeros["told"]
+    assert router["told"].startswith("rollout and training choose other experts in ")
+    assert zeros["false_alarms"] == router["false_alarms"] == []
+    assert [(row["num_steps"], row["alarms"]) for row in found["healthy"]] == [(12, [])] * 3
+
+
 def make_weights(folder: Path) -> Path:
     """The tiny model with random weights that are large enough for its tokens to be routed apart."""
     torch.manual_seed(3)
