@@ -71,6 +71,8 @@ class Fault:
         vllm: It strikes the weights of an engine that keeps a copy.
         patience: Steps in a row that its finding waits for where there are no healthy ones to compare with.
         spoil: What it does to routes, where it is a fault of the tape alone: files can have it too.
+        in_own_engine: The same of an engine without a copy of the weights: it generates by others than those that
+            train. None: `plant` does it.
     """
 
     title: str
@@ -80,6 +82,7 @@ class Fault:
     vllm: bool = False
     patience: int = 3
     spoil: Spoil | None = None
+    in_own_engine: Callable[[Site], None] | None = None
 
 
 class PlantedWorker(MegatronPolicyWorker):
@@ -91,18 +94,28 @@ class PlantedWorker(MegatronPolicyWorker):
         fault: Its name in `FAULTS`; None: none.
         onset: First step that it strikes.
         record_to: Folder that gets what healthy steps are made of; None: nothing is recorded.
+        own_engine: Generates by the trainer's own engine, whatever the fault's own run does.
         kwargs: As of the real worker.
     """
 
     def __init__(
-        self, rank: int, world_size: int, *, fault: str | None, onset: int, record_to: Path | None, **kwargs: Any
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        fault: str | None,
+        onset: int,
+        record_to: Path | None,
+        own_engine: bool = False,
+        **kwargs: Any,
     ):
         super().__init__(rank, world_size, **kwargs)
         if self._problems:
             return
         site = Site(self._trainer, rank, onset)
         if fault is not None:
-            FAULTS[fault].plant(site)
+            planted = FAULTS[fault]
+            (planted.in_own_engine if own_engine and planted.in_own_engine else planted.plant)(site)
         if record_to is not None:
             record_steps(self._trainer, rank, record_to)
         _count_steps(site)
@@ -314,6 +327,58 @@ def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]])
     return plant
 
 
+def on_own_engine(part_of: Callable[[str, Any], Any]) -> Callable[[Site], None]:
+    """A fault of a refit, in an engine that has none: what it loses stays in generation what it was before.
+
+    Args:
+        part_of: From a parameter of training and its name to the part of it that is lost; None: nothing of it.
+    """
+
+    def plant(site: Site) -> None:
+        import torch
+
+        generate = site.trainer.generate
+        kept: list[Any] = []
+
+        def generating(*args: Any) -> Any:
+            named = [pair for chunk in site.trainer.chunks for pair in chunk.named_parameters()]
+            parts = [part for name, values in named if (part := part_of(name, values.data)) is not None]
+            assert parts, "no parameter has what is to be lost"
+            now = [part.clone() for part in parts]
+            if not site.strikes or not kept:
+                kept[:] = now
+            _fill(parts, kept)
+            try:
+                return generate(*args)
+            finally:
+                _fill(parts, now)
+
+        def _fill(parts: list[Any], values: list[Any]) -> None:
+            with torch.no_grad():
+                for part, value in zip(parts, values, strict=True):
+                    part.copy_(value)
+
+        site.trainer.generate = generating
+
+    return plant
+
+
+def _of_experts(name: str, values: Any) -> Any:
+    return values if ".experts." in name else None
+
+
+def _of_layer_one(name: str, values: Any) -> Any:
+    return values if ".layers.1." in name else None
+
+
+def _of_expert_three(name: str, values: Any) -> Any:
+    if ".layers.1." not in name or ".experts." not in name:
+        return None
+    if ".local_experts." in name:
+        return values if ".local_experts.3." in name else None
+    return values[3]  # stacked
+
+
 def _stale_experts(now: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     return {name: earlier[name] if ".experts." in name else tensor for name, tensor in now.items()}
 
@@ -356,8 +421,22 @@ FAULTS: dict[str, Fault] = {
     "dead_expert": Fault("a dead expert", "", _dead_expert, settings=(), patience=10),
     "hot_rank": Fault("all tokens to one rank", "", _hot_rank, settings=WITH_EXPERT_PARALLELISM, patience=10),
     "frozen_bias": Fault("an expert bias that stands still", "", _frozen_bias, settings=WITH_BIAS),
-    "stale_experts": Fault("stale experts after a refit", "vllm#42821", on_refit(_stale_experts), vllm=True),
-    "lost_bucket": Fault("a bucket lost in a refit", "", _lost_bucket, vllm=True),
-    "skipped_expert": Fault("an expert left out of a refit", "NeMo-RL#3659", on_refit(_without_an_expert), vllm=True),
+    "stale_experts": Fault(
+        "stale experts after a refit",
+        "vllm#42821",
+        on_refit(_stale_experts),
+        vllm=True,
+        in_own_engine=on_own_engine(_of_experts),
+    ),
+    "lost_bucket": Fault(
+        "a bucket lost in a refit", "", _lost_bucket, vllm=True, in_own_engine=on_own_engine(_of_layer_one)
+    ),
+    "skipped_expert": Fault(
+        "an expert left out of a refit",
+        "NeMo-RL#3659",
+        on_refit(_without_an_expert),
+        vllm=True,
+        in_own_engine=on_own_engine(_of_expert_three),
+    ),
 }
 """By name."""

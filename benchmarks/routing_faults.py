@@ -26,7 +26,7 @@ from unittest import mock
 from healthy_steps import HealthySteps, read_steps
 from planted_faults import FAULTS, SHARED_RUN, PlantedWorker
 from small_model import REPOSITORY, not_negative, positive, running_ray
-from tape_faults import NOT_IN_FILES, score_of_files
+from tape_faults import OF_RUNS, audited, lowest_agreement, score_of_files, score_of_tape
 
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -46,6 +46,7 @@ CONFIGS = REPOSITORY / "examples" / "configs"
 NUM_EXPERTS, STRUCK_STEPS, RECORDED_STEPS = 8, 3, 12
 ERRORS = ("replayed experts cannot be right", "the generation engine", "receiver", "sender", "rank")
 """Beginnings of the errors of tapes and of refits."""
+TAPES = f"run_*/logs/*/{TAPE_FOLDER}"
 FAILED = "run failed"
 WITHOUT_VLLM = "not run: vLLM is not installed"
 HEALTHY_RUNS: dict[str, tuple[tuple[str, ...], bool]] = {
@@ -125,35 +126,69 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def score_files(options: argparse.Namespace) -> int:
-    """The table of faults in tape folders: those of a tape that is given, or of a healthy run's."""
-    scores = []
+    """The table of faults in tape folders: those of a tape that is given, or of runs."""
+    scores: list[Score] = []
+    healthy: list[HealthyRow] = []
     with tempfile.TemporaryDirectory(prefix="routing_faults_") as name:
         folder = Path(name)
-        is_given = options.files != Path()
-        tape = (
-            options.files if is_given else _recorded_tape(folder, options.model, max(options.onsets) + STRUCK_STEPS - 1)
-        )
-        for fault in options.faults:
-            if fault in NOT_IN_FILES:
-                scores.append(Score(fault, 0, None, NOT_IN_FILES[fault], 0, ()))
-                continue
-            for onset in options.onsets:
-                found = score_of_files(tape, fault, onset, folder / f"{fault}_{onset}")
-                scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
-                tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
-    print(table(scores, []))
+        if options.files != Path():
+            scores += _planted_into(options.files, options, folder)
+        else:
+            with running_ray(num_cpus=4):
+                scene = Scene(folder, options.model)
+                tape = _tape_of(scene, None, 1, max(options.onsets) + STRUCK_STEPS - 1, SHARED_RUN)
+                scores += _planted_into(tape, options, folder)
+                for fault in (fault for fault in options.faults if fault in OF_RUNS):
+                    for onset in options.onsets:
+                        struck = _struck_steps(fault, onset)
+                        written = _tape_of(scene, fault, onset, onset + struck - 1, FAULTS[fault].settings)
+                        found = score_of_tape(written, onset)
+                        scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
+                        tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
+                healthy = _healthy_tapes(scene, options.tapes)
+    print(table(scores, healthy))
     if options.output is not None:
-        options.output.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n", encoding="utf-8")
+        content = {"scores": [asdict(score) for score in scores], "healthy": [asdict(row) for row in healthy]}
+        options.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def _recorded_tape(folder: Path, model: Path | None, num_steps: int) -> Path:
+def _planted_into(tape: Path, options: argparse.Namespace, folder: Path) -> list[Score]:
+    scores = []
+    for fault in (fault for fault in options.faults if fault not in OF_RUNS):
+        for onset in options.onsets:
+            found = score_of_files(tape, fault, onset, folder / f"{fault}_{onset}")
+            scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
+            tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
+    return scores
+
+
+def _tape_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
+    """The tape of a run by the trainer's own engine, of all sequences of every step."""
     measured = "policy.megatron_cfg.routing_measurements"
-    overrides = (f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_tape=true")
-    with running_ray(num_cpus=4):
-        Scene(folder, model).run(None, 1, num_steps, overrides)
-    (tape,) = folder.glob(f"run_*/logs/*/{TAPE_FOLDER}")
+    overrides = [f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_tape=true"]
+    # What a run would end with, its tape is to show.
+    overrides.append("policy.megatron_cfg.routing_replay_on_anomaly=warn")
+    before = set(scene.folder.glob(TAPES))
+    scene.run(fault, onset, num_steps, [*settings, *overrides], own_engine=True)
+    (tape,) = set(scene.folder.glob(TAPES)) - before
     return tape
+
+
+def _healthy_tapes(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
+    rows = []
+    for kind, (overrides, _) in HEALTHY_RUNS.items():
+        alarms: list[str] = []
+        lowest = []
+        for seed in range(num_seeds):
+            settings = [*overrides, f"grpo.seed={100 + seed}"]
+            tape = _tape_of(scene, None, 1, RECORDED_STEPS, settings)
+            alarms += audited(tape)
+            lowest.append(lowest_agreement(tape))
+        num_steps = num_seeds * RECORDED_STEPS
+        rows.append(HealthyRow(f"real, {num_seeds} seeds: {kind}", num_steps, tuple(alarms), min(lowest, default=1.0)))
+        tell(f"{kind}: {num_steps} steps of tapes, {len(alarms)} alarms")
+    return rows
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -175,7 +210,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=Path,
         const=Path(),
         metavar="TAPE",
-        help="plant into tape folders made of this healthy one; without a path, of a healthy run's",
+        help="plant into tape folders made of this healthy one; without a path, of a healthy run's, and of runs with"
+        " the faults that change what a model computes",
+    )
+    parser.add_argument(
+        "--tapes",
+        type=not_negative,
+        default=3,
+        metavar="N",
+        help="with --files: healthy runs of each kind (default: 3)",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="the same as JSON")
     return parser.parse_args(arguments)
@@ -209,9 +252,10 @@ class Scene:
         overrides: Sequence[str] = (),
         record_to: Path | None = None,
         config: str = "grpo_tiny_moe.yaml",
+        own_engine: bool = False,
     ) -> Ran:
         """One run of GRPO with a fault, as its driver process makes it."""
-        worker = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to)
+        worker = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
         with mock.patch.object(lm_policy, "MegatronPolicyWorker", worker):
             return self._command("grpo", config, [*self._settings(num_steps), *overrides])
 
@@ -284,8 +328,7 @@ def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str],
 
 def score_of(scene: Scene, fault: str, onset: int) -> Score:
     """A run with a fault from some step on."""
-    planted = FAULTS[fault]
-    struck = planted.patience + 1 if onset == 1 and planted.patience > STRUCK_STEPS else STRUCK_STEPS
+    planted, struck = FAULTS[fault], _struck_steps(fault, onset)
     config = "grpo_tiny_moe_vllm.yaml" if planted.vllm else "grpo_tiny_moe.yaml"
     try:
         ran = scene.run(fault, onset, onset + struck - 1, planted.settings, config=config)
@@ -296,6 +339,11 @@ def score_of(scene: Scene, fault: str, onset: int) -> Score:
     first = min((step for step, _ in late), default=None)
     told = "; ".join(text for step, text in late if step == first)
     return Score(fault, onset, None if first is None else first - onset + 1, told, min(onset - 1, ran.num_steps), early)
+
+
+def _struck_steps(fault: str, onset: int) -> int:
+    patience = FAULTS[fault].patience
+    return patience + 1 if onset == 1 and patience > STRUCK_STEPS else STRUCK_STEPS
 
 
 @dataclass(frozen=True)

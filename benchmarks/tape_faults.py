@@ -8,6 +8,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from planted_faults import FAULTS, Site
@@ -24,15 +25,8 @@ from nemo_rl_moe.run_folder.tape_folder import (
 )
 
 NUM_WRITERS = 2
-NOT_IN_FILES = {
-    "router_bf16": "a tape does not say which numbers its routers compute in: a fall of agreement alone is told",
-    "hot_rank": "a tape does not say which rank holds which expert: imbalance is told after 20 steps",
-    "frozen_bias": "a tape has no expert bias",
-    "stale_experts": "a refit is no file: live alone",
-    "lost_bucket": "a refit is no file: live alone",
-    "skipped_expert": "a refit is no file: live alone",
-}
-"""Why a fault does not show in tape folders."""
+OF_RUNS = ("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert")
+"""Faults that change what a model computes, and not what is written of it: a run with the fault writes the tape."""
 Step = list[TapeSequence]
 
 
@@ -65,17 +59,14 @@ def read_tape(folder: Path) -> tuple[TapeDescription, dict[int, Step]]:
     return description, found
 
 
-def plant(tape: Path, fault: str, onset: int, folder: Path) -> list[int]:
+def plant(tape: Path, fault: str, onset: int, folder: Path) -> None:
     """Writes a tape with a fault, as two ranks would.
 
     Args:
         tape: A healthy one.
-        fault: Its name in `FAULTS`, none of `NOT_IN_FILES`.
+        fault: Its name in `FAULTS`, none of `OF_RUNS`.
         onset: First step that it strikes, counted from 1, whatever numbers the steps have.
         folder: Gets the tape.
-
-    Returns:
-        Numbers of its steps.
     """
     description, steps = read_tape(tape)
     sites = [Site(None, rank, onset) for rank in range(NUM_WRITERS)]
@@ -87,7 +78,6 @@ def plant(tape: Path, fault: str, onset: int, folder: Path) -> list[int]:
             struck = _struck(fault, site, of_rank) if site.strikes else of_rank
             site.kept = given
             writer.write(step, struck)
-    return list(steps)
 
 
 def _struck(fault: str, site: Site, sequences: Step) -> Step:
@@ -127,8 +117,19 @@ def _with(sequence: TapeSequence, **columns: np.ndarray) -> TapeSequence:
 
 
 def score_of_files(tape: Path, fault: str, onset: int, folder: Path) -> FileScore:
-    """Findings of the audit of a tape with a fault: of the steps before it, then of one struck step more each time."""
-    steps = plant(tape, fault, onset, folder)
+    """Findings of the audit of a tape into which a fault is planted."""
+    plant(tape, fault, onset, folder)
+    return score_of_tape(folder, onset)
+
+
+def score_of_tape(folder: Path, onset: int) -> FileScore:
+    """Findings of the audit of a tape with a fault: of the steps before it, then of one struck step more each time.
+
+    Args:
+        folder: The tape.
+        onset: First struck step, counted from 1.
+    """
+    steps = list(steps_of(folder))
     early = audited(folder, steps[onset - 2]) if onset > 1 else []
     for number, step in enumerate(steps[onset - 1 :], start=1):
         told = audited(folder, step)
@@ -137,11 +138,22 @@ def score_of_files(tape: Path, fault: str, onset: int, folder: Path) -> FileScor
     return FileScore(None, "", tuple(early))
 
 
-def audited(folder: Path, last_step: int) -> Sequence[str]:
+def audited(folder: Path, last_step: int | None = None) -> Sequence[str]:
     """Findings of `nemo-rl-moe audit` in the steps up to one."""
-    output = StringIO()
-    with redirect_stdout(output), redirect_stderr(StringIO()):
-        run_command(["audit", str(folder), "--steps", f":{last_step}", "--json", "-"])
-    (run,) = json.loads(output.getvalue())
+    run = _audit(folder, last_step)
     of_steps = [text for step in run["steps"] for text in step["findings"]]
     return of_steps + [finding["text"] for finding in run["findings"]]
+
+
+def lowest_agreement(folder: Path) -> float:
+    """Share of rows in which training chose the rollout's experts, of the step where it is lowest."""
+    return min(step["metrics"]["moe/routing/live_agreement"] for step in _audit(folder, None)["steps"])
+
+
+def _audit(folder: Path, last_step: int | None) -> dict[str, Any]:
+    output = StringIO()
+    until = [] if last_step is None else ["--steps", f":{last_step}"]
+    with redirect_stdout(output), redirect_stderr(StringIO()):
+        run_command(["audit", str(folder), *until, "--json", "-"])
+    (run,) = json.loads(output.getvalue())
+    return dict(run)

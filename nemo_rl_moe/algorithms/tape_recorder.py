@@ -44,10 +44,20 @@ class TapeRecorder:
         moe_configuration: Router settings that are in force.
         warn: Told once when writing fails; the run goes on without its tape.
         fetch: Fetches stored routes.
+        is_exact: Engine and trainer compute in float32; what is measured has the weights of the rollout.
     """
 
-    def __init__(self, folder: Path, moe_configuration: Mapping[str, Any], warn: Callable[[str], None], fetch: Fetch):
+    def __init__(
+        self,
+        folder: Path,
+        moe_configuration: Mapping[str, Any],
+        warn: Callable[[str], None],
+        fetch: Fetch,
+        *,
+        is_exact: bool = False,
+    ):
         self._folder, self._moe, self._warn, self._fetch = folder, moe_configuration, warn, fetch
+        self._is_exact = is_exact
         self._writer: TapeWriter | None = None
         self._failed = False
 
@@ -91,7 +101,8 @@ class TapeRecorder:
             layers = [layer for layer, has_experts in enumerate(frequency) if has_experts]
         else:
             layers = [frequency * place for place in range(num_layers)]
-        return TapeDescription(tuple(layers), int(self._moe["num_moe_experts"]), topk, "nemo-rl-moe grpo")
+        num_experts = int(self._moe["num_moe_experts"])
+        return TapeDescription(tuple(layers), num_experts, topk, "nemo-rl-moe grpo", self._is_exact)
 
     def _sequences(
         self,

@@ -7,18 +7,21 @@ Rows are taken a few sequences at a time, so that a step may be larger than memo
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 
 from nemo_rl_moe.metrics import with_prefix
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
+from nemo_rl_moe.moe.recorder import sum_over_ranks
 from nemo_rl_moe.moe.replay import RoutedTokens
 from nemo_rl_moe.moe.tape_identity import TapeSample, layer_overlap
-from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport
+from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport, row_anomalies
 from nemo_rl_moe.moe.tape_ranks import SLOTS, rows_by_rank
 from nemo_rl_moe.moe.tape_repeats import RepeatedRows
 from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
@@ -87,10 +90,11 @@ class _StepAudit:
         device = torch.device("cpu")
         shape = (len(description.layers), description.num_experts)
         self._layers = torch.arange(len(description.layers))
-        self._ledger = TapeLedger(*shape, device)
+        # Of sequences that training has, and of others, which would pass for such that it routes otherwise.
+        self._ledger, self._alone = TapeLedger(*shape, device), TapeLedger(*shape, device)
         self._repeated = TapeLedger(*shape, device)
         self._repeats = RepeatedRows(description.num_experts, device)
-        self._by_slot = rows_by_rank(self._ledger.rows, 0)
+        self._by_slot, self._alone_by_slot = (rows_by_rank(self._ledger.rows, 0) for _ in range(2))
         self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
         self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
         self._noise_gaps: list[Float[np.ndarray, " tokens"]] = []
@@ -115,10 +119,11 @@ class _StepAudit:
         if live is not None:
             self._count_load("training_experts", live)
         if tape is not None:
-            before = self._ledger.rows.clone()
-            self._compare(self._ledger, tape, live, rows.columns.get("margins"), fed)
+            ledger, by_slot = (self._ledger, self._by_slot) if live is not None else (self._alone, self._alone_by_slot)
+            before = ledger.rows.clone()
+            self._compare(ledger, tape, live, rows.columns.get("margins"), fed)
             slot = self._writers.index(rows.writer) if rows.writer in self._writers else 0
-            self._by_slot += rows_by_rank(self._ledger.rows - before, slot)
+            by_slot += rows_by_rank(ledger.rows - before, slot)
             if live is not None:
                 self._count_repeats(tape, live, fed, ends - rows.lengths)
                 self._sample(rows, tape, live)
@@ -135,9 +140,14 @@ class _StepAudit:
             self._noise_gaps.append(gap[trained])
 
     def finished(self, step: int) -> AuditedStep:
-        """The audit of what was added."""
+        """The audit of what was added; in a job of several processes by all of them, and a collective."""
+        self._add_up_processes()
         layers = self._description.layers
-        totals = self._ledger.reduced()
+        totals, alone = self._ledger.reduced(), self._alone.reduced()
+        by_slot, more = self._by_slot, row_anomalies(alone, layers)
+        is_compared = bool(totals.rows.any())
+        if not is_compared:
+            totals, by_slot, more = alone, self._alone_by_slot, []
         metrics: dict[str, float] = {}
         report = overlap = None
         if totals.rows[:, Row.EXPECTED].any():
@@ -146,12 +156,14 @@ class _StepAudit:
             names = [name for name, _, _ in self._sampled]
             checked = CheckTotals(
                 self._repeats.counts,
-                self._by_slot,
+                by_slot,
                 num_ranks=len(self._writers),
-                is_exact=False,
+                is_exact=self._description.is_exact and is_compared,
                 rank_names=names_of_slots(self._writers),
             )
-            report = tape_report(layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True)
+            report = tape_report(
+                layers, totals, checked, sample, names, num_experts=num_experts, per_layer=True, more_anomalies=more
+            )
             overlap = None if sample is None else layer_overlap(sample, num_experts)
             metrics |= with_prefix("moe", report.metrics)
         metrics |= with_prefix("moe", self._noise()) | with_prefix("moe", self._split())
@@ -175,6 +187,21 @@ class _StepAudit:
             overlap,
             frozenset(self._columns or ()),
         )
+
+    def _add_up_processes(self) -> None:
+        """Counts of all processes in each, and the sampled sequences of the first ones; values of tokens stay apart."""
+        if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
+            return
+        names = list(self._loads)
+        parts = [torch.tensor([self._num_sequences, self._num_tokens]), self._repeats.counts]
+        parts += [self._by_slot, self._alone_by_slot, *(torch.from_numpy(self._loads[name]) for name in names)]
+        sums = [part.long() for part in sum_over_ranks(parts, torch.device("cpu"))]
+        numbers, self._repeats.counts, self._by_slot, self._alone_by_slot, *loads = sums
+        self._num_sequences, self._num_tokens = numbers.tolist()
+        self._loads = {name: load.numpy() for name, load in zip(names, loads, strict=True)}
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, self._sampled[: max(_SAMPLED_SEQUENCES // size, 1)])
+        self._sampled = [window for of_process in everyone for window in of_process][:_SAMPLED_SEQUENCES]
 
     def _count_load(self, name: str, experts: Int[np.ndarray, "tokens layers topk"]) -> None:
         num_layers, num_experts = self._loads[name].shape

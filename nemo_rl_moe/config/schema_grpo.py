@@ -271,6 +271,15 @@ def generating(policy: PolicyConfig) -> GeneratingPolicyConfig | None:
     return policy if isinstance(policy, GeneratingPolicyConfig) else None
 
 
+def rollouts_in_float32(policy: GeneratingPolicyConfig) -> bool:
+    """True where the engine that makes the tapes and the trainer are both known to compute in float32."""
+    generation = policy.generation
+    alike = generation.backend == "megatron" or (
+        generation.backend == "vllm" and generation.vllm.dtype in (None, "float32")
+    )
+    return alike and policy.precision == "float32"
+
+
 class ReasoningGymConfig(StrictModel):
     """A task of reasoning-gym."""
 

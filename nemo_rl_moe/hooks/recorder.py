@@ -143,6 +143,8 @@ class RouteRecorder(ForwardWatcher):
             real = real if shape is None else _by_sequence(real, shape)
         elif shape is not None and mask is not None and mask.shape[1] >= self._num_cached + shape[1]:
             real = mask[:, self._num_cached : self._num_cached + shape[1]].bool().reshape(-1).cpu()
+        elif shape is not None and mask is None and kind.has_cache:
+            real = _seen_by_themselves(self._arguments.get("attention_mask"), shape, self._num_cached).reshape(-1).cpu()
         return RoutedPass(
             kind,
             self._num_cached,
@@ -152,6 +154,29 @@ class RouteRecorder(ForwardWatcher):
             shape,
             None if shape is None or token_ids is None else token_ids.reshape(-1).cpu(),
         )
+
+
+def _seen_by_themselves(masks: Any, shape: tuple[int, int], num_cached: int) -> Bool[Tensor, "batch tokens"]:
+    """Tokens of a causal pass that see themselves, by masks of who sees whom; all where none is known.
+
+    A cache of fixed size gets such masks, prepared before the model is entered, and a padded token is seen by none.
+    Some kernels cannot have a row that sees nothing, and open it to every key: to later ones too, which no token sees.
+
+    Args:
+        masks: `[batch, 1, tokens, keys]`, bool or added to the scores (0 where a key is seen); or one of each kind of
+            attention, by its name.
+        shape: Sequences, and tokens of each.
+        num_cached: Keys before those of the tokens.
+    """
+    kinds = masks.values() if isinstance(masks, Mapping) else [masks]
+    found = [mask for mask in kinds if isinstance(mask, Tensor) and mask.ndim == 4]
+    num_sequences, num_tokens = shape
+    if not found or found[0].shape[2] != num_tokens or found[0].shape[3] < num_cached + num_tokens:
+        return torch.ones(shape, dtype=torch.bool)
+    mask = found[0][:, 0].expand(num_sequences, -1, -1)
+    sees = mask if mask.dtype == torch.bool else mask == 0
+    later = torch.ones_like(sees[0]).triu(num_cached + 1)
+    return sees.diagonal(num_cached, dim1=1, dim2=2) & ~(sees & later).any(-1)
 
 
 def _by_sequence(rows: Tensor, shape: tuple[int, int]) -> Tensor:

@@ -238,6 +238,7 @@ class _ChunkWatcher(ForwardWatcher):
         self._arguments: Mapping[str, Any] = {}
         self._seen: dict[int, _Seen] = {}
         self._num_rows = self._num_passes = 0
+        self._num_sequences: int | None = None
         self._taken: dict[int, deque[Tensor]] = defaultdict(deque)
         self._replays: list[tuple[Any, Any]] = []
         for layer, router in routers:
@@ -249,7 +250,8 @@ class _ChunkWatcher(ForwardWatcher):
             # On the object, whose place in the list of all others the loop may rely on.
             self._replays.append((replay, vars(replay).get("get_replay_topk")))
             replay.get_replay_topk = partial(self._replayed, layer, replay, replay.get_replay_topk)
-        watch_model(_entry(chunk), routers, self)
+        self._chunk = _entry(chunk)
+        watch_model(self._chunk, routers, self)
 
     def remove(self) -> None:
         """Takes the hooks off."""
@@ -269,12 +271,14 @@ class _ChunkWatcher(ForwardWatcher):
         """Notes the start of the chunk's forward."""
         super().enter_model(arguments)
         if not self.is_recomputed():
-            self._arguments, self._seen, self._num_rows = arguments, {}, 0
+            self._arguments, self._seen, self._num_rows, self._num_sequences = arguments, {}, 0, None
 
     def add(self, layer: RouterLayer, router: nn.Module, args: Any, kwargs: Mapping[str, Any], outputs: Any) -> None:
         """Takes a router's output: a fused router has chosen without asking its RouterReplay."""
         replay: Any = router.router_replay
         number = int(layer.key)
+        if self._num_sequences is None and args and args[0].ndim == 3:  # [tokens, sequences, hidden]
+            self._num_sequences = args[0].shape[1]
         if self.is_recomputed() or number in self._seen or not _is_replaying(replay):
             return
         if self._gradients_at_entry is None or replay.target_topk_idx is None:
@@ -285,16 +289,26 @@ class _ChunkWatcher(ForwardWatcher):
     def leave_model(self) -> None:
         """Adds the pass to the ledger."""
         if self._gradients_at_entry is not None and not self.is_recomputed():
-            tokens = self._arguments.get("input_ids")
-            num_sequences = tokens.shape[0] if isinstance(tokens, Tensor) else 1
-            # Stages share the marks of all tokens, those without a router too.
-            num_rows = self._num_rows or (self._audit.rows_of_batch(tokens) if isinstance(tokens, Tensor) else 0)
+            num_rows, num_sequences = self._size_of_pass()
             if num_rows:
                 fed = self._audit.fed_tokens(self._arguments, num_rows)
                 self._audit.add(self._num_passes, self._seen, fed, num_sequences)
             self._num_passes += 1
             self._arguments, self._seen = {}, {}
         super().leave_model()
+
+    def _size_of_pass(self) -> tuple[int, int]:
+        """Rows that this rank's routers see, and sequences; a stage behind the first one may be given no tokens.
+
+        Stages share the marks of all tokens, those without a router too.
+        """
+        tokens = self._arguments.get("input_ids")
+        if isinstance(tokens, Tensor):
+            return self._num_rows or self._audit.rows_of_batch(tokens), tokens.shape[0]
+        if self._num_rows:
+            return self._num_rows, self._num_sequences or 1
+        hidden = getattr(getattr(self._chunk, "decoder", None), "input_tensor", None)  # of the stage before
+        return (hidden.shape[0] * hidden.shape[1], hidden.shape[1]) if isinstance(hidden, Tensor) else (0, 1)
 
     def _replayed(
         self,

@@ -43,8 +43,8 @@ class RoutingCallback(TrainerCallback):
 
     Metrics of each logged step, over all of its microbatches and processes: load balance of the training pass under
     `moe/`, and where the model generates what it is trained on, as in GRPO without a server, agreement of generation
-    with training under `moe/routing/`. Load balance of the generation, under `rollout_moe/`, and layers, tokens and
-    sequences that are in each other's place are those of the process that logs.
+    with training under `moe/routing/`, and load balance of the generation under `rollout_moe/`. Layers, tokens and
+    sequences that are in each other's place are found in a sample of those of all processes.
 
     Args:
         thresholds: Limits of findings.

@@ -16,7 +16,7 @@ from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig
+from nemo_rl_moe.config.schema_grpo import GenerationConfig, PromptSourceConfig, rollouts_in_float32
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.data.prompts import Prompt, PromptDataset, PromptLoader, load_prompts, without_training_prompts
 from nemo_rl_moe.data.sources import load_limit
@@ -163,7 +163,13 @@ def make_routing_measurements(
         updates_per_step=config.updates_per_step,
         replays=megatron.routing_replay == "rollout",
         has_reference=algorithm_of(config).needs_reference(config),
-        tape=TapeRecorder(run.folder / TAPE_FOLDER, moe, run.console.warn, fetch_objects)
+        tape=TapeRecorder(
+            run.folder / TAPE_FOLDER,
+            moe,
+            run.console.warn,
+            fetch_objects,
+            is_exact=rollouts_in_float32(config.policy),
+        )
         if measured.save_tape
         else None,
     )

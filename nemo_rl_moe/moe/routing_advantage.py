@@ -21,7 +21,7 @@ class AdvantageScores:
 
     Attributes:
         layers: Index of each MoE layer in the whole model.
-        scores: Of `advantage_scores`, on the host.
+        scores: Of `advantage_scores`, of shares, on the host.
     """
 
     layers: tuple[int, ...]
@@ -92,10 +92,29 @@ def _varies(values: Tensor, groups: Tensor, num_groups: int) -> Bool[Tensor, " g
     return bounds[0] != bounds[1]
 
 
+def beyond_length(
+    counts: Float[Tensor, "sequences experts"], groups: Int[Tensor, " sequences"]
+) -> Float[Tensor, "sequences experts"]:
+    """What a sequence gives an expert beyond its length: `n[s,e] - T[s] p[g,e]`, 0 to the last bit where it is nothing.
+
+    `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
+    over the experts of a sequence, and over the sequences of a group.
+
+    Args:
+        counts: `n`, whole numbers.
+        groups: Group of each sequence, from 0.
+    """
+    of_groups = counts.new_zeros(int(groups.max()) + 1, counts.shape[1]).index_add_(0, groups, counts)[groups]
+    lengths, all_lengths = counts.sum(1, keepdim=True), of_groups.sum(1, keepdim=True)
+    return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)
+
+
 def advantage_scores(
     counts: Float[Tensor, "sequences layers experts"],
     advantages: Float[Tensor, " sequences"],
     groups: Int[Tensor, " sequences"],
+    *,
+    of_shares: bool = False,
 ) -> Float[Tensor, "layers experts"]:
     """`z = (S - E) / sqrt(Var)` of `permutation_moments`; NaN where the variance is 0.
 
@@ -104,6 +123,8 @@ def advantage_scores(
         advantages: Of each sequence.
         groups: Sequences whose advantages were compared with each other have the same number, from 0. Where no group
             has two, all are one.
+        of_shares: Of the counts `beyond_length`: an expert prefers what has a larger share of its own tokens than of
+            all, and an advantage that goes with length is no preference.
     """
     advantages, groups = advantages.double(), groups.unique(return_inverse=True)[1]
     if len(groups) == int(groups.max()) + 1:
@@ -111,13 +132,14 @@ def advantage_scores(
     scores = []
     # A layer at a time: copies of all counts in float64 would be many times the counts' memory.
     for of_layer in counts.unbind(1):
-        found, expected, variance = permutation_moments(of_layer.double(), advantages, groups)
+        numbers = beyond_length(of_layer.double(), groups) if of_shares else of_layer.double()
+        found, expected, variance = permutation_moments(numbers, advantages, groups)
         scores.append(((found - expected) / variance.sqrt()).where(variance > 0, torch.nan))
     return torch.stack(scores)
 
 
 def advantage_metrics(
-    scores: Float[Tensor, "layers experts"], layers: Sequence[int], *, per_layer: bool
+    scores: Float[Tensor, "layers experts"], layers: Sequence[int], *, per_layer: bool, of_shares: bool = False
 ) -> dict[str, float]:
     """Metrics of the scores, under `routing_advantage/`; empty where every score is NaN.
 
@@ -128,7 +150,9 @@ def advantage_metrics(
         scores: Of `advantage_scores`.
         layers: Global indices of the MoE layers.
         per_layer: Add those of each layer.
+        of_shares: They are of shares: so are the names, `excess_of_shares` and `max_abs_z_of_shares`.
     """
+    kind = "_of_shares" if of_shares else ""
     parts = {"": scores.flatten()}
     if per_layer:
         parts |= {f"_layer_{layer}": row for layer, row in zip(layers, scores, strict=True)}
@@ -136,6 +160,6 @@ def advantage_metrics(
     for ending, values in parts.items():
         known = values[~values.isnan()]
         if len(known):
-            metrics[f"routing_advantage/excess{ending}"] = float(known.square().mean()) - 1
-            metrics[f"routing_advantage/max_abs_z{ending}"] = float(known.abs().max())
+            metrics[f"routing_advantage/excess{kind}{ending}"] = float(known.square().mean()) - 1
+            metrics[f"routing_advantage/max_abs_z{kind}{ending}"] = float(known.abs().max())
     return metrics

@@ -60,6 +60,7 @@ def tape_report(
     *,
     num_experts: int,
     per_layer: bool,
+    more_anomalies: Sequence[TapeAnomaly] = (),
 ) -> TapeReport:
     """Content of a step's tape, and its anomalies.
 
@@ -71,8 +72,9 @@ def tape_report(
         sequences: Their names.
         num_experts: Routed experts of a layer.
         per_layer: Add the agreement of each layer to the metrics.
+        more_anomalies: Of rows that the ledger has not counted.
     """
-    anomalies = row_anomalies(totals, layers) + checked.anomalies(len(layers))
+    anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
     if sample is not None:
         anomalies += find_anomalies(sample, num_experts, layers, sequences)
     metrics = agreement_metrics(totals, layers, per_layer=per_layer) | checked.metrics()

@@ -266,9 +266,12 @@ CHARTS = (
     Chart(
         MISMATCH,
         "Experts and advantages",
-        "How far some experts have the tokens of good or bad responses, beyond chance (0). Healthy: near 0, slowly "
-        "rising at most. The card below shows which.",
-        [Line("train/moe/routing_advantage/*", None)],
+        "How far some experts have the tokens of good or bad responses, beyond chance (0); by share: beyond what goes "
+        "with the length of responses. Healthy: by share near 0, slowly rising at most. The card below shows which.",
+        [
+            Line("train/moe/routing_advantage/excess_of_shares", "by share"),
+            Line("train/moe/routing_advantage/excess", "by number of tokens"),
+        ],
         (0.0, "by chance"),
     ),
 )

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`experts_by_advantage.parquet`: the score of every expert at every step.
 
-Its columns are `step`, `layer`, `expert` and `score`: how far the expert has the tokens of responses of high advantage
-beyond chance, in standard deviations.
+Its columns are `step`, `layer`, `expert` and `score`: how far the expert has a larger share of the tokens of responses
+of high advantage than of others, beyond chance, in standard deviations.
 """
 
 from collections.abc import Callable

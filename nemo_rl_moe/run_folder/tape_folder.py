@@ -49,6 +49,13 @@ _TOKEN_TYPES: Mapping[str, pa.DataType] = {
 }
 """Columns on the token axis. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
 less that of the first one that it left out."""
+# By hand: releases of pyarrow before 26 ask pandas, which need not be there.
+_NUMPY_TYPES: Mapping[pa.DataType, type[np.generic]] = {
+    pa.bool_(): np.bool_,
+    pa.int16(): np.int16,
+    pa.int32(): np.int32,
+    pa.float32(): np.float32,
+}
 SCHEMA = pa.schema(
     [("sequence", pa.string()), ("num_tokens", pa.int32()), ("reward", pa.float32())]
     + [(name, pa.list_(kind)) for name, kind in _TOKEN_TYPES.items()]
@@ -68,12 +75,15 @@ class TapeDescription:
         num_experts: Routed experts of a layer.
         topk: Experts of each token.
         made_by: Who wrote it, for the eye.
+        is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
+            alone.
     """
 
     layers: tuple[int, ...]
     num_experts: int
     topk: int
     made_by: str = ""
+    is_exact: bool = False
 
     @property
     def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
@@ -126,7 +136,7 @@ class TapeWriter:
     Args:
         folder: The folder; is made where it is missing.
         description: The same of all writers.
-        name: Of this writer, such as "rank-3": letters, digits and dashes; no other writer has it. None: one by chance.
+        name: Of this writer, such as "rank-3": letters, digits and dashes; findings name it. None: one by chance.
 
     Raises:
         DataError: The folder holds a tape of another model.
@@ -156,10 +166,11 @@ class TapeWriter:
                 "num_experts": description.num_experts,
                 "topk": description.topk,
                 "made_by": description.made_by,
+                "exact": description.is_exact,
             },
             indent=1,
         )
-        staging = folder / f".{DESCRIPTION_FILE}.{self._writer}"
+        staging = folder / f".{DESCRIPTION_FILE}.{uuid.uuid4().hex[:12]}"
         staging.write_text(f"{text}\n")
         staging.replace(folder / DESCRIPTION_FILE)
 
@@ -179,13 +190,28 @@ class TapeWriter:
             for name in _TOKEN_TYPES:
                 values = _checked(self._description, sequence, name)
                 records[name].append(None if values is None else values.reshape(-1))
-        while (self._folder / (name := f"step-{step:08d}.{self._writer}-{self._number}.parquet")).exists():
-            self._number += 1  # of a run that was resumed
-        self._number += 1
-        staging = self._folder / f".{name}"
+        staging = self._folder / f".step-{step:08d}.{uuid.uuid4().hex[:12]}"
         pq.write_table(pa.table(records, schema=SCHEMA), staging, compression="zstd", row_group_size=_ROWS_AT_A_TIME)
-        staging.replace(self._folder / name)
-        return self._folder / name
+        while True:
+            path = self._folder / f"step-{step:08d}.{self._writer}-{self._number}.parquet"
+            self._number += 1
+            if _moved(staging, path):
+                return path
+
+
+def _moved(staging: Path, path: Path) -> bool:
+    """True once a file has its name; False where that name is taken: by a run that was resumed, or another writer."""
+    if path.exists():
+        return False
+    try:
+        path.hardlink_to(staging)  # which two cannot do, unlike a replacement
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without links
+        staging.replace(path)
+        return True
+    staging.unlink()
+    return True
 
 
 def _checked(
@@ -219,7 +245,7 @@ def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSeq
     for name, kind in _TOKEN_TYPES.items():
         values = [_checked(description, sequence, name) for sequence in sequences]
         if all(part is not None for part in values):
-            columns[name] = np.concatenate([part for part in values if part is not None]).astype(kind.to_pandas_dtype())
+            columns[name] = np.concatenate([part for part in values if part is not None]).astype(_NUMPY_TYPES[kind])
     rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]
     return TapeRows(
         step,
@@ -244,7 +270,13 @@ def read_description(folder: Path) -> TapeDescription:
         if found["version"] > VERSION:
             raise ValueError(f"version {found['version']}, and this program knows up to {VERSION}")
         layers = tuple(int(layer) for layer in found["layers"])
-        return TapeDescription(layers, int(found["num_experts"]), int(found["topk"]), str(found.get("made_by", "")))
+        return TapeDescription(
+            layers,
+            int(found["num_experts"]),
+            int(found["topk"]),
+            str(found.get("made_by", "")),
+            found.get("exact") is True,
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError([f"{path}: no description of a tape: {one_line(error)}"]) from error
 

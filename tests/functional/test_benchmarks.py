@@ -137,6 +137,16 @@ def test_report_prints_one_line_of_time_memory_and_size(repository_root: Path, t
     assert 1.9 < result["file_megabytes"] < 5
 
 
+def test_an_audit_s_seconds_and_memory_are_measured(repository_root: Path) -> None:
+    sizes = ("--tokens", "70000", "--layers", "4", "--experts", "16", "--topk", "2")
+    result = result_of(run_benchmark(repository_root, "audit_scale", *sizes))
+    assert (result["tokens"], result["steps"]) == (70_000, 2)
+    # 30 bytes of other columns; margins, 4 bytes a layer; two columns of experts, of which 4 bits each say something.
+    assert 70_000 * 20 < result["tape_bytes"] < 70_000 * (30 + 4 * 4 + 2 * 4 * 2 * 2)
+    assert 0 < result["cpu_seconds"] < result["seconds"] + 1
+    assert 10_000_000 < result["peak_bytes"] < 2_000_000_000
+
+
 def test_metrics_of_a_thousand_ranks_send_what_those_of_eight_do(repository_root: Path) -> None:
     result = result_of(run_benchmark(repository_root, "metrics_at_scale", "--repeats", "2"))
     slice_alone, many_slices, more_microbatches, *_ = result["jobs"]
@@ -194,6 +204,21 @@ def test_routing_faults_are_found_and_healthy_steps_are_not(repository_root: Pat
     said = [line for row in found["healthy"] for line in row["alarms"]]
     assert [line for line in said if not line.startswith("every advantage has been 0 since step 1")] == []
     assert "| routes that nobody wrote | vllm#54730 | step 2 | 1 step |" in done.stdout
+
+
+def test_faults_show_on_the_tapes_of_runs(repository_root: Path, tmp_path: Path) -> None:
+    """One that is planted into a healthy run's tape, one of a run that computes otherwise, and healthy tapes."""
+    model, output = make_weights(tmp_path / "model"), tmp_path / "scores.json"
+    words = ("--files", "--faults", "zeros", "router_bf16", "--onsets", "2", "--tapes", "1", "--model", str(model))
+    done = run_benchmark(repository_root, "routing_faults", *words, "--output", str(output))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(output.read_text())
+    zeros, router = found["scores"]
+    assert (zeros["fault"], zeros["steps"], router["fault"], router["steps"]) == ("zeros", 1, "router_bf16", 2)
+    assert "rows hold expert 0 alone, in all layers" in zeros["told"]
+    assert router["told"].startswith("rollout and training choose other experts in ")
+    assert zeros["false_alarms"] == router["false_alarms"] == []
+    assert [(row["num_steps"], row["alarms"]) for row in found["healthy"]] == [(12, [])] * 3
 
 
 def make_weights(folder: Path) -> Path:

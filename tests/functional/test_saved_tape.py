@@ -85,6 +85,7 @@ def test_the_ledger_is_that_of_training(run_folder: Path, audited: dict[int, dic
 def test_everything_of_a_sequence_is_there(run_folder: Path) -> None:
     folder = run_folder / TAPE_FOLDER
     description = read_description(folder)
+    assert description.is_exact, "in float32 on both sides"
     parts: list[Any] = list(read_step(description, 2, steps_of(folder)[2]))
     assert sum(len(part.lengths) for part in parts) == 16
     for part in parts:

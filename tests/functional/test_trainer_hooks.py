@@ -2,9 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The callback in trainers of transformers and TRL, on a tiny random Qwen3-MoE: `make test-trl`."""
 
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -231,6 +236,55 @@ def test_a_generation_with_other_weights_is_found(tmp_path: Path, caplog: pytest
     told = [record.message for record in caplog.records if record.name == "nemo_rl_moe.hooks.trainer"]
     assert len(told) == len(callback.findings)
     assert all(text.startswith("routing, step 1") for text in told)
+
+
+def train_one_of_two(folder: Path, *, swapped_in: int | None) -> None:
+    """Runs in either process of a job, of which one may generate with other weights: what its callback said."""
+    from torch import distributed as dist
+
+    trainer = grpo_trainer(folder / "run", max_steps=2, ddp_backend="gloo")
+    callback = RoutingCallback()
+    callback.attach(trainer)
+    with two_routers_swapped(trainer.model) if dist.get_rank() == swapped_in else nullcontext():
+        trainer.train()
+    (entry, _) = steps_of(trainer)
+    said = {"metrics": {key: value for key, value in entry.items() if "moe/" in key}}
+    said["texts"] = [finding.text for finding in callback.findings]
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("swapped_in", [None, 1])
+def test_two_processes_say_the_same_of_both(tmp_path: Path, swapped_in: int | None) -> None:
+    code = (
+        "from pathlib import Path; from tests.functional.test_trainer_hooks import train_one_of_two; "
+        f"train_one_of_two(Path({str(tmp_path)!r}), swapped_in={swapped_in})"
+    )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            cwd=REPOSITORY_ROOT,
+            env={**os.environ, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], errors
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    # Eight sequences of either process.
+    assert first["metrics"]["moe/routing/rows_expected"] >= 16 * LAYERS
+    if swapped_in is None:
+        assert first["texts"] == []
+        assert first["metrics"]["moe/routing/live_agreement"] > 0.99
+    else:
+        assert any(text.startswith("the writer rank-1 has routes that are not its tokens'") for text in first["texts"])
 
 
 def test_the_lines_of_the_documentation_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,16 @@ def test_an_audit_runs(tmp_path: Path, of_training: str) -> None:
     assert "belong to padding or to the last token" in done.stderr
 
 
+def test_files_of_a_framework_are_read_without_pandas(of_training: str, repository_root: Path) -> None:
+    """Which pyarrow before 26 asks for the types of numpy; no package of this one brings it."""
+    examples = repository_root / "examples" / "audit"
+    arguments = ["audit", "verl/layer_swapped", "--model", "model", "--training", "transformers"]
+    paths = [str(examples / word) if "-" not in word and word != "audit" else word for word in arguments]
+    done = run_without(f"{of_training},pandas", f"from nemo_rl_moe.cli import main; sys.exit(main({paths!r}))")
+    assert done.returncode == 1, done.stderr
+    assert "layer 1 carries layer 2's routes" in done.stderr
+
+
 def test_hooks_load_without_their_hosts(of_training: str) -> None:
     done = run_without(of_training, "import nemo_rl_moe.hooks.routes, nemo_rl_moe.hooks.router_replay")
     assert done.returncode == 0, done.stderr

@@ -247,9 +247,9 @@ function addExpertsByAdvantage(parent, { run, runNumber }) {
   controls.place.append(element("label", {}, together, " all steps together"));
   const made = card(
     "Experts by advantage",
-    "How far each expert has the tokens of responses of high (red) or of low advantage (blue), in standard deviations " +
-      "from chance, the shuffling of advantages among the responses to a prompt. Healthy: pale, and changing from step " +
-      `to step. All ${view.num_steps} steps together are the sum of scores over the root of their number, which grows ` +
+    "How far each expert has a larger share of the tokens of responses of high (red) or of low advantage (blue) than of " +
+      "others, in standard deviations from chance, the shuffling of advantages among the responses to a prompt. " +
+      `Healthy: pale, and changing from step to step. All ${view.num_steps} steps together are the sum of scores over the root of their number, which grows ` +
       "where an expert keeps its side; of many experts, some reach 4 by chance.",
     controls.place,
     place,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command: what it prints, its JSON, its exit codes."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Callable
@@ -142,6 +143,24 @@ def test_agreement_that_falls_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     assert f"error: {tmp_path / 'tape'}: rollout: routers would choose the rollout's experts in 0.8" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_rows_that_differ_are_told_at_once_where_none_may(tmp_path: Path, is_exact: bool) -> None:
+    generator = np.random.default_rng(1)
+    writer = TapeWriter(tmp_path / "tape", dataclasses.replace(DESCRIPTION, is_exact=is_exact))
+    for step in (1, 2):
+        live = generator.random((400, 3, 8)).argsort(-1)[..., :2].astype(np.int16)
+        tape = live[:-1].copy()
+        tape[::50] = (tape[::50] + 1) % 8
+        alone = {"rollout_experts": tape}  # which training has not seen
+        writer.write(step, [TapeSequence("s", 400, {"rollout_experts": tape, "training_experts": live})])
+        writer.write(step, [TapeSequence("alone", 400, alone)])
+    main(["audit", str(tmp_path / "tape"), "--json", str(tmp_path / "audit.json")])
+    (run,) = json.loads((tmp_path / "audit.json").read_text())
+    assert [finding["kind"] for finding in run["findings"]] == (["float32_flips"] if is_exact else [])
+    flips = [step["metrics"].get("moe/routing/float32_flips_share") for step in run["steps"]]
+    assert flips == ([8 / 399] * 2 if is_exact else [None] * 2)
 
 
 def test_the_writer_that_loses_routes_is_told(tmp_path: Path) -> None:

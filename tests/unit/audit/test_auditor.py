@@ -193,6 +193,26 @@ def test_a_noise_floor_may_be_of_a_part(tmp_path: Path) -> None:
     assert metrics["moe/routing_noise/rows_differing_trainer"] == 0
 
 
+def test_sequences_that_training_has_not_seen_are_compared_with_nothing(tmp_path: Path) -> None:
+    """Of one writer, beside another's: training did not route them otherwise."""
+    sequences = healthy()
+    alone = audited(tmp_path / "half", sequences[:10]).metrics
+    for columns in sequences[10:]:
+        for name in ("training_experts", "repeated_experts", "margins"):
+            del columns[name]
+    found = audited(tmp_path / "all", sequences)
+    for name in ("live_agreement", "slot_kappa", "rows_expected", "narrow_margin_share", "tokens_differing_share"):
+        assert found.metrics[f"moe/routing/{name}"] == pytest.approx(alone[f"moe/routing/{name}"]), name
+    assert found.report is not None
+    assert found.report.anomalies == ()
+    assert found.num_sequences == 20
+    sequences[15]["rollout_experts"][:] = 0
+    report = audited(tmp_path / "zeros", sequences).report
+    assert report is not None
+    (anomaly,) = report.anomalies
+    assert "rows hold expert 0 alone" in anomaly.text
+
+
 def test_anything_may_be_absent(tmp_path: Path) -> None:
     sequences = healthy(6)
     without_training = audited(tmp_path / "a", sequences, "training_experts", "repeated_experts", "margins")

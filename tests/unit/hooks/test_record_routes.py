@@ -24,9 +24,10 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from nemo_rl_moe.hooks.recorder import _seen_by_themselves
 from nemo_rl_moe.hooks.routes import Routes, anomalies_of, audit_sequences, record_routes
 from nemo_rl_moe.moe.load_balance_metrics import collect_expert_loads, enable_load_balance_tracking
-from nemo_rl_moe.run_folder.tape_folder import read_description, read_step, steps_of
+from nemo_rl_moe.run_folder.tape_folder import read_description, read_step, steps_of, writers_of
 
 EXPERTS, TOPK, VOCABULARY = 8, 2, 64
 COMMON: dict[str, Any] = {
@@ -140,17 +141,21 @@ def test_a_repeated_forward_is_recorded_once_and_nothing_changes(reentrant: bool
     assert all(torch.equal(one, other) for one, other in zip(unwatched, watched, strict=True))
 
 
-@pytest.fixture(scope="module")
-def generated() -> tuple[Routes, Routes]:
+def generate_and_train(model: PreTrainedModel, **options: Any) -> tuple[Routes, Routes]:
     """Routes of a generation whose prompts are padded on the left, and of training on its sequences."""
-    model = build(qwen3_moe).eval()
     prompts, mask = tokens(3, rows=6, columns=12), torch.ones(6, 12, dtype=torch.long)
     for row in range(6):
         mask[row, :row] = 0
     prompts = prompts * mask
-    with record_routes(model) as rollout:
+    with record_routes(model.eval()) as rollout:
         drawn = model.generate(
-            prompts, attention_mask=mask, do_sample=True, min_new_tokens=40, max_new_tokens=40, eos_token_id=None
+            prompts,
+            attention_mask=mask,
+            do_sample=True,
+            min_new_tokens=40,
+            max_new_tokens=40,
+            eos_token_id=None,
+            **options,
         )
     # The longest come last here and are cut, and padding is on the other side.
     batch, real = torch.zeros(6, 52, dtype=torch.long), torch.zeros(6, 52, dtype=torch.long)
@@ -160,6 +165,33 @@ def generated() -> tuple[Routes, Routes]:
     with record_routes(model.train()) as training:
         model(input_ids=batch, attention_mask=real)
     return rollout, training
+
+
+@pytest.fixture(scope="module")
+def generated() -> tuple[Routes, Routes]:
+    """Those of one model."""
+    return generate_and_train(build(qwen3_moe))
+
+
+@pytest.mark.parametrize(("make", "attention"), [(qwen3_moe, "sdpa"), (qwen3_moe, "eager"), (gpt_oss, "eager")])
+def test_padding_is_known_with_a_cache_of_fixed_size(make: Any, attention: str) -> None:
+    """It gets masks of who sees whom: of bools, of numbers that are added, of a kind for each layer."""
+    model = build(make)
+    model.set_attn_implementation(attention)
+    rollout, training = generate_and_train(model, cache_implementation="static")
+    assert [len(sequence.token_ids) for sequence in rollout.sequences()] == [51 - row for row in range(6)]
+    audited = training.audit(rollout)
+    assert (audited.num_sequences, anomalies_of(audited)) == (6, ())
+    assert audited.metrics["moe/routing/live_agreement"] > 0.99
+
+
+def test_a_padded_row_that_may_see_everything_is_padding() -> None:
+    """So masks are opened for kernels that cannot have a row that sees nothing."""
+    mask = torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(1)
+    mask[:, :, :, 1] = False  # the first of three, behind one key of an earlier pass
+    mask[:, :, 0] = True
+    assert _seen_by_themselves(mask, (1, 3), 1).tolist() == [[False, True, True]]
+    assert _seen_by_themselves(None, (2, 3), 1).all()
 
 
 def test_generation_and_training_agree(generated: tuple[Routes, Routes]) -> None:
@@ -203,6 +235,13 @@ def test_a_tape_is_written(generated: tuple[Routes, Routes], tmp_path: Path) -> 
     assert set(rows.columns) == {"token_ids", "rollout_experts", "training_experts", "margins"}
     expected = np.concatenate([sequence.columns["training_experts"] for sequence in training.tape(rollout)])
     assert np.array_equal(rows.columns["training_experts"], expected)
+
+
+def test_the_writer_of_a_tape_is_the_same_at_every_step(generated: tuple[Routes, Routes], tmp_path: Path) -> None:
+    rollout, training = generated
+    for step in (1, 2):
+        training.write_tape(tmp_path, step, rollout)
+    assert len(writers_of(tmp_path)) == 1
 
 
 def test_a_model_without_experts_is_refused() -> None:

@@ -12,6 +12,7 @@ from nemo_rl_moe.moe.routing_advantage import (
     add_sequence_assignments,
     advantage_metrics,
     advantage_scores,
+    beyond_length,
     permutation_moments,
 )
 
@@ -85,6 +86,33 @@ def test_an_expert_that_serves_the_good_is_found() -> None:
     assert metrics["routing_advantage/max_abs_z"] == metrics["routing_advantage/max_abs_z_layer_6"] == scores[1, 3]
     assert metrics["routing_advantage/excess"] == pytest.approx(39 - 1)
     assert not any(name.endswith("layer_4") for name in metrics)
+
+
+def test_an_advantage_that_goes_with_length_is_no_preference() -> None:
+    """Long responses are good ones, and all use the experts alike: of shares there is nothing, to the last bit."""
+    lengths = torch.tensor([7, 3, 9, 11, 2, 8, 5]).double()
+    counts = lengths[:, None, None] * torch.tensor([[3.0, 1, 0, 5], [1, 1, 1, 1]], dtype=torch.float64)
+    by_number = advantage_scores(counts, lengths, ONE_GROUP)
+    assert by_number[0, 0] == pytest.approx(6**0.5)  # a correlation of 1: sqrt(m - 1)
+    for groups in (ONE_GROUP, GROUPS):
+        assert advantage_scores(counts, lengths, groups, of_shares=True).isnan().all()
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "three groups"])
+def test_shares_are_compared_with_those_of_the_group(groups: torch.Tensor) -> None:
+    counts = COUNTS[:, 1]
+    beyond = beyond_length(counts, groups.unique(return_inverse=True)[1])
+    for row, group in enumerate(groups.tolist()):
+        of_group = counts[groups == group]
+        expected = counts[row] - counts[row].sum() * of_group.sum(0) / of_group.sum()
+        torch.testing.assert_close(beyond[row], expected)
+    every = [
+        advantage_metrics(
+            advantage_scores(COUNTS, permuted, groups, of_shares=True), (0, 1, 2), per_layer=False, of_shares=True
+        )["routing_advantage/excess_of_shares"]
+        for permuted in all_permutations(groups)
+    ]
+    assert sum(every) / len(every) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS])

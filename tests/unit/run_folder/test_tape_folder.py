@@ -3,6 +3,7 @@
 """Tape folders: what is written is read, by many writers at once, and what is wrong is named."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,20 @@ def sequence(name: str, length: int, seed: int = 0, *, without: tuple[str, ...] 
 
 def read(folder: Path, step: int) -> list[TapeRows]:
     return list(read_step(read_description(folder), step, steps_of(folder)[step]))
+
+
+def test_writers_of_one_name_lose_nothing(tmp_path: Path) -> None:
+    """A name that two have by mistake: neither writes over the other's files."""
+
+    def write(writer: int) -> None:
+        for number in range(10):
+            TapeWriter(tmp_path, DESCRIPTION, "rank-0").write(1, [sequence(f"{writer} {number}", 3)])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(8)))
+    names = [name for rows in read(tmp_path, 1) for name in rows.names]
+    assert sorted(names) == sorted(f"{writer} {number}" for writer in range(8) for number in range(10))
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

@@ -108,9 +108,14 @@ class AdvantageRecorder:
         trained = facts[:, 2] > 0
         if not trained.any():
             return {}
-        scores = advantage_scores(counts[trained], facts[trained, 0], facts[trained, 1].long())
+        facts_of_trained = facts[trained, 0], facts[trained, 1].long()
+        metrics: dict[str, float] = {}
+        for of_shares in (False, True):
+            scores = advantage_scores(counts[trained], *facts_of_trained, of_shares=of_shares)
+            metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=of_shares)
+        # Of numbers of tokens every expert has a preference where long responses are good ones.
         self.scores = AdvantageScores(tuple(self._layers), scores.cpu())
-        return advantage_metrics(scores, self._layers, per_layer=self._per_layer)
+        return metrics
 
     def _of_whole_batch(self) -> list[Tensor]:
         """This rank's counts, and advantage, group and whether it is trained of its sequences, at their places."""

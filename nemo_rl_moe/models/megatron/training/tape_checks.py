@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.moe.recorder import sum_over_ranks
@@ -71,9 +71,8 @@ def computes_in_float32(policy: PolicyConfig, config: TransformerConfig) -> bool
         config: The model's.
     """
     generates = generating(policy)
-    if generates is None or policy.precision != "float32" or config.attention_dropout or config.hidden_dropout:
+    if generates is None or config.attention_dropout or config.hidden_dropout:
         return False
-    generation = generates.generation
-    if generation.backend == "megatron" or generates.megatron_cfg.routing_replay == "old_policy":
-        return True  # the trainer's own passes
-    return generation.backend == "vllm" and generation.vllm.dtype in (None, "float32")
+    if generates.megatron_cfg.routing_replay == "old_policy":
+        return policy.precision == "float32"  # the trainer's own passes
+    return rollouts_in_float32(generates)

@@ -68,8 +68,12 @@ def by_hand(batch: TokenBatch, indices: list[int]) -> dict[str, float]:
             counts.append(of_sequence)
             advantages.append(sum(values) / len(values))
             groups.append(index % 3)
-    scores = advantage_scores(torch.stack(counts), torch.tensor(advantages, dtype=torch.float64), torch.tensor(groups))
-    return advantage_metrics(scores, range(NUM_LAYERS), per_layer=True)
+    facts = torch.tensor(advantages, dtype=torch.float64), torch.tensor(groups)
+    metrics: dict[str, float] = {}
+    for of_shares in (False, True):
+        scores = advantage_scores(torch.stack(counts), *facts, of_shares=of_shares)
+        metrics |= advantage_metrics(scores, range(NUM_LAYERS), per_layer=True, of_shares=of_shares)
+    return metrics
 
 
 def train(policy: Any, plan: Any, by_token: bool, loss: str, steps: int) -> dict[str, float]:
@@ -130,7 +134,7 @@ def test_every_layout_counts_what_a_hand_does(
     world_size: int, copies: int, changes: dict[str, Any], by_token: bool
 ) -> None:
     expected = by_hand(rl_batch(by_token=by_token), sequences_of(copies))
-    assert len(expected) == 2 + 2 * NUM_LAYERS
+    assert len(expected) == 2 * (2 + 2 * NUM_LAYERS)
     assert run(world_size, copies=copies, by_token=by_token, **changes) == pytest.approx(expected, rel=1e-9)
 
 
@@ -151,4 +155,5 @@ def test_nothing_is_said_where_nothing_is_asked_or_there_are_no_advantages(chang
 
 
 def test_details_of_layers_are_left_out_without_per_layer_logging() -> None:
-    assert run(moe_per_layer_logging=False).keys() == {"routing_advantage/excess", "routing_advantage/max_abs_z"}
+    names = {f"routing_advantage/{name}{kind}" for name in ("excess", "max_abs_z") for kind in ("", "_of_shares")}
+    assert run(moe_per_layer_logging=False).keys() == names
