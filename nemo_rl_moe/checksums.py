@@ -353,9 +353,17 @@ def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
         if isinstance(outcome, OSError):
             return f"{path}: cannot be read: {outcome.strerror}"
         damaged += outcome
-    if not damaged:
-        return None
-    names = list(dict.fromkeys(filter(None, damaged)))
+    return damage_line(path, damaged) if damaged else None
+
+
+def damage_line(path: Path, parts: Iterable[str]) -> str:
+    """A line about a file, parts of which are not what was written.
+
+    Args:
+        path: The file.
+        parts: Their names; an empty one is the whole file.
+    """
+    names = list(dict.fromkeys(filter(None, parts)))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     where = f" in {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
     return f"{path}: damaged{where}: not the bytes that were written, by the checksum in {INVENTORY_FILE_NAME}"
