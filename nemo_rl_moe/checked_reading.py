@@ -18,6 +18,8 @@ from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, InventoryError, Part, dam
 
 CHUNK_BYTES = 2**18
 """Read at once: they fit into a core's own cache."""
+Place = tuple[str, int, int]
+"""File, first byte, number of bytes."""
 _LARGE_BYTES = 2**14
 """A reading of so many bytes has come to the numbers: what lies before it is little, and is read again."""
 
@@ -110,7 +112,7 @@ class PartsRead:
         has_unlisted: Something was read that is no part, and so was not compared.
     """
 
-    def __init__(self, folder: Path, parts: Mapping[tuple[str, int, int], Part]):
+    def __init__(self, folder: Path, parts: Mapping[Place, Part]):
         self._folder, self._parts = folder, parts
         self._damaged: dict[str, list[str]] = {}
         self.has_unlisted = False
@@ -132,15 +134,15 @@ class PartsRead:
                 start += part.num_bytes
         return cls(folder, parts)
 
-    def __contains__(self, place: tuple[str, int, int]) -> bool:
+    def __contains__(self, place: Place) -> bool:
         """True where a stretch of a file is a part of it, with a checksum of its own."""
         return place in self._parts
 
-    def places(self) -> Sequence[tuple[str, int, int]]:
+    def places(self) -> Sequence[Place]:
         """File, first byte and number of bytes of every part, in the order of `files.json`."""
         return list(self._parts)
 
-    def compare(self, place: tuple[str, int, int], checksum: str) -> None:
+    def compare(self, place: Place, checksum: str) -> None:
         """Compares the checksum of bytes that were read.
 
         Args:

@@ -11,7 +11,7 @@ job divide the comparison among them. XXH3 (Collet, xxHash 0.8) with 128 bits re
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -269,6 +269,7 @@ def find_damage(
     num_shares: int = 1,
     in_parts: bool | None = None,
     most_threads: int = MOST_THREADS,
+    left_out: Container[tuple[str, int, int]] = (),
 ) -> list[str]:
     """Files, and tensors in them, that are not what was written: a line each; none where there is no `files.json`.
 
@@ -280,6 +281,7 @@ def find_damage(
         num_shares: Number of shares.
         in_parts: True: only the files that are kept in parts; False: only the others, which are small; None: all.
         most_threads: Threads that read and compare; the cores are shared with the other ranks.
+        left_out: Parts that are compared elsewhere: file, first byte, number of bytes. The same for every share.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
@@ -296,7 +298,7 @@ def find_damage(
             problems.append(f"{folder / name}: is missing")
         elif present[name] != entry.num_bytes:
             problems.append(f"{folder / name}: damaged: {present[name]} bytes, expected {entry.num_bytes}")
-        elif pieces := list(_pieces(entry)):
+        elif pieces := [piece for piece in _pieces(entry) if (name, piece.start, piece.part.num_bytes) not in left_out]:
             work.append((folder / name, pieces))
     total = sum(piece.part.num_bytes for _, pieces in work for piece in pieces) or 1
     mine: list[tuple[Path, list[_Piece]]] = []

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from nemo_rl_moe.checked_reading import HashingReader, PartsRead
+from nemo_rl_moe.checked_reading import HashingReader, PartsRead, Place
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
@@ -67,7 +67,7 @@ class DataOnlyReader(FileSystemReader):
     def __init__(self, folder: str | Path, index: Metadata, parts: PartsRead | None):
         super().__init__(folder)
         self._index, self._parts = index, parts
-        self._being_read: tuple[tuple[str, int, int], HashingReader] | None = None
+        self._being_read: tuple[Place, HashingReader] | None = None
 
     def read_metadata(self) -> Metadata:
         """The index."""
