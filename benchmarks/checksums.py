@@ -275,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             forms = SavedForms(trainer, Path(name))
             result = measure(forms, options.rounds)
         if options.starts:
+            shutil.copy(folder / "config.json", forms.model)
             took = [seconds_to_first_step(forms.model, Path(name, f"start_{k}")) for k in range(options.starts)]
             start, added = statistics.median(took), result["exported_model"]["load_cold"]["added_seconds"]
             result["start"] = {"seconds": round(start, 2), "share": round(added / start, 4)}
