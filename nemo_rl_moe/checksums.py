@@ -31,8 +31,8 @@ ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {fol
 """Hint for a file that was edited on purpose."""
 _BUFFER_BYTES = 2**20
 """Of a reading thread: the checksum finds in the core's cache what was just read."""
-MOST_THREADS = 4
-"""Of a comparison."""
+_MOST_THREADS = 4
+"""Of a comparison; the cores are shared with the other ranks."""
 _RUN_BYTES = 2**25
 """One thread compares about so much of a file; another one the next."""
 _MOST_NAMED = 3
@@ -268,7 +268,6 @@ def find_damage(
     share: int = 0,
     num_shares: int = 1,
     in_parts: bool | None = None,
-    most_threads: int = MOST_THREADS,
     left_out: Container[tuple[str, int, int]] = (),
 ) -> list[str]:
     """Files, and tensors in them, that are not what was written: a line each; none where there is no `files.json`.
@@ -280,7 +279,6 @@ def find_damage(
         share: The share of the bytes to compare, from 0; each rank of a job takes its own.
         num_shares: Number of shares.
         in_parts: True: only the files that are kept in parts; False: only the others, which are small; None: all.
-        most_threads: Threads that read and compare; the cores are shared with the other ranks.
         left_out: Parts that are compared elsewhere: file, first byte, number of bytes. The same for every share.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
@@ -309,7 +307,7 @@ def find_damage(
         runs = groupby(own, lambda piece: piece.start // _RUN_BYTES)
         mine += [(path, list(run)) for _, run in runs]
     # Reading from the disk and the checksum both happen outside of Python's lock.
-    with ThreadPoolExecutor(max(1, min(most_threads, (os.cpu_count() or 1) // num_shares))) as threads:
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_shares))) as threads:
         found = zip((path for path, _ in mine), threads.map(lambda item: _compared(*item), mine), strict=True)
         for path, of_runs in groupby(found, lambda item: item[0]):
             if problem := _problem(path, [outcome for _, outcome in of_runs]):
