@@ -34,6 +34,7 @@ from small_model import REPOSITORY, confine, not_negative, positive, write_model
 
 from nemo_rl_moe import checksums
 from nemo_rl_moe.atomic_writes import put_in_place
+from nemo_rl_moe.checked_reading import PartsRead
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model import agreement
@@ -73,6 +74,7 @@ def without_checksums() -> Iterator[None]:
     with (
         mock.patch.object(checksums, "xxh3_128", NoHash),
         mock.patch.object(agreement, "find_damage", return_value=[]),
+        mock.patch.object(PartsRead, "of_folder", return_value=None),
     ):
         yield
 
@@ -273,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             forms = SavedForms(trainer, Path(name))
             result = measure(forms, options.rounds)
         if options.starts:
+            shutil.copy(folder / "config.json", forms.model)
             took = [seconds_to_first_step(forms.model, Path(name, f"start_{k}")) for k in range(options.starts)]
             start, added = statistics.median(took), result["exported_model"]["load_cold"]["added_seconds"]
             result["start"] = {"seconds": round(start, 2), "share": round(added / start, 4)}

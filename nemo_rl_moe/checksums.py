@@ -11,7 +11,7 @@ job divide the comparison among them. XXH3 (Collet, xxHash 0.8) with 128 bits re
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
@@ -31,8 +31,8 @@ ACCEPTING = "if you have changed it on purpose: nemo-rl-moe verify --accept {fol
 """Hint for a file that was edited on purpose."""
 _BUFFER_BYTES = 2**20
 """Of a reading thread: the checksum finds in the core's cache what was just read."""
-MOST_THREADS = 4
-"""Of a comparison."""
+_MOST_THREADS = 4
+"""Of a comparison; the cores are shared with the other ranks."""
 _RUN_BYTES = 2**25
 """One thread compares about so much of a file; another one the next."""
 _MOST_NAMED = 3
@@ -268,7 +268,7 @@ def find_damage(
     share: int = 0,
     num_shares: int = 1,
     in_parts: bool | None = None,
-    most_threads: int = MOST_THREADS,
+    left_out: Container[tuple[str, int, int]] = (),
 ) -> list[str]:
     """Files, and tensors in them, that are not what was written: a line each; none where there is no `files.json`.
 
@@ -279,7 +279,7 @@ def find_damage(
         share: The share of the bytes to compare, from 0; each rank of a job takes its own.
         num_shares: Number of shares.
         in_parts: True: only the files that are kept in parts; False: only the others, which are small; None: all.
-        most_threads: Threads that read and compare; the cores are shared with the other ranks.
+        left_out: Parts that are compared elsewhere: file, first byte, number of bytes. The same for every share.
     """
     if not (folder / INVENTORY_FILE_NAME).is_file():
         return []
@@ -296,7 +296,7 @@ def find_damage(
             problems.append(f"{folder / name}: is missing")
         elif present[name] != entry.num_bytes:
             problems.append(f"{folder / name}: damaged: {present[name]} bytes, expected {entry.num_bytes}")
-        elif pieces := list(_pieces(entry)):
+        elif pieces := [piece for piece in _pieces(entry) if (name, piece.start, piece.part.num_bytes) not in left_out]:
             work.append((folder / name, pieces))
     total = sum(piece.part.num_bytes for _, pieces in work for piece in pieces) or 1
     mine: list[tuple[Path, list[_Piece]]] = []
@@ -307,7 +307,7 @@ def find_damage(
         runs = groupby(own, lambda piece: piece.start // _RUN_BYTES)
         mine += [(path, list(run)) for _, run in runs]
     # Reading from the disk and the checksum both happen outside of Python's lock.
-    with ThreadPoolExecutor(max(1, min(most_threads, (os.cpu_count() or 1) // num_shares))) as threads:
+    with ThreadPoolExecutor(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // num_shares))) as threads:
         found = zip((path for path, _ in mine), threads.map(lambda item: _compared(*item), mine), strict=True)
         for path, of_runs in groupby(found, lambda item: item[0]):
             if problem := _problem(path, [outcome for _, outcome in of_runs]):
@@ -353,9 +353,17 @@ def _problem(path: Path, outcomes: Sequence[list[str] | OSError]) -> str | None:
         if isinstance(outcome, OSError):
             return f"{path}: cannot be read: {outcome.strerror}"
         damaged += outcome
-    if not damaged:
-        return None
-    names = list(dict.fromkeys(filter(None, damaged)))
+    return damage_line(path, damaged) if damaged else None
+
+
+def damage_line(path: Path, parts: Iterable[str]) -> str:
+    """A line about a file, parts of which are not what was written.
+
+    Args:
+        path: The file.
+        parts: Their names; an empty one is the whole file.
+    """
+    names = list(dict.fromkeys(filter(None, parts)))
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     where = f" in {', '.join(names[:_MOST_NAMED])}{more}" if names else ""
     return f"{path}: damaged{where}: not the bytes that were written, by the checksum in {INVENTORY_FILE_NAME}"

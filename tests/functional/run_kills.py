@@ -20,6 +20,8 @@ WORKER_TITLE = "ray::WorkerProcess"
 DRIVER_OPTION = "--run-id"
 TEMPLATE_MODULE = "data.template_process"
 SERVERS = ("gcs_server", "raylet")
+LOOPBACK = {"127.0.0.1", "::1"}
+"""Addresses that nobody outside of the machine reaches."""
 POLL_S = 0.05
 END_POLL_S = 0.2
 
@@ -85,6 +87,18 @@ class Run:
 
     def _below_nodes(self) -> list[psutil.Process]:
         return sft_runs.running(self._nodes.children(recursive=True)) if self._nodes is not None else []
+
+    def listening(self) -> set[tuple[str, str]]:
+        """Addresses on which its processes listen now, each with the process's name."""
+        names = {}
+        for process in self.family():
+            with suppress(psutil.NoSuchProcess):
+                names[process.pid] = process.name()
+        return {
+            (connection.laddr.ip.removeprefix("::ffff:"), names[connection.pid])
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.pid in names
+        }
 
     def find(self, role: str) -> list[psutil.Process]:
         """The processes of a role: supervisor, guardian, driver, template, worker, engine, gcs_server, raylet."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import ray
 
@@ -117,16 +116,11 @@ def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> 
 @pytest.mark.slow
 def test_asked_to_stop_by_a_batch_system(training_run: run_kills.Run, tmp_path: Path) -> None:
     training_run.wait_for_text("step 2/", START_LIMIT_S)
-    family = {process.pid: process.name() for process in training_run.family()}
-    own = [path for pid in family if (path := ray_folder(pid)).exists()]
+    own = [path for process in training_run.family() if (path := ray_folder(process.pid)).exists()]
     assert [stat.S_IMODE(path.stat().st_mode) for path in own] == [0o700]
-    listening = [
-        (connection.laddr.ip.removeprefix("::ffff:"), family[connection.pid])
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN and connection.pid in family
-    ]
+    listening = training_run.listening()
     assert {name for _, name in listening} >= {"raylet", "gcs_server"}
-    assert {address for address, _ in listening} <= {"127.0.0.1", "::1"}, listening
+    assert {address for address, _ in listening} <= run_kills.LOOPBACK, listening
     for process in training_run.family():  # all of them are signalled, Ray and the workers too
         process.send_signal(signal.SIGTERM)
     assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors

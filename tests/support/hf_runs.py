@@ -70,6 +70,42 @@ def load_from_each(policy: PolicyConfig, folders: Sequence[Sequence[str]]) -> li
     return outcomes
 
 
+def load_with_each_damaged(policy: PolicyConfig, places: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Loads a folder with one byte changed, and once as it is, after each of which it is as it was.
+
+    Args:
+        policy: The layout.
+        places: For each outcome a file and the place of the byte in it; a place before the file's first: no change.
+
+    Returns:
+        The errors' text; "loaded" where there is none.
+    """
+    outcomes = {}
+    with parallel_job(policy) as rank:
+        model = build_model(policy, {})
+        for name, (path, place) in places.items():
+            _flip(Path(path), place, rank)
+            try:
+                load_weights(*model, Path(path).parent)
+                outcomes[name] = "loaded"
+            except ConfigurationError as error:
+                outcomes[name] = str(error)
+            _flip(Path(path), place, rank)
+    return outcomes
+
+
+def _flip(path: Path, place: int, rank: int) -> None:
+    """Changes a byte, on the first rank, before any rank goes on."""
+    dist.barrier()
+    if rank == 0 and place >= 0:
+        with path.open("r+b") as file:
+            file.seek(place)
+            (old,) = file.read(1)
+            file.seek(place)
+            file.write(bytes([old ^ 1]))
+    dist.barrier()
+
+
 def spoil_while_loading(policy: PolicyConfig, folder: str) -> str:
     """Loads a folder that the last rank cannot read to its end; returns the error's text."""
 
@@ -108,8 +144,8 @@ def load_and_save(
     readers: list[SliceReader] = []
 
     class KeptReader(SliceReader):
-        def __init__(self, *arguments: Any):
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any):
+            super().__init__(*arguments, **options)
             readers.append(self)
 
     options = dict(options)

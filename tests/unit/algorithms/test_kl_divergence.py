@@ -113,6 +113,23 @@ def test_the_loss_has_the_gradient_of_the_divergence_where_asked_for(kind: str, 
     assert torch.allclose(as_it_is, exact, rtol=1e-3) is (kind == "k2" and before is None)
 
 
+def test_a_penalty_in_the_reward_is_not_in_the_loss_too() -> None:
+    config = config_of(reference_policy_kl_penalty=0.3, use_kl_in_reward=True)
+    logprobs = LOGITS.log_softmax(0).view(1, 4).requires_grad_()
+    inputs = inputs_of(
+        logprobs,
+        torch.ones(1, 4, dtype=torch.bool),
+        advantages=torch.zeros(1, dtype=torch.float64),
+        prev_logprobs=logprobs.detach(),
+        generation_logprobs=logprobs.detach(),
+        reference_logprobs=REFERENCE.view(1, 4),
+    )
+    output = PolicyGradientLoss(config, on_policy=True)(inputs)
+    assert output.loss.item() == 0.0
+    assert not gradient_of(output.loss, logprobs).any()
+    assert "kl_penalty" not in output.metrics
+
+
 def test_the_value_on_policy_is_the_estimate() -> None:
     for kind in ("k1", "k2", "k3"):
         config = config_of(reference_policy_kl_type=kind, reference_policy_kl_gradient="divergence")

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of the `checkpointing` section: each is broken and told in one line, with the nearest right value."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -135,3 +136,24 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_starts(
     with pytest.raises(ConfigurationError) as error:  # of the data, which is not there
         load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={tmp_path}/a/b"])
     assert not [line for line in error.value.problems if line.startswith(C)]
+
+
+@pytest.fixture
+def unwritable(tmp_path: Path) -> Iterator[Path]:
+    """A folder that this process may look into and not write to. Root may write anywhere: it asks as somebody else."""
+    folder = tmp_path / "others"
+    folder.mkdir(mode=0o555)
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.setreuid(65534, -1)  # whom os.access asks for; files are opened as before
+    yield folder
+    if is_root:
+        os.setreuid(0, -1)
+
+
+def test_folders_that_may_not_be_written_to_are_told_before_anything_starts(unwritable: Path) -> None:
+    name = unwritable / "a" / "b"
+    with pytest.raises(ConfigurationError) as error:
+        load_config("sft_tiny_moe.yaml", [f"{C}.checkpoint_dir={name}", f"logger.log_dir={name}"])
+    why = f"got {name}, and {unwritable} may not be written to; expected a folder that you may write to"
+    assert {f"{C}.checkpoint_dir: {why}", f"logger.log_dir: {why}"} <= set(error.value.problems)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
+from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data import length_limit, sources
 from nemo_rl_moe.data.chat import tokenize_example
 from nemo_rl_moe.data.length_limit import LengthLimit
 from nemo_rl_moe.data.preferences import load_preferences
+from nemo_rl_moe.data.prompts import load_prompts
 from nemo_rl_moe.data.records import BadLine, parse_record
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.errors import DataError
@@ -86,6 +88,14 @@ def test_pairs_and_their_long_responses(demo_tokenizer, write_jsonl, encoded_cha
     record = {"prompt": "1+1=", "chosen": "2" * MEGABYTE, "rejected": "3"}
     (pair,) = load_preferences(write_jsonl(record), "train", demo_tokenizer, 64)
     assert (len(pair.chosen), pair.chosen.truncated, len(pair.rejected)) == (64, True, 6)
+    assert max(encoded_characters) < 1000
+
+
+def test_a_prompt_that_is_far_too_long_is_left_out_unread(demo_tokenizer, write_jsonl, encoded_characters):
+    path = write_jsonl({"prompt": "1" * MEGABYTE, "answer": "2"}, {"prompt": "1+1=", "answer": "2"})
+    config = load_grpo_config("grpo_tiny_moe.yaml", [f"data.train.path={path}", "env.name=math"], check_paths=False)
+    dataset = load_prompts(config.data.train, config.data, demo_tokenizer, 64, config.env)
+    assert [prompt.text for prompt in dataset] == ["1+1="]
     assert max(encoded_characters) < 1000
 
 

@@ -8,6 +8,7 @@ The formats are those that the families' model cards and technical reports publi
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerBase
@@ -32,19 +33,34 @@ MESSAGES = [
 ]
 
 
+def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose text is cut into a list of parts, in its middle."""
+    text = message["content"]
+    if text is None:
+        return message
+    middle = len(text) // 2
+    return {**message, "content": [{"type": "text", "text": piece} for piece in (text[:middle], text[middle:])]}
+
+
+FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"text": lambda message: message, "parts": in_parts}
+"""Contents of messages as texts, and as lists of parts, of which no family's template need know."""
+
+
 def tokenizer_of(family: ToolFormat) -> PreTrainedTokenizerBase:
     """A byte-level tokenizer in which the family's special tokens are one token each."""
     return make_byte_tokenizer(family.template, more_special=family.special_tokens, eos_token=family.end_token)
 
 
 @pytest.fixture
-def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[PreTrainedTokenizerBase], str]:
-    """What `nemo-rl-moe data` prints of the conversation."""
+def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[PreTrainedTokenizerBase, str], str]:
+    """What `nemo-rl-moe data` prints of the conversation in a form."""
 
-    def show(tokenizer: PreTrainedTokenizerBase) -> str:
+    def show(tokenizer: PreTrainedTokenizerBase, form: str) -> str:
         tokenizer.save_pretrained(tmp_path / "tokenizer")
         path = tmp_path / "train.jsonl"
-        path.write_text(json.dumps({"messages": MESSAGES, "tools": [TOOL]}) + "\n")
+        path.write_text(
+            json.dumps({"messages": [FORMS[form](message) for message in MESSAGES], "tools": [TOOL]}) + "\n"
+        )
         words = [
             *("data", "--config", "sft_tiny_moe.yaml", f"policy.model_name={MODEL}", "policy.init=random"),
             *(f"policy.tokenizer.name={tmp_path / 'tokenizer'}", "policy.max_total_sequence_length=4000"),
@@ -58,11 +74,12 @@ def shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[PreTr
     return show
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_is_trained_on_is_what_the_assistant_wrote(name: str, shown: Callable[..., str]) -> None:
+def test_what_is_trained_on_is_what_the_assistant_wrote(name: str, form: str, shown: Callable[..., str]) -> None:
     family = FAMILIES[name]
     tokenizer = tokenizer_of(family)
-    text = shown(tokenizer)
+    text = shown(tokenizer, form)
     trained = [piece.partition("]]")[0] for piece in text.split("[[")[1:]]
     assert trained == list(family.trained)
     # The rest, and nothing else, is context: definitions, questions, results, headers.

@@ -18,6 +18,7 @@ from nemo_rl_moe.distributed.node_tools import (
     find_families,
     folder_of_this_process,
     is_running,
+    ray_folder,
     read_tail,
     remove_folders_of,
     threads_per_worker,
@@ -122,6 +123,11 @@ def test_folders_of_processes_that_run_no_more_are_removed(monkeypatch: pytest.M
     for folder in (left, other):
         folder.mkdir()
     remove_folders_of([])
+    assert sorted(tmp_path.iterdir()) == sorted([own, other])
+    of_ray = ray_folder(ended.pid)
+    (of_ray / "ray" / "session").mkdir(parents=True)
+    remove_folders_of([ended.pid])
+    assert not of_ray.exists()
     assert sorted(tmp_path.iterdir()) == sorted([own, other])
     remove_folders_of([os.getpid()])
     assert list(tmp_path.iterdir()) == [other], "one that was killed, and that the system still names"

@@ -100,6 +100,31 @@ def test_wandb_offline_says_nothing_and_reads_back(tmp_path: Path, capfd: pytest
     assert b"track_moe_metrics" in content
 
 
+KILLED_BESIDE_WANDB = """
+import os, signal, sys
+from pathlib import Path
+from nemo_rl_moe.loggers.wandb import WandbLogger
+logger = WandbLogger(Path(sys.argv[1]), "p", None, "id-z")
+logger.log_step(0, {"train/loss": 1.0})
+if sys.argv[2] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+logger.close()
+"""
+
+
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_wandb_leaves_nothing_in_the_temporary_directory(end: str, tmp_path: Path) -> None:
+    """A process of its own: W&B makes its folders where it is imported."""
+    temporary, run = tmp_path / "temporary", tmp_path / "run"
+    temporary.mkdir()
+    run.mkdir()
+    command = [sys.executable, "-c", KILLED_BESIDE_WANDB, str(run), end]
+    environment = os.environ | {"TMPDIR": str(temporary), "WANDB_MODE": "offline"}
+    subprocess.run(command, env=environment, cwd=Path(__file__).parents[3], capture_output=True, check=end == "closed")
+    assert list((run / "wandb").glob("offline-run-*")), "it has logged"
+    assert sorted(path.name for path in temporary.iterdir()) == []
+
+
 def test_wandb_reader_joins_records_over_blocks_and_passes_over_a_cut_end(tmp_path: Path) -> None:
     logger = WandbLogger(tmp_path, "p", None, "id-z")
     keys = [f"train/moe/expert_load_layer_{layer}" for layer in range(300)]

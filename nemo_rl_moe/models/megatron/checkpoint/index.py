@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 from unittest.mock import patch
 
 import torch
@@ -25,7 +25,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint import metadata as descriptions
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
 
+from nemo_rl_moe.checked_reading import HashingReader, PartsRead, Place
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
@@ -58,15 +61,44 @@ class DataOnlyReader(FileSystemReader):
     Args:
         folder: The checkpoint.
         index: As `check_folder` read it; it is not read again.
+        parts: Gets what was read of damaged tensors; None: nothing is compared.
     """
 
-    def __init__(self, folder: str | Path, index: Metadata):
+    def __init__(self, folder: str | Path, index: Metadata, parts: PartsRead | None):
         super().__init__(folder)
-        self._index = index
+        self._index, self._parts = index, parts
+        self._being_read: tuple[Place, HashingReader] | None = None
 
     def read_metadata(self) -> Metadata:
         """The index."""
         return self._index
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads the tensors of a plan one after the other, and compares each."""
+        try:
+            return super().read_data(plan, planner)
+        finally:
+            self._compare()
+
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        self._compare()
+        place = (sinfo.relative_path, sinfo.offset, sinfo.length)
+        if self._parts is None or place not in self._parts:
+            if self._parts is not None:
+                self._parts.has_unlisted = True
+            return super()._slice_file(file, sinfo)
+        reader = HashingReader(file, sinfo.offset, sinfo.length)
+        self._being_read = place, reader
+        return cast(IO[bytes], reader)
+
+    def _compare(self) -> None:
+        """Compares the tensor that was read last, all of it, also where its reading has failed."""
+        if self._being_read is None:
+            return
+        assert self._parts is not None  # or there would be no reader
+        (place, reader), self._being_read = self._being_read, None
+        with reader:
+            self._parts.compare(place, reader.checksum())
 
 
 def check_folder(folder: Path) -> CheckedFolder:
@@ -96,10 +128,10 @@ def check_folder(folder: Path) -> CheckedFolder:
 
 
 @contextmanager
-def data_only(index: Metadata) -> Iterator[None]:
-    """Context in which Megatron-Core reads the checkpoint of this index."""
+def data_only(index: Metadata, parts: PartsRead | None) -> Iterator[None]:
+    """Context in which Megatron-Core reads the checkpoint of this index, whose damaged tensors `parts` gets."""
     with patch.object(
-        torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder, index)
+        torch_strategies, "_get_filesystem_reader", lambda folder, *_, **__: DataOnlyReader(folder, index, parts)
     ):
         yield
 

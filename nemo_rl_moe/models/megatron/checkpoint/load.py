@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from nemo_rl_moe.checked_reading import PartsRead
 from nemo_rl_moe.errors import CheckpointError, DamagedCheckpointError
 from nemo_rl_moe.models.megatron.checkpoint.contents import (
     COUNTERS_KEY,
@@ -82,11 +83,11 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
 
 
 def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str, Any]:
-    search = DamageSearch(directory, in_parts=True, most_threads=1)
+    parts = PartsRead.of_folder(directory)
     loaded: dict[str, Any] = {}
     problem: CheckpointError | None = None
     try:
-        with data_only(index):
+        with data_only(index, parts):
             loaded = dist_checkpointing.load(wanted, str(directory))
     except CheckpointError as error:
         problem = error
@@ -96,11 +97,28 @@ def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str,
             raise
         problem = CheckpointError(f"{directory}: cannot be loaded: {_reason(error)}")
         problem.__cause__ = error
-    if damage := search.of_all_ranks():
+    if damage := _damage_of_all_ranks(directory, parts, has_failed=problem is not None):
         raise DamagedCheckpointError(damage)
     if problem is not None:
         raise problem
     return loaded
+
+
+def _damage_of_all_ranks(directory: Path, parts: PartsRead | None, *, has_failed: bool) -> list[str]:
+    """Files that are not what was written, a line each, the same on every rank; none where all that was read is.
+
+    Tensors were compared while they were read. Those that no rank has read, an optimizer's where the weights alone are
+    wanted, do no harm. Everything is compared where something is wrong, to name all of it, and where a rank has read
+    what `files.json` does not list as it was read.
+    """
+    mine = parts.problems() if parts is not None else []
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (mine, has_failed or (parts is not None and parts.has_unlisted)))
+    if not any(problems or is_unclear for problems, is_unclear in found):
+        return []
+    while_reading = [problem for problems, _ in found for problem in problems]
+    # What was damaged on its way alone, and is whole now, was used nonetheless.
+    return DamageSearch(directory, in_parts=True).of_all_ranks() or list(dict.fromkeys(while_reading))
 
 
 def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
@@ -129,7 +147,7 @@ def _index_of_all_ranks(directory: Path, *, with_optimizer: bool) -> Metadata:
             f"{directory}: rank {strangers[0]} finds another checkpoint than rank 0; all ranks must share the folder"
         )
     assert index is not None  # no rank has a problem
-    # The index is used at once; the tensors are compared while they are read.
+    # The index is used at once; tensors are compared while they are read.
     if damage := DamageSearch(directory, in_parts=False).of_all_ranks():
         raise DamagedCheckpointError(damage)
     return index

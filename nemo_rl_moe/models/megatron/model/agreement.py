@@ -5,7 +5,7 @@
 import hashlib
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nemo_rl_moe.checksums import MOST_THREADS, find_damage
+from nemo_rl_moe.checksums import find_damage
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hf_files import holds_megatron_weights
 from nemo_rl_moe.models.safetensors_folder import one_line
@@ -86,12 +86,12 @@ class DamageSearch:
     Args:
         folder: The folder. Each rank compares its share of the bytes.
         in_parts: As of `find_damage`.
-        most_threads: As of `find_damage`. One keeps up with a rank that reads, and leaves it the other cores.
+        left_out: As of `find_damage`; the same on every rank.
     """
 
-    def __init__(self, folder: Path, *, in_parts: bool | None = None, most_threads: int = MOST_THREADS):
+    def __init__(self, folder: Path, *, in_parts: bool | None = None, left_out: Container[tuple[str, int, int]] = ()):
         self._found: list[str] = []
-        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts, most_threads), daemon=True)
+        self._thread = threading.Thread(target=self._compare, args=(folder, in_parts, left_out), daemon=True)
         self._share, self._num_shares = dist.get_rank(), dist.get_world_size()
         self._thread.start()
 
@@ -102,10 +102,10 @@ class DamageSearch:
         dist.all_gather_object(found, self._found)
         return list(dict.fromkeys(problem for problems in found for problem in problems))
 
-    def _compare(self, folder: Path, in_parts: bool | None, most_threads: int) -> None:
+    def _compare(self, folder: Path, in_parts: bool | None, left_out: Container[tuple[str, int, int]]) -> None:
         try:
             self._found = find_damage(
-                folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts, most_threads=most_threads
+                folder, share=self._share, num_shares=self._num_shares, in_parts=in_parts, left_out=left_out
             )
         except Exception as error:  # what was not compared is not whole
             self._found = [f"{folder}: cannot be compared with its checksums: {one_line(error)}"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nemo_rl_moe.checksums import read_inventory
+from nemo_rl_moe.checksums import Part, checksum_of, read_inventory, write_inventory
 from tests.support.checkpoint_run import (
     problem_of_a_rank_s_folder,
     problems_of_saving,
@@ -155,4 +155,33 @@ def test_a_damaged_checkpoint_leaves_no_trace_in_the_one_that_is_taken_instead(
     for problems, steps in found:
         assert problems
         assert all(": damaged in optimizer.state.exp_avg" in problem for problem in problems)
+        assert steps == expected[0][1]
+
+
+def test_what_is_listed_otherwise_than_it_is_read_is_compared_too(tmp_path: Path) -> None:
+    """A list whose parts are other stretches than the tensors: two tensors in each."""
+    settings = RunSettings(tiny_policy(2))
+    damaged, weights = tmp_path / "damaged", tmp_path / "weights"
+    for folder, with_optimizer in ((damaged, True), (weights, False)):
+        folder.mkdir()
+        assert run_ranks(save_once, 2, settings, str(folder), with_optimizer) == [None, None]
+    pairs: dict[str, list[Part]] = {}
+    for name, entry in read_inventory(damaged).items():
+        content = (damaged / name).read_bytes()
+        start = 0
+        for index in range(0, len(entry.parts), 2):
+            end = start + sum(part.num_bytes for part in entry.parts[index : index + 2])
+            pair = Part(entry.parts[index].name, end - start, checksum_of(content[start:end]))
+            pairs.setdefault(name, []).append(pair)
+            start = end
+    write_inventory(damaged, pairs)
+    expected = run_ranks(train_from_weights, 2, settings, str(weights), None)
+    name, parts = next(iter(pairs.items()))
+    with (damaged / name).open("r+b") as file:
+        file.seek(parts[0].num_bytes // 2)
+        (old,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([old ^ 1]))
+    for problems, steps in run_ranks(train_from_weights, 2, settings, str(weights), str(damaged)):
+        assert [problem.partition(": ")[2].partition(":")[0] for problem in problems] == [f"damaged in {parts[0].name}"]
         assert steps == expected[0][1]

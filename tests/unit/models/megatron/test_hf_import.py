@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl_moe.checksums import HEADER, read_inventory
 from tests.support.family_reference import assert_same_tensors, tensors_in
 from tests.support.gloo_ranks import run_ranks
 from tests.support.hf_folders import DAMAGED, UNFIT, stacked, tiny_tensors, write_folder
@@ -17,6 +18,7 @@ from tests.support.hf_runs import (
     last_rows_of_vocabulary,
     load_and_save,
     load_from_each,
+    load_with_each_damaged,
     spoil_while_loading,
 )
 from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
@@ -42,6 +44,34 @@ def test_what_does_not_fit_is_told_by_all_ranks_and_changes_nothing(tmp_path: Pa
         assert "rank" not in error
         for word in words:
             assert word in error
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"pp": 2})]
+)
+def test_damage_of_any_part_is_told_by_name_in_every_layout(
+    world_size: int, sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """Tensors that a rank reads whole are compared while it does so, the others before."""
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    write_folder(tiny_tensors(tiny_hf_config()), source)
+    run_ranks(load_and_save, 1, tiny_policy(1), {}, str(source), str(folder), {})
+    places, files = {"": (str(folder / "files.json"), -1)}, {}
+    for file, entry in read_inventory(folder).items():
+        start = 0
+        for part in entry.parts:
+            if part.name != HEADER:  # which the safetensors library reads before, and refuses
+                places[part.name], files[part.name] = (str(folder / file), start + part.num_bytes // 2), file
+            start += part.num_bytes
+    outcomes = run_ranks(load_with_each_damaged, world_size, tiny_policy(world_size, **layout(**sizes)), places)
+    assert len(files) > 20
+    for outcome in outcomes:
+        assert outcome.pop("") == "loaded"
+        for name, error in outcome.items():
+            assert error.startswith(f"policy.model_name: {folder / files[name]}: damaged in {name}: not the bytes "), (
+                error
+            )
+            assert error.count("\n") == 0
 
 
 def test_rank_that_cannot_reach_the_folder_or_finds_another_is_named(tmp_path: Path) -> None:

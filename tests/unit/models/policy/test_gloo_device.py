@@ -5,6 +5,7 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed import distributed_c10d
@@ -54,3 +55,22 @@ def test_torch_makes_groups_as_before_afterwards() -> None:
         assert issubclass(distributed_c10d.ProcessGroupGloo, original)
         assert distributed_c10d.ProcessGroupGloo is not original
     assert distributed_c10d.ProcessGroupGloo is original
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost"])
+def test_ranks_of_one_machine_do_not_ask_for_the_interface_of_its_name(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may reach that one; where the name stands for the loopback interface, no socket would show it."""
+
+    def default() -> None:
+        raise AssertionError("torch's choice")
+
+    monkeypatch.setattr(distributed_c10d.ProcessGroupGloo, "create_default_device", default)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", address)
+    with shared_gloo_device():
+        pass
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+    with pytest.raises(AssertionError, match="torch's choice"), shared_gloo_device():
+        pass
