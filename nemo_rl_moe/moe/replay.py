@@ -58,11 +58,13 @@ class TapeRoutes(NamedTuple):
         planes: Its experts, `in_planes`.
         in_range: Rows that name experts that there are.
         usable: Rows that name each of them once; what else a row holds is never replayed.
+        num_usable: Experts of the usable rows, 0 of the others.
     """
 
     planes: Int[Tensor, "topk *layers tokens"]
     in_range: Bool[Tensor, "*layers tokens"]
     usable: Bool[Tensor, "*layers tokens"]
+    num_usable: Int[Tensor, "*layers tokens"]
 
     @classmethod
     def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "TapeRoutes":
@@ -78,11 +80,12 @@ class TapeRoutes(NamedTuple):
         # things.
         counter = torch.uint8 if len(planes) <= 16 else torch.int32
         num_pairs = (planes[:, None] == planes).sum((0, 1), dtype=counter)
-        return cls(planes, in_range, in_range & (num_pairs == len(planes)))
+        usable = in_range & (num_pairs == len(planes))
+        return cls(planes, in_range, usable, usable * len(planes))
 
     def of_layer(self, place: int) -> "TapeRoutes":
         """Rows of one layer of several."""
-        return TapeRoutes(self.planes[:, place], self.in_range[place], self.usable[place])
+        return TapeRoutes(self.planes[:, place], self.in_range[place], self.usable[place], self.num_usable[place])
 
 
 def replayed(live: Int[Tensor, "tokens topk"], routes: TapeRoutes) -> Int[Tensor, "tokens topk"]:
@@ -94,8 +97,10 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: TapeRoutes) -> Int[Tensor
         live: The router's own choice.
         routes: Rows of the tape for this layer.
     """
-    takes = routes.usable & (num_in_common(routes.planes, live.T) != live.shape[1])
-    return torch.where(takes[:, None], routes.planes.T, live)
+    # A router never names an expert twice, so that each pair of equal numbers is an expert of both.
+    common = (routes.planes[:, None] == live.T).sum((0, 1))
+    keeps = common >= routes.num_usable
+    return torch.where(keeps[:, None], live, routes.planes.T)
 
 
 class RoutedTokens(NamedTuple):
@@ -157,6 +162,8 @@ class RouterTap:
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)
         else:
             values, live = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)  # type: ignore[arg-type]
+        # Choices within groups, and those of another occupant, need not be the highest scores.
+        highest = (values.detach(), live) if self._inner is None and not group_topk else None
         taken, self.counted = live, None
         if self.routes is not None:
             shape = tuple(reversed(self.routes.planes.shape))
@@ -166,8 +173,6 @@ class RouterTap:
             values = scores.gather(1, taken)
             self.counted = taken if self._counts_replayed else live
         if self.shows:
-            # Choices within groups, and those of another occupant, need not be the highest scores.
-            highest = live if self._inner is None and not group_topk else None
             margin = margins(scores.detach(), topk, highest) if self.shows_margin else None
             self.seen.append(RoutedTokens(live, taken, margin))
         return values, taken
@@ -179,18 +184,21 @@ class RouterTap:
 
 
 def margins(
-    scores: Float[Tensor, "tokens experts"], topk: int, chosen: Int[Tensor, "tokens topk"] | None = None
+    scores: Float[Tensor, "tokens experts"],
+    topk: int,
+    highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
 ) -> Float[Tensor, " tokens"]:
     """Score of the last expert chosen less that of the first one left out; infinite where none is left out.
 
     Args:
         scores: Of all experts.
         topk: Experts of a token.
-        chosen: Those with the highest scores, where they are known.
+        highest: The highest scores and their experts, where they are known.
     """
     scores = scores.float()
-    if chosen is not None:  # cheaper than to look for the best ones again
-        return scores.gather(1, chosen).amin(1) - scores.scatter(1, chosen, -torch.inf).amax(1)
+    if highest is not None:  # cheaper than to look for them again
+        values, experts = highest
+        return values.float().amin(1) - scores.scatter(1, experts, -torch.inf).amax(1)
     if topk >= scores.shape[-1]:
         return torch.full(scores.shape[:1], torch.inf, device=scores.device)
     best = scores.topk(topk + 1, dim=-1).values

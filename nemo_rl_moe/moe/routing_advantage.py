@@ -46,8 +46,9 @@ def add_sequence_assignments(
         counts[:, layer].index_add_(0, rows, routed.to(counts.dtype))
         return
     _, num_layers, num_experts = counts.shape
-    places = ((rows * num_layers + layer) * num_experts)[:, None] + routed
-    counts.view(-1).scatter_add_(0, places.reshape(-1), counts.new_ones(()).expand(places.numel()))
+    of_layer = counts.view(-1)[layer * num_experts :]
+    places = (rows * (num_layers * num_experts))[:, None] + routed
+    of_layer.scatter_add_(0, places.reshape(-1), counts.new_ones(()).expand(places.numel()))
 
 
 def permutation_moments(

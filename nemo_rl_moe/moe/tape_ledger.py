@@ -32,7 +32,7 @@ def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row,
         routes: The tape's rows.
         fed: Tokens that were fed to the model that made the tape.
     """
-    planes, in_range, usable = routes
+    planes, in_range, usable, _ = routes
     unknown = (planes == UNKNOWN).all(0)
     zero = (planes == 0).all(0) & ~usable
     return {
@@ -71,7 +71,7 @@ class TapeLedger:
         self._experts = torch.zeros(2 * num_layers * num_experts + 1, **counted)  # type: ignore[call-overload]
         self.tape_experts, self.live_experts = self._experts[:-1].view(2, num_layers, num_experts)
         self._margins = torch.zeros(num_layers * (len(MARGIN_EDGES) + 1) * 2 + 1, **counted)  # type: ignore[call-overload]
-        self.margins = self._margins[:-1].view(num_layers, -1, 2)
+        self.margins = self._margins[:-1].view(num_layers, len(MARGIN_EDGES) + 1, 2)
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
         self._edges = torch.tensor(MARGIN_EDGES, device=device)
         self._one = torch.ones((), **counted)  # type: ignore[call-overload]
@@ -237,24 +237,24 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
         layers: Global indices of the MoE layers.
         per_layer: Add the agreement of each layer.
     """
-    rows = totals.rows.double()
-    sums = rows.sum(0)
-    expected, usable = float(sums[Row.EXPECTED]), float(sums[Row.USABLE])
+    rows = totals.rows.double().tolist()
+    sums = [sum(of_kind) for of_kind in zip(*rows, strict=True)]
+    expected, usable = sums[Row.EXPECTED], sums[Row.USABLE]
     if not expected:
         return {}
     kinds = (Row.USABLE, Row.MISSING, Row.ZERO, Row.DUPLICATED, Row.OUT_OF_RANGE)
     metrics = {"routing/rows_expected": expected}
-    metrics |= {f"routing/rows_{kind.name.lower()}_share": float(sums[kind]) / expected for kind in kinds}
-    metrics["routing/rows_unexpected"] = float(sums[Row.UNEXPECTED])
+    metrics |= {f"routing/rows_{kind.name.lower()}_share": sums[kind] / expected for kind in kinds}
+    metrics["routing/rows_unexpected"] = sums[Row.UNEXPECTED]
     if not totals.tokens[0]:  # nothing was compared
         return metrics
     slots = float(totals.tape_experts.sum())
-    slot_agreement = float(sums[Row.LIVE_SLOTS]) / slots
+    slot_agreement = sums[Row.LIVE_SLOTS] / slots
     weights = totals.tape_experts.sum(1).double() / slots
     chance = float((slot_chance(totals).nan_to_num() * weights).sum())
     metrics |= {
-        "routing/agreement": float(sums[Row.TAKEN_SAME]) / usable,
-        "routing/live_agreement": float(sums[Row.LIVE_SAME]) / usable,
+        "routing/agreement": sums[Row.TAKEN_SAME] / usable,
+        "routing/live_agreement": sums[Row.LIVE_SAME] / usable,
         "routing/tokens_differing_share": totals.tokens_differing,
         "routing/slot_agreement": slot_agreement,
         "routing/slot_kappa": (slot_agreement - chance) / (1 - chance) if chance < 1 else 1.0,
@@ -265,10 +265,9 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
         class_of_median = int((of_classes[:, 1].cumsum(0) * 2 >= differing).nonzero()[0])
         metrics["routing/flip_margin_median"] = (*MARGIN_EDGES, inf)[class_of_median]
     if per_layer:
-        for position, layer in enumerate(layers):
-            of_layer = float(rows[position, Row.USABLE])
-            if of_layer:
-                metrics[f"routing/live_agreement_layer_{layer}"] = float(rows[position, Row.LIVE_SAME]) / of_layer
+        for layer, of_layer in zip(layers, rows, strict=True):
+            if of_layer[Row.USABLE]:
+                metrics[f"routing/live_agreement_layer_{layer}"] = of_layer[Row.LIVE_SAME] / of_layer[Row.USABLE]
     return metrics
 
 
@@ -288,11 +287,11 @@ def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnoma
         layers: Global indices of the MoE layers.
     """
     found = []
+    by_kind = totals.rows.T.tolist()
     for kind, words in _WRONG_ROWS.items():
-        counts = totals.rows[:, kind]
-        if wrong := int(counts.sum()):
-            numbers = [str(layers[position]) for position in counts.nonzero()[:, 0].tolist()]
+        if wrong := sum(by_kind[kind]):
+            numbers = [str(layer) for layer, count in zip(layers, by_kind[kind], strict=True) if count]
             where = "all layers" if len(numbers) == len(layers) else f"layers {', '.join(numbers)}"
-            share = f"{wrong:,} of {int(totals.rows[:, Row.EXPECTED].sum()):,} rows"
+            share = f"{wrong:,} of {sum(by_kind[Row.EXPECTED]):,} rows"
             found.append(TapeAnomaly("rows", f"{share} {words}, in {where}"))
     return found
