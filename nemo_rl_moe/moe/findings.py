@@ -59,7 +59,8 @@ class Thresholds:
         missing_routes_share: Share of the rows of a rollout's tape that are missing.
         missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
         sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
-            share is dead, or one that never had a token while all others of its layer have theirs, the overload factor is far above its own level, or what `RoutingSignal` knows.
+            share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
+            above its own level; or what `RoutingSignal` knows.
     """
 
     dead_expert_steps: int | None

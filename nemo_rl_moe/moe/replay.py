@@ -162,9 +162,7 @@ class RouterTap:
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)
         else:
             values, live = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)  # type: ignore[arg-type]
-        # Choices within groups, and those of another occupant, need not be the highest scores.
-        highest = (values.detach(), live) if self._inner is None and not group_topk else None
-        taken, self.counted = live, None
+        chosen, taken, self.counted = values, live, None
         if self.routes is not None:
             shape = tuple(reversed(self.routes.planes.shape))
             if shape != live.shape:
@@ -173,7 +171,11 @@ class RouterTap:
             values = scores.gather(1, taken)
             self.counted = taken if self._counts_replayed else live
         if self.shows:
-            margin = margins(scores.detach(), topk, highest) if self.shows_margin else None
+            margin = None
+            if self.shows_margin:
+                # Choices within groups, and those of another occupant, need not be the highest scores.
+                is_plain = self._inner is None and not group_topk
+                margin = margins(scores.detach(), topk, (chosen.detach(), live) if is_plain else None)
             self.seen.append(RoutedTokens(live, taken, margin))
         return values, taken
 

@@ -89,7 +89,7 @@ class TapeLedger:
         routes: TapeRoutes,
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
-    ) -> None:
+    ) -> Int[Tensor, "topk layers tokens"] | None:
         """Adds the forward pass of some layers over a microbatch.
 
         Args:
@@ -98,13 +98,17 @@ class TapeLedger:
             routes: The tape's rows of these layers, of the tokens in the routers' order.
             fed: Tokens that were fed to the model that made the tape.
             seen: Choices of the layers' routers; none: the rows are counted and compared with nothing.
+
+        Returns:
+            What the routers would choose, `in_planes`; None where nothing is seen.
         """
         if number not in self.tokens:
             self.tokens[number] = torch.zeros(len(fed), dtype=torch.uint8, device=fed.device)
         if not len(layers):
-            return
+            return None
         kinds: dict[Row, Tensor] = dict(classify_rows(routes, fed))
         usable, named = kinds[Row.USABLE], [routes.planes]
+        live = None
         if seen:
             live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
             kinds |= self._compare(number, layers, routes, live, usable, seen)
@@ -115,6 +119,7 @@ class TapeLedger:
         self._count(self._experts, places.where(usable, len(self._experts) - 1))
         counted = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds]).sum(-1)
         self.rows[:, : len(kinds)].index_add_(0, layers, counted.T)
+        return live
 
     def _compare(
         self,

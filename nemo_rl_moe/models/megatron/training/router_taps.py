@@ -31,7 +31,6 @@ from nemo_rl_moe.moe.replay import (
     RouterTap,
     TapeRoutes,
     experts_as_map,
-    in_planes,
 )
 from nemo_rl_moe.moe.routers import routers_of
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport
@@ -156,9 +155,8 @@ class RouterTaps:
                 # A router runs once in a forward pass.
                 seen = [tap.take()[0] for tap in self._taps[chunk].values()]
                 fed = fed_tokens(microbatch, cut)
-                ledger.add(number, layers, routes, fed, seen)
-                if ledger is self.ledger and seen:
-                    live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
+                live = ledger.add(number, layers, routes, fed, seen)
+                if ledger is self.ledger and live is not None:
                     rows = microbatch.input_ids.shape[0]
                     self.checks.add(routes, live, fed, rows, following_tokens(microbatch, cut))
                     if chunk not in self._probed:
