@@ -75,6 +75,7 @@ class TapeLedger:
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
         self._edges = torch.tensor(MARGIN_EDGES, device=device)
         self._one = torch.ones((), **counted)  # type: ignore[call-overload]
+        self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
         """Starts anew."""
@@ -106,16 +107,15 @@ class TapeLedger:
             self.tokens[number] = torch.zeros(len(fed), dtype=torch.uint8, device=fed.device)
         if not len(layers):
             return None
+        self._find_places(layers)
         kinds: dict[Row, Tensor] = dict(classify_rows(routes, fed))
         usable, named = kinds[Row.USABLE], [routes.planes]
         live = None
         if seen:
             live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
-            kinds |= self._compare(number, layers, routes, live, usable, seen)
+            kinds |= self._compare(number, routes, live, usable, seen)
             named.append(live)
-        # By the tape first, then by the routers.
-        offsets = torch.arange(len(named), device=fed.device)[:, None] * len(self.rows) + layers
-        places = torch.stack(named) + (offsets * self._num_experts)[:, None, :, None]
+        places = torch.stack(named) + self._places_of_experts[: len(named)]
         self._count(self._experts, places.where(usable, len(self._experts) - 1))
         counted = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds]).sum(-1)
         self.rows[:, : len(kinds)].index_add_(0, layers, counted.T)
@@ -124,7 +124,6 @@ class TapeLedger:
     def _compare(
         self,
         number: int,
-        layers: Int[Tensor, " layers"],
         routes: TapeRoutes,
         live: Int[Tensor, "topk layers tokens"],
         usable: Bool[Tensor, "layers tokens"],
@@ -142,10 +141,20 @@ class TapeLedger:
         self.tokens[number] |= of_layers.amax(0)
         if all(of_layer.margin is not None for of_layer in seen):
             margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None])
-            classes = torch.bucketize(margin, self._edges) + (layers * self.margins.shape[1])[:, None]
-            places = torch.stack([2 * classes, 2 * classes + 1])
+            places = (2 * torch.bucketize(margin, self._edges))[None] + self._places_of_margins
             self._count(self._margins, places.where(torch.stack([usable, differs]), len(self._margins) - 1))
         return {Row.TAKEN_SAME: taken_same, Row.LIVE_SAME: live_same, Row.LIVE_SLOTS: slots}
+
+    def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
+        """Finds where the counts of some layers lie; those of the layers asked for last are known."""
+        if layers is self._last_layers:
+            return
+        self._last_layers = layers
+        of_kinds = torch.arange(2, device=layers.device)[:, None]
+        # By the tape first, then by the routers.
+        self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
+        # All rows first, then those that differ.
+        self._places_of_margins = (2 * layers * self.margins.shape[1] + of_kinds)[..., None]
 
     def _count(self, counts: Int[Tensor, " places"], places: Int[Tensor, "..."]) -> None:
         counts.scatter_add_(0, places.view(-1), self._one.expand(places.numel()))
