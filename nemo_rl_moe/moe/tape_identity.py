@@ -72,7 +72,7 @@ class _OneHot:
     def __init__(self, sample: TapeSample, num_experts: int):
         self.tape, self.live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
         self.topk = sample.live.shape[-1]
-        self.has_live = self.live.any(-1)
+        self.has_live = np.asarray(self.live.any(-1))
         self.num_named = self.tape.sum(-1)
 
 
