@@ -261,8 +261,7 @@ def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> No
     # Readers of data sets skip names that begin with a dot.
     staging = path.with_name(f".{path.name}.incomplete")
     # A step has too few rows for a dictionary, and nobody asks for statistics: they take half of the time.
-    with pa.OSFile(str(staging), "wb") as file:  # by itself pyarrow would look for the path's file system
-        pq.write_table(content, file, compression=compression, use_dictionary=False, write_statistics=False)
+    pq.write_table(content, staging, compression=compression, use_dictionary=False, write_statistics=False)
     staging.replace(path)
 
 
