@@ -20,7 +20,7 @@ import torch
 from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.loggers.alerts import AlertWatch
 from nemo_rl_moe.moe.load_arrays import overload_of_steps
-from nemo_rl_moe.moe.replay import RoutedTokens
+from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, in_planes
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeLedger
 from nemo_rl_moe.moe.tape_ranks import rows_by_rank
@@ -45,7 +45,7 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
         add(number, layers, routes, fed, seen)
         live = np.stack([of_layer.live.numpy() for of_layer in seen], 1).astype(np.int16)
         margin = np.stack([of_layer.margin.numpy() for of_layer in seen], 1).astype(np.float16)
-        parts.append((routes.numpy(), live, margin, fed.numpy()))
+        parts.append((routes.planes.permute(2, 1, 0).numpy(), live, margin, fed.numpy()))
 
     def training(shards: Sequence[Any], loss_function: Any) -> Any:
         parts.clear()
@@ -183,14 +183,17 @@ class HealthySteps:
             RoutedTokens(live[:, layer].long(), live[:, layer].long(), margin[:, layer].float())
             for layer in range(len(self._layers))
         ]
-        ledger.add(0, torch.arange(len(self._layers)), tape, _in_router_order(_fed(drawn)), seen)
+        routes = TapeRoutes.of(tape, self._num_experts)
+        ledger.add(0, torch.arange(len(self._layers)), routes, _in_router_order(_fed(drawn)), seen)
         return ledger
 
     def _repeated(self, drawn: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        rows = RepeatedRows(self._num_experts, CPU)
+        rows = RepeatedRows(CPU)
         tape, live = (_in_router_order(drawn[name]) for name in ("tape", "live"))
-        places = torch.arange(len(tape)) - len(drawn["lengths"])
-        rows.add(tape, live.long(), _in_router_order(_fed(drawn)), places.clamp(min=-1))
+        distance = len(drawn["lengths"])
+        follows = torch.arange(len(tape)) >= distance
+        routes = TapeRoutes.of(tape, self._num_experts)
+        rows.add(routes, in_planes(live), _in_router_order(_fed(drawn)), distance, follows)
         return rows.counts
 
 

@@ -69,7 +69,6 @@ class Fault:
         plant: Puts it into a worker.
         settings: Overrides of a run that it can strike.
         vllm: It strikes the weights of an engine that keeps a copy.
-        patience: Steps in a row that its finding waits for where there are no healthy ones to compare with.
         spoil: What it does to routes, where it is a fault of the tape alone: files can have it too.
         in_own_engine: The same of an engine without a copy of the weights: it generates by others than those that
             train. None: `plant` does it.
@@ -80,7 +79,6 @@ class Fault:
     plant: Callable[[Site], None]
     settings: tuple[str, ...] = SHARED_RUN
     vllm: bool = False
-    patience: int = 3
     spoil: Spoil | None = None
     in_own_engine: Callable[[Site], None] | None = None
 
@@ -418,8 +416,8 @@ FAULTS: dict[str, Fault] = {
     "padding": _of_tape("padding carries routes", "sglang#36404", _of_each(_behind_the_end)),
     "dropped_rank": Fault("rows dropped in one rank", "AReno#524", _dropped_in_one_rank),
     "router_bf16": Fault("the engine's router in bfloat16", "", _router_in_bfloat16),
-    "dead_expert": Fault("a dead expert", "", _dead_expert, settings=(), patience=10),
-    "hot_rank": Fault("all tokens to one rank", "", _hot_rank, settings=WITH_EXPERT_PARALLELISM, patience=10),
+    "dead_expert": Fault("a dead expert", "", _dead_expert, settings=()),
+    "hot_rank": Fault("all tokens to one rank", "", _hot_rank, settings=WITH_EXPERT_PARALLELISM),
     "frozen_bias": Fault("an expert bias that stands still", "", _frozen_bias, settings=WITH_BIAS),
     "stale_experts": Fault(
         "stale experts after a refit",

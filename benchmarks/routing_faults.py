@@ -140,8 +140,7 @@ def score_files(options: argparse.Namespace) -> int:
                 scores += _planted_into(tape, options, folder)
                 for fault in (fault for fault in options.faults if fault in OF_RUNS):
                     for onset in options.onsets:
-                        struck = _struck_steps(fault, onset)
-                        written = _tape_of(scene, fault, onset, onset + struck - 1, FAULTS[fault].settings)
+                        written = _tape_of(scene, fault, onset, onset + STRUCK_STEPS - 1, FAULTS[fault].settings)
                         found = score_of_tape(written, onset)
                         scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
                         tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
@@ -328,10 +327,10 @@ def alarms_in(printed: str, code: int, num_steps: int) -> tuple[tuple[int, str],
 
 def score_of(scene: Scene, fault: str, onset: int) -> Score:
     """A run with a fault from some step on."""
-    planted, struck = FAULTS[fault], _struck_steps(fault, onset)
+    planted = FAULTS[fault]
     config = "grpo_tiny_moe_vllm.yaml" if planted.vllm else "grpo_tiny_moe.yaml"
     try:
-        ran = scene.run(fault, onset, onset + struck - 1, planted.settings, config=config)
+        ran = scene.run(fault, onset, onset + STRUCK_STEPS - 1, planted.settings, config=config)
     except RunFailedError as error:
         return Score(fault, onset, None, f"{FAILED}: {error}", 0, ())
     early = tuple(text for step, text in ran.alarms if step < onset)
@@ -339,11 +338,6 @@ def score_of(scene: Scene, fault: str, onset: int) -> Score:
     first = min((step for step, _ in late), default=None)
     told = "; ".join(text for step, text in late if step == first)
     return Score(fault, onset, None if first is None else first - onset + 1, told, min(onset - 1, ran.num_steps), early)
-
-
-def _struck_steps(fault: str, onset: int) -> int:
-    patience = FAULTS[fault].patience
-    return patience + 1 if onset == 1 and patience > STRUCK_STEPS else STRUCK_STEPS
 
 
 @dataclass(frozen=True)

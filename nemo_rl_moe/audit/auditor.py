@@ -19,7 +19,7 @@ from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import RoutedTokens
+from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, in_planes
 from nemo_rl_moe.moe.tape_identity import TapeSample, layer_overlap
 from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport, row_anomalies
 from nemo_rl_moe.moe.tape_ranks import SLOTS, rows_by_rank
@@ -93,7 +93,7 @@ class _StepAudit:
         # Of sequences that training has, and of others, which would pass for such that it routes otherwise.
         self._ledger, self._alone = TapeLedger(*shape, device), TapeLedger(*shape, device)
         self._repeated = TapeLedger(*shape, device)
-        self._repeats = RepeatedRows(description.num_experts, device)
+        self._repeats = RepeatedRows(device)
         self._by_slot, self._alone_by_slot = (rows_by_rank(self._ledger.rows, 0) for _ in range(2))
         self._loads = {name: np.zeros(shape, dtype=np.int64) for name in ("rollout_experts", "training_experts")}
         self._values: dict[str, list[Float[np.ndarray, " tokens"]]] = {name: [] for name in _OF_TOKENS}
@@ -232,7 +232,7 @@ class _StepAudit:
                     RoutedTokens(experts, experts, None if margin is None else margin[:, layer])
                     for layer, experts in enumerate(torch.from_numpy(live[chosen].copy()).unbind(1))
                 ]
-            ledger.add(self._num_passes, self._layers, torch.from_numpy(routes), of_tokens, seen)
+            ledger.add(self._num_passes, self._layers, self._rows(routes), of_tokens, seen)
             self._num_passes += 1
 
     def _count_repeats(
@@ -248,13 +248,16 @@ class _StepAudit:
         follows[starts] = False
         for first in range(0, len(tape), _TOKENS_AT_A_TIME):
             chosen = slice(first, first + _TOKENS_AT_A_TIME)
-            places = torch.arange(len(tape[chosen])) - 1
             self._repeats.add(
-                torch.from_numpy(tape[chosen].copy()),
-                torch.from_numpy(live[chosen].copy()),
+                self._rows(tape[chosen].copy()),
+                in_planes(torch.from_numpy(live[chosen].copy())),
                 torch.from_numpy(fed[chosen] & known[chosen]),
-                places.where(torch.from_numpy(follows[chosen]), -1),
+                1,
+                torch.from_numpy(follows[chosen]),
             )
+
+    def _rows(self, routes: Int[np.ndarray, "tokens layers topk"]) -> TapeRoutes:
+        return TapeRoutes.of(torch.from_numpy(routes), self._description.num_experts)
 
     def _sample(self, rows: TapeRows, tape: np.ndarray, live: np.ndarray) -> None:
         ends = rows.lengths.cumsum()

@@ -29,7 +29,7 @@ from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_balance_tracking import ForwardWatcher, watch_model
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, in_order, margins
+from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_order, margins
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies, foreign_tape
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport, agreement_metrics, row_anomalies
@@ -148,13 +148,14 @@ class RouterReplayAudit:
         layers = sorted(seen)
         positions = torch.tensor([self._position[layer] for layer in layers], dtype=torch.long, device=fed.device)
         if not layers:
-            self._ledger.add(number, positions, fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), fed, [])
+            nothing = TapeRoutes.of(fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), self._num_experts)
+            self._ledger.add(number, positions, nothing, fed, [])
             return
         targets = torch.stack([seen[layer].target.to(fed.device) for layer in layers], 1)
         # A target stands for tokens too that no engine has fed; what it holds there says nothing.
         targets = targets.masked_fill(~fed[:, None, None], UNKNOWN)
         routed = [seen[layer].routed for layer in layers]
-        self._ledger.add(number, positions, targets, fed, routed)
+        self._ledger.add(number, positions, TapeRoutes.of(targets, self._num_experts), fed, routed)
         live = torch.stack([of_layer.live for of_layer in routed], 1)
         self._sample(number, layers, torch.stack([targets, live]), fed, num_sequences)
 

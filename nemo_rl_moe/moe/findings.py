@@ -22,6 +22,7 @@ from nemo_rl_moe.moe.load_arrays import (
     excess_coefficient_of_variation,
     highest_coefficient_of_variation_by_chance,
     null_variance,
+    utilization,
 )
 from nemo_rl_moe.moe.load_shift import LEAST_SHARE, SuddenlyIdle
 from nemo_rl_moe.moe.routing_signal import RoutingKind, RoutingSignal
@@ -58,7 +59,8 @@ class Thresholds:
         missing_routes_share: Share of the rows of a rollout's tape that are missing.
         missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
         sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
-            share is dead, the overload factor is far above its own level, or what `RoutingSignal` knows.
+            share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
+            above its own level; or what `RoutingSignal` knows.
     """
 
     dead_expert_steps: int | None
@@ -263,7 +265,10 @@ class FindingTracker:
             return
         self._idle.observe(step, counts)
         self._suddenly_idle.observe(counts)
-        sudden = self._suddenly_idle.for_steps(self._thresholds.sudden_steps)
+        soon = self._thresholds.sudden_steps
+        sudden = self._suddenly_idle.for_steps(soon)
+        if soon is not None:
+            sudden |= self._idle.outliers() & self._idle.longer_than(soon)
         chosen = self._idle.longer_than(limit) | (sudden & self._idle.longer_than(1, LEAST_SHARE))
         for row in np.flatnonzero(chosen.any(1)).tolist():
             since = int(self._idle.since[row][chosen[row]].min())
@@ -316,6 +321,7 @@ class _IdleExperts:
         self.since = np.zeros(shape, dtype=np.int64)
         self._steps = np.zeros(shape, dtype=np.int64)
         self._expected = np.zeros(shape)
+        self._total = np.zeros(shape, dtype=np.int64)
 
     def observe(self, step: int, counts: Int[np.ndarray, "layers experts"]) -> None:
         """Counts the next step; a layer without any load neither extends nor ends a streak."""
@@ -324,6 +330,7 @@ class _IdleExperts:
         self.since = np.where(is_dead & (self._steps == 0), step, self.since)
         self._steps = np.where(has_load, 0, self._steps + is_dead)
         self._expected = np.where(has_load, 0.0, self._expected + fair_share)
+        self._total += counts
 
     def longer_than(self, num_steps: int, share: float = 1.0) -> Bool[np.ndarray, "layers experts"]:
         """Experts that have been dead for at least so many steps, and for longer than chance explains.
@@ -337,3 +344,14 @@ class _IdleExperts:
         beyond_chance = share * self._expected > math.log(max(self.shape[1], 1) / CHANCE)
         chosen: Bool[np.ndarray, "layers experts"] = (self._steps >= max(num_steps, 1)) & beyond_chance
         return chosen
+
+    def outliers(self) -> Bool[np.ndarray, "layers experts"]:
+        """Experts that have never had a token, in layers where each of the others has had half of a fair share or more.
+
+        Popularity that differs from expert to expert is no excuse then: the least popular of the others tells how far
+        it goes.
+        """
+        has_load = self._total > 0
+        lowest = np.where(has_load, utilization(self._total), np.inf).min(1, keepdims=True)
+        found: Bool[np.ndarray, "layers experts"] = ~has_load & np.isfinite(lowest) & (lowest >= LEAST_SHARE)
+        return found

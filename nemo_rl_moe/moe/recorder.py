@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recording of routed experts: counts on the device without a host synchronisation, and their sum over ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,6 +74,8 @@ class ExpertLoadRecorder:
         self._shape = (num_moe_layers, num_experts)
         self._device = device
         self._microbatch: int | None = None
+        self._indices: list[tuple[int, Tensor, Tensor | None]] = []
+        self._offsets: dict[tuple[int, ...], Tensor] = {}
         self.counts: Int[Tensor, "microbatches moe_layers experts"] = torch.zeros(0, *self._shape, dtype=torch.long)
         self.events: list[StepEvent] = []
         self.expert_load: ExpertLoad | None = None
@@ -93,8 +95,10 @@ class ExpertLoadRecorder:
         self._microbatch = microbatch
         try:
             yield
+            self._add_indices(self.counts[microbatch], self._indices)
         finally:
             self._microbatch = None
+            self._indices = []
 
     @property
     def is_recording(self) -> bool:
@@ -112,16 +116,38 @@ class ExpertLoadRecorder:
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
         padding: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Adds one router call; does nothing outside `training_forward`.
+        """Adds one router call; does nothing outside `training_forward`. Indices are counted at its end.
 
         Args:
             layer_position: Row of the layer.
             routed: A map of the assignments, or the indices of the routed experts.
             padding: True on tokens that do not count; None: all count.
         """
-        if self._microbatch is not None:
+        if self._microbatch is None:
+            return
+        if routed.dtype == torch.bool:
             valid = None if padding is None else ~padding
             add_assignments(self.counts[self._microbatch, layer_position], routed, valid)
+        else:
+            self._indices.append((layer_position, routed, padding))
+
+    def _add_indices(
+        self, counts: Int[Tensor, "moe_layers experts"], calls: Sequence[tuple[int, Tensor, Tensor | None]]
+    ) -> None:
+        """Adds router calls, at once those that saw the same tokens: on small models each operation takes its time."""
+        alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
+        for call in calls:
+            _, routed, padding = call
+            alike.setdefault((routed.shape, padding if padding is None else padding.data_ptr()), []).append(call)
+        for group in alike.values():
+            positions, padding = tuple(position for position, _, _ in group), group[0][2]
+            if positions not in self._offsets:
+                offsets = torch.tensor(positions, device=counts.device) * counts.shape[1]
+                self._offsets[positions] = offsets[:, None, None]
+            places = torch.stack([routed for _, routed, _ in group]) + self._offsets[positions]
+            if padding is not None:
+                padding = padding[:, None].expand_as(places[0]).expand_as(places).reshape(-1)
+            add_assignments(counts.view(-1), places.view(-1, 1), None if padding is None else ~padding)
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:

@@ -37,32 +37,70 @@ def in_order(routes: Int[Tensor, "... topk"]) -> Int[Tensor, "... topk"]:
     return routes.sort(-1).values
 
 
-def usable_rows(ranked: Int[Tensor, "... topk"], num_experts: int) -> Bool[Tensor, "..."]:
-    """Rows that name experts that there are, each once; what else a row holds is never replayed.
+def in_planes(routes: Int[Tensor, "tokens *layers topk"]) -> Int[Tensor, "topk *layers tokens"]:
+    """Routes in 64 bits with the tokens innermost: what is compared at once then lies side by side."""
+    planes = routes.permute(*reversed(range(routes.ndim)))
+    return planes.to(torch.long, memory_format=torch.contiguous_format).contiguous()
 
-    Args:
-        ranked: Rows `in_order`.
-        num_experts: Experts of a layer.
+
+def num_in_common(
+    some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
+) -> Int[Tensor, "*layers tokens"]:
+    """Experts of each of some rows that another row names too; all of them where usable rows are the same set."""
+    in_others = (some[:, None] == others).view(torch.uint8).amax(1)
+    return in_others.sum(0, dtype=torch.uint8)
+
+
+class TapeRoutes(NamedTuple):
+    """Rows of a tape, ready to be replayed and compared.
+
+    Attributes:
+        planes: Its experts, `in_planes`.
+        in_range: Rows that name experts that there are.
+        usable: Rows that name each of them once; what else a row holds is never replayed.
+        num_usable: Experts of the usable rows, 0 of the others.
     """
-    in_range = (ranked[..., 0] >= 0) & (ranked[..., -1] < num_experts)
-    return in_range & (ranked[..., 1:] != ranked[..., :-1]).all(-1)
+
+    planes: Int[Tensor, "topk *layers tokens"]
+    in_range: Bool[Tensor, "*layers tokens"]
+    usable: Bool[Tensor, "*layers tokens"]
+    num_usable: Int[Tensor, "*layers tokens"]
+
+    @classmethod
+    def of(cls, routes: Int[Tensor, "tokens *layers topk"], num_experts: int) -> "TapeRoutes":
+        """Routes of one layer or several, `UNKNOWN` where there are none.
+
+        Args:
+            routes: As the tape has them.
+            num_experts: Experts of a layer.
+        """
+        planes = in_planes(routes)
+        in_range = (planes.clamp(0, num_experts - 1) == planes).all(0)
+        # Every expert equals itself; of up to 16 in a row the pairs are counted in 8 bits without a number meaning two
+        # things.
+        counter = torch.uint8 if len(planes) <= 16 else torch.int32
+        num_pairs = (planes[:, None] == planes).sum((0, 1), dtype=counter)
+        usable = in_range & (num_pairs == len(planes))
+        return cls(planes, in_range, usable, usable * len(planes))
+
+    def of_layer(self, place: int) -> "TapeRoutes":
+        """Rows of one layer of several."""
+        return TapeRoutes(self.planes[:, place], self.in_range[place], self.usable[place], self.num_usable[place])
 
 
-def replayed(
-    live: Int[Tensor, "tokens topk"], routes: Int[Tensor, "tokens topk"], num_experts: int
-) -> Int[Tensor, "tokens topk"]:
+def replayed(live: Int[Tensor, "tokens topk"], routes: TapeRoutes) -> Int[Tensor, "tokens topk"]:
     """The experts that a router takes: those of the tape where it has a usable row, its own otherwise.
 
     Where both are the same set the router's order stays, so that the replay of its own choice changes no bit.
 
     Args:
         live: The router's own choice.
-        routes: Rows of the tape, `UNKNOWN` where it has none.
-        num_experts: Experts of the layer.
+        routes: Rows of the tape for this layer.
     """
-    ranked = in_order(routes)
-    takes = usable_rows(ranked, num_experts) & (ranked != in_order(live)).any(-1)
-    return torch.where(takes[:, None], routes, live)
+    # A router never names an expert twice, so that each pair of equal numbers is an expert of both.
+    common = (routes.planes[:, None] == live.T).sum((0, 1))
+    keeps = common >= routes.num_usable
+    return torch.where(keeps[:, None], live, routes.planes.T)
 
 
 class RoutedTokens(NamedTuple):
@@ -91,7 +129,7 @@ class RouterTap:
         counts_replayed: Under replay, what counts as load is what the router took, not what it would choose.
 
     Attributes:
-        routes: Experts to take, `[tokens, topk]` in the order of the router's tokens; None: its own.
+        routes: Experts to take, of one layer, in the order of the router's tokens; None: its own.
         shows: Keep what is chosen in `seen`, pass after pass.
         shows_margin: The margin as well, for one more top-k.
         seen: What was shown and not taken yet.
@@ -101,7 +139,7 @@ class RouterTap:
 
     def __init__(self, inner: Choice | None = None, *, counts_replayed: bool = False):
         self._inner, self._counts_replayed = inner, counts_replayed
-        self.routes: Int[Tensor, "tokens topk"] | None = None
+        self.routes: TapeRoutes | None = None
         self.shows = self.shows_margin = False
         self.seen: list[RoutedTokens] = []
         self.counted: Int[Tensor, "tokens topk"] | None = None
@@ -124,16 +162,21 @@ class RouterTap:
             values, live = default_compute_topk(scores, topk, num_groups, group_topk)
         else:
             values, live = self._inner.get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)  # type: ignore[arg-type]
-        taken = live
+        chosen, taken, self.counted = values, live, None
         if self.routes is not None:
-            if self.routes.shape != live.shape:
-                raise ValueError(f"routes to replay: got {tuple(self.routes.shape)}, expected {tuple(live.shape)}")
-            taken = replayed(live, self.routes.to(live.dtype), scores.shape[-1])
+            shape = tuple(reversed(self.routes.planes.shape))
+            if shape != live.shape:
+                raise ValueError(f"routes to replay: got {shape}, expected {tuple(live.shape)}")
+            taken = replayed(live, self.routes)
             values = scores.gather(1, taken)
-        self.counted = None if self.routes is None else (taken if self._counts_replayed else live).detach()
+            self.counted = taken if self._counts_replayed else live
         if self.shows:
-            margin = margins(scores.detach(), topk) if self.shows_margin else None
-            self.seen.append(RoutedTokens(live.detach(), taken.detach(), margin))
+            margin = None
+            if self.shows_margin:
+                # Choices within groups, and those of another occupant, need not be the highest scores.
+                is_plain = self._inner is None and not group_topk
+                margin = margins(scores.detach(), topk, (chosen.detach(), live) if is_plain else None)
+            self.seen.append(RoutedTokens(live, taken, margin))
         return values, taken
 
     def take(self) -> list[RoutedTokens]:
@@ -142,11 +185,25 @@ class RouterTap:
         return seen
 
 
-def margins(scores: Float[Tensor, "tokens experts"], topk: int) -> Float[Tensor, " tokens"]:
-    """Score of the last expert chosen less that of the first one left out; infinite where none is left out."""
+def margins(
+    scores: Float[Tensor, "tokens experts"],
+    topk: int,
+    highest: tuple[Float[Tensor, "tokens topk"], Int[Tensor, "tokens topk"]] | None = None,
+) -> Float[Tensor, " tokens"]:
+    """Score of the last expert chosen less that of the first one left out; infinite where none is left out.
+
+    Args:
+        scores: Of all experts.
+        topk: Experts of a token.
+        highest: The highest scores and their experts, where they are known.
+    """
+    scores = scores.float()
+    if highest is not None:  # cheaper than to look for them again
+        values, experts = highest
+        return values.float().amin(1) - scores.scatter(1, experts, -torch.inf).amax(1)
     if topk >= scores.shape[-1]:
         return torch.full(scores.shape[:1], torch.inf, device=scores.device)
-    best = scores.float().topk(topk + 1, dim=-1).values
+    best = scores.topk(topk + 1, dim=-1).values
     return best[:, topk - 1] - best[:, topk]
 
 

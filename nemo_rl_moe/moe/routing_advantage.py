@@ -30,15 +30,15 @@ class AdvantageScores:
 
 def add_sequence_assignments(
     counts: Int[Tensor, "rows layers experts"],
-    layer: int,
-    routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
+    layer: int | Int[Tensor, "layers 1 1"],
+    routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"] | Int[Tensor, "layers tokens topk"],
     rows: Int[Tensor, " tokens"],
 ) -> None:
-    """Adds one router call to the counts, in place, without a host synchronisation.
+    """Adds one router call, or those of several layers, to the counts, in place, without a host synchronisation.
 
     Args:
         counts: Assignments of each row, a sequence, so far.
-        layer: Position of the router's layer.
+        layer: Position of the router's layer; positions of several, where these are given by indices.
         routed: A map of the assignments, or the indices of the experts that each token is routed to.
         rows: Row of each token.
     """
@@ -46,7 +46,7 @@ def add_sequence_assignments(
         counts[:, layer].index_add_(0, rows, routed.to(counts.dtype))
         return
     _, num_layers, num_experts = counts.shape
-    places = ((rows * num_layers + layer) * num_experts)[:, None] + routed
+    places = (rows * (num_layers * num_experts))[:, None] + routed + layer * num_experts
     counts.view(-1).scatter_add_(0, places.reshape(-1), counts.new_ones(()).expand(places.numel()))
 
 

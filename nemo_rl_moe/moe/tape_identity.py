@@ -66,17 +66,28 @@ def _one_hot(
     return hot * usable
 
 
+class _OneHot:
+    """A sample as one-hot rows, made once for all comparisons. Counts of single experts are exact in float32."""
+
+    def __init__(self, sample: TapeSample, num_experts: int):
+        self.tape, self.live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
+        self.topk = sample.live.shape[-1]
+        self.has_live = np.asarray(self.live.any(-1))
+        self.num_named = self.tape.sum(-1)
+
+
 def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
     """Share of the tape's experts in layer `i` that the routers of layer `j` would choose for the same token.
 
     NaN in rows of layers of which nothing is known.
     """
-    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
-    known = tape.any(-1, keepdims=True) & live.any(-1, keepdims=True)
-    tape, live = (hot.transpose(2, 0, 1, 3).reshape(hot.shape[2], -1) for hot in (tape * known, live))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        overlap: Float[np.ndarray, "layers layers"] = tape @ live.T / tape.sum(1, keepdims=True)
-    return overlap
+    return _layer_overlap(_OneHot(sample, num_experts))
+
+
+def _layer_overlap(hot: _OneHot) -> Float[np.ndarray, "layers layers"]:
+    tape, live = (of.transpose(2, 0, 1, 3) for of in (hot.tape, hot.live))
+    tape = (tape * hot.has_live.transpose(2, 0, 1)[..., None]).reshape(len(tape), -1)
+    return _share(tape @ live.reshape(len(live), -1).T, tape.sum(1, keepdims=True))
 
 
 def shift_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences shifts"]:
@@ -84,17 +95,28 @@ def shift_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "se
 
     A tape whose routes are one token late has those of the token before: the shift -1 wins.
     """
-    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
-    columns = [_paired(tape, np.roll(live, -shift, axis=1), _inside(tape.shape[1], shift)) for shift in SHIFTS]
+    return _shift_overlap(_OneHot(sample, num_experts))
+
+
+def _shift_overlap(hot: _OneHot) -> Float[np.ndarray, "sequences shifts"]:
+    length, columns = hot.tape.shape[1], []
+    for shift in SHIFTS:
+        # Places whose partner lies in the window too, and these partners.
+        here, there = slice(max(0, -shift), length - max(0, shift)), slice(max(0, shift), length - max(0, -shift))
+        matches = (hot.tape[:, here] * hot.live[:, there]).sum((1, 2, 3))
+        columns.append(_share(matches, (hot.num_named[:, here] * hot.has_live[:, there]).sum((1, 2))))
     return np.stack(columns, 1)
 
 
 def sequence_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences sequences"]:
     """Share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the same place."""
-    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
-    everywhere = np.ones(tape.shape[1], dtype=bool)
-    columns = [_paired(tape, np.broadcast_to(other, tape.shape), everywhere) for other in live]
-    return np.stack(columns, 1)
+    return _sequence_overlap(_OneHot(sample, num_experts))
+
+
+def _sequence_overlap(hot: _OneHot) -> Float[np.ndarray, "sequences sequences"]:
+    number = len(hot.tape)
+    matches = hot.tape.reshape(number, -1) @ hot.live.reshape(number, -1).T
+    return _share(matches, hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T)
 
 
 def ownership(
@@ -111,14 +133,16 @@ def ownership(
     Returns:
         The ownership, NaN where nothing can be compared, and the number of rows that it rests on.
     """
-    tape, live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
-    routed = np.asarray(live.any(-1))
-    known = np.asarray(tape.any(-1)) & routed
-    topk = sample.live.shape[-1]
+    return _ownership(_OneHot(sample, num_experts))
+
+
+def _ownership(hot: _OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
+    tape, live, topk = hot.tape, hot.live, hot.topk
+    known = (hot.num_named > 0) & hot.has_live
     values, rows = [], []
     for place in range(len(tape)):
         common = (live[place] * live).sum(-1)
-        differs = known[place] & routed & (common < topk)
+        differs = known[place] & hot.has_live & (common < topk)
         preferred = ((tape[place] * live[place]).sum(-1) - (tape[place] * live).sum(-1))[differs].sum()
         most = (topk - common)[differs].sum()
         values.append(preferred / most if most else np.nan)
@@ -126,23 +150,10 @@ def ownership(
     return np.array(values), np.array(rows)
 
 
-def _inside(length: int, shift: int) -> np.ndarray:
-    """Places whose partner lies in the window too."""
-    places = np.arange(length) + shift
-    inside: np.ndarray = (places >= 0) & (places < length)
-    return inside
-
-
-def _paired(
-    tape: Float[np.ndarray, "sequences tokens layers experts"],
-    live: Float[np.ndarray, "sequences tokens layers experts"],
-    places: np.ndarray,
-) -> Float[np.ndarray, " sequences"]:
-    known = tape.any(-1) & live.any(-1) & places[:, None]
-    matches = (tape * live).sum(-1) * known
+def _share(matches: Float[np.ndarray, "*shape"], known: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
     with np.errstate(invalid="ignore", divide="ignore"):
-        overlap: Float[np.ndarray, " sequences"] = matches.sum((1, 2)) / (tape.sum(-1) * known).sum((1, 2))
-    return overlap
+        share: Float[np.ndarray, "*shape"] = matches / known
+    return share
 
 
 def find_anomalies(
@@ -161,7 +172,8 @@ def find_anomalies(
     names = list(sequences) or [str(number) for number in range(len(sample.tape))]
     rows = (sample.tape >= 0).all(-1)
     found: list[TapeAnomaly] = []
-    by_layer = layer_overlap(sample, num_experts)
+    hot = _OneHot(sample, num_experts)
+    by_layer = _layer_overlap(hot)
     for place, other in _winners(by_layer, np.arange(len(layers)), rows.sum((0, 1))):
         text = f"layer {layers[place]} carries layer {layers[other]}'s routes"
         compared = _compared(by_layer[place], place, other)
@@ -169,7 +181,7 @@ def find_anomalies(
     if found:  # rows of other layers agree with nothing else either
         return found
     per_sequence = rows.sum((1, 2))
-    by_shift = shift_overlap(sample, num_experts)
+    by_shift = _shift_overlap(hot)
     shifted = dict(_winners(by_shift, np.full(len(names), SHIFTS.index(0)), per_sequence))
     for shift, word in ((-1, "late"), (1, "early")):
         late = [place for place, winner in shifted.items() if SHIFTS[winner] == shift]
@@ -177,7 +189,7 @@ def find_anomalies(
             of = "" if len(late) == len(names) else f" in sequence{'s' if len(late) > 1 else ''} {_named(late, names)}"
             compared = _compared(by_shift[late[0]], SHIFTS.index(0), SHIFTS.index(shift))
             found.append(TapeAnomaly("token", f"routes are one token {word}{of}: {compared}"))
-    by_sequence = sequence_overlap(sample, num_experts)
+    by_sequence = _sequence_overlap(hot)
     swapped = {
         place: other
         for place, other in _winners(by_sequence, np.arange(len(names)), per_sequence)
@@ -186,29 +198,27 @@ def find_anomalies(
     for place, other in swapped.items():
         text = f"sequence {names[place]} carries the routes of sequence {names[other]}"
         found.append(TapeAnomaly("sequence", f"{text}: {_compared(by_sequence[place], place, other)}"))
-    found += _strangers(sample, num_experts, names, named=shifted.keys() | swapped.keys())
+    found += _strangers(hot, names, named=shifted.keys() | swapped.keys())
     return found
 
 
-def _strangers(
-    sample: TapeSample, num_experts: int, names: Sequence[str], named: AbstractSet[int]
-) -> list[TapeAnomaly]:
+def _strangers(hot: _OneHot, names: Sequence[str], named: AbstractSet[int]) -> list[TapeAnomaly]:
     """Sequences, but those that are named already, whose routes belong to none that was sampled."""
-    values, rows = ownership(sample, num_experts)
+    values, rows = _ownership(hot)
     with np.errstate(invalid="ignore"):
         strange = np.flatnonzero(values < _OWN - _lead(rows))
     found = [place for place in strange.tolist() if place not in named]
     if not found:
         return []
-    own, others = (f"{number} of the experts" for number in _agreement_of(sample, num_experts, found))
+    own, others = (f"{number} of the experts" for number in _agreement_of(hot, found))
     whose = f"sequence{'s' if len(found) > 1 else ''} {_named(found, names)}"
     text = f"the routes of {whose} are not {'their' if len(found) > 1 else 'its'} own"
     return [TapeAnomaly("sequence", f"{text}: they agree in {own}, with those of other sequences in {others}")]
 
 
-def _agreement_of(sample: TapeSample, num_experts: int, places: Sequence[int]) -> tuple[str, str]:
+def _agreement_of(hot: _OneHot, places: Sequence[int]) -> tuple[str, str]:
     """Mean agreement of some sequences' tapes with their own live routes, and with those of all other sequences."""
-    overlap = sequence_overlap(sample, num_experts)[places]
+    overlap = _sequence_overlap(hot)[places]
     is_own = np.zeros(overlap.shape, dtype=bool)
     is_own[np.arange(len(places)), places] = True
     return f"{np.nanmean(overlap[is_own]):.3f}", f"{np.nanmean(overlap[~is_own]):.3f}"
@@ -236,14 +246,12 @@ def _winners(
     overlap: Float[np.ndarray, "rows partners"], right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
     """Rows that another partner than the right one wins, with this partner."""
-    found = []
-    for row, (shares, partner, count) in enumerate(zip(overlap, right, counts, strict=True)):
-        if not np.isfinite(shares[partner]):
-            continue
-        best = int(np.nanargmax(shares))
-        if best != partner and shares[best] - shares[partner] > _lead(count):
-            found.append((row, best))
-    return found
+    rows = np.arange(len(overlap))
+    # Where nothing is known no partner wins.
+    best = np.where(np.isnan(overlap), -1.0, overlap).argmax(1)
+    with np.errstate(invalid="ignore"):
+        wins = overlap[rows, best] - overlap[rows, right] > _lead(counts)
+    return [(row, int(best[row])) for row in np.flatnonzero(wins).tolist()]
 
 
 def _compared(shares: Float[np.ndarray, " partners"], right: int, best: int) -> str:

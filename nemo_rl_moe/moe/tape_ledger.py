@@ -13,11 +13,11 @@ from math import inf, nan
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int, Shaped
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, in_order, usable_rows
+from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_planes, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
 
@@ -25,21 +25,16 @@ _COMPARED, _DIFFERS = 1, 2
 _NARROW = MARGIN_EDGES.index(1e-2)
 
 
-def classify_rows(
-    ranked: Int[Tensor, "... topk"], fed: Bool[Tensor, "..."], num_experts: int
-) -> dict[Row, Bool[Tensor, "..."]]:
+def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row, Bool[Tensor, "*layers tokens"]]:
     """Kinds of a tape's rows, as masks.
 
     Args:
-        ranked: The tape's experts, in ascending order.
-        fed: Tokens that were fed to the model; broadcast over the rows.
-        num_experts: Experts of a layer.
+        routes: The tape's rows.
+        fed: Tokens that were fed to the model that made the tape.
     """
-    lowest, highest = ranked[..., 0], ranked[..., -1]
-    usable = usable_rows(ranked, num_experts)
-    in_range = (lowest >= 0) & (highest < num_experts)
-    unknown = (lowest == UNKNOWN) & (highest == UNKNOWN)
-    zero = (lowest == 0) & (highest == 0) & ~usable
+    planes, in_range, usable, _ = routes
+    unknown = (planes == UNKNOWN).all(0)
+    zero = (planes == 0).all(0) & ~usable
     return {
         Row.EXPECTED: fed.expand_as(usable),
         Row.USABLE: usable & fed,
@@ -72,15 +67,19 @@ class TapeLedger:
         self._num_experts = num_experts
         counted = {"dtype": torch.long, "device": device}
         self.rows: Int[Tensor, "layers kinds"] = torch.zeros(num_layers, len(Row), **counted)  # type: ignore[call-overload]
-        self.tape_experts = torch.zeros(num_layers, num_experts, **counted)  # type: ignore[call-overload]
-        self.live_experts = torch.zeros_like(self.tape_experts)
-        self.margins = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
+        # What is not to be counted goes to a last place of its own.
+        self._experts = torch.zeros(2 * num_layers * num_experts + 1, **counted)  # type: ignore[call-overload]
+        self.tape_experts, self.live_experts = self._experts[:-1].view(2, num_layers, num_experts)
+        self._margins = torch.zeros(num_layers * (len(MARGIN_EDGES) + 1) * 2 + 1, **counted)  # type: ignore[call-overload]
+        self.margins = self._margins[:-1].view(num_layers, len(MARGIN_EDGES) + 1, 2)
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
         self._edges = torch.tensor(MARGIN_EDGES, device=device)
+        self._one = torch.ones((), **counted)  # type: ignore[call-overload]
+        self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
         """Starts anew."""
-        for counts in (self.rows, self.tape_experts, self.live_experts, self.margins):
+        for counts in (self.rows, self._experts, self._margins):
             counts.zero_()
         self.tokens.clear()
 
@@ -88,65 +87,77 @@ class TapeLedger:
         self,
         number: int,
         layers: Int[Tensor, " layers"],
-        routes: Int[Tensor, "tokens layers topk"],
+        routes: TapeRoutes,
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
-    ) -> None:
+    ) -> Int[Tensor, "topk layers tokens"] | None:
         """Adds the forward pass of some layers over a microbatch.
 
         Args:
             number: Of the microbatch in the step, the same on all pipeline stages.
             layers: Positions of the MoE layers, of which a stage may have none.
-            routes: The tape's experts of these layers, of the tokens in the routers' order.
+            routes: The tape's rows of these layers, of the tokens in the routers' order.
             fed: Tokens that were fed to the model that made the tape.
             seen: Choices of the layers' routers; none: the rows are counted and compared with nothing.
+
+        Returns:
+            What the routers would choose, `in_planes`; None where nothing is seen.
         """
         if number not in self.tokens:
             self.tokens[number] = torch.zeros(len(fed), dtype=torch.uint8, device=fed.device)
         if not len(layers):
-            return
-        # Numbers of the same type are compared without a copy of the larger type.
-        ranked = in_order(routes.to(seen[0].live.dtype) if seen else routes)
-        kinds = classify_rows(ranked, fed[:, None], self._num_experts)
-        usable = kinds[Row.USABLE]
-        # Of rows that are not usable every number is taken for expert 0, and counts nothing.
-        ones = usable.long()[..., None].expand_as(ranked)
-        offsets = layers[:, None] * self._num_experts
-        named = ranked.where(usable[..., None], 0) + offsets
-        self.tape_experts.view(-1).scatter_add_(0, named.reshape(-1), ones.reshape(-1))
-        compared = self._compare(number, layers, ranked, usable, seen) if seen else {}
-        counted = torch.zeros(len(layers), len(Row), dtype=torch.long, device=fed.device)
-        for kind, rows in (kinds | compared).items():
-            counted[:, kind] = rows.sum(0)
-        self.rows.index_add_(0, layers, counted)
+            return None
+        self._find_places(layers)
+        kinds: dict[Row, Tensor] = dict(classify_rows(routes, fed))
+        usable, named = kinds[Row.USABLE], [routes.planes]
+        live = None
+        if seen:
+            live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
+            kinds |= self._compare(number, routes, live, usable, seen)
+            named.append(live)
+        places = torch.stack(named) + self._places_of_experts[: len(named)]
+        self._count(self._experts, places.where(usable, len(self._experts) - 1))
+        counted = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds]).sum(-1)
+        self.rows[:, : len(kinds)].index_add_(0, layers, counted.T)
+        return live
 
     def _compare(
         self,
         number: int,
-        layers: Int[Tensor, " layers"],
-        ranked: Int[Tensor, "tokens layers topk"],
-        usable: Bool[Tensor, "tokens layers"],
+        routes: TapeRoutes,
+        live: Int[Tensor, "topk layers tokens"],
+        usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
-    ) -> dict[Row, Shaped[Tensor, "tokens layers"]]:
-        """Rows and slots in which routers and tape agree, for each token; counts experts, margins and tokens."""
-        ranked_live = in_order(torch.stack([of_layer.live for of_layer in seen], 1))
-        live_same = taken_same = (ranked == ranked_live).all(-1) & usable
+    ) -> dict[Row, Tensor]:
+        """Rows, and slots of each row, in which routers and tape agree; counts margins and tokens."""
+        slots = num_in_common(routes.planes, live) * usable
+        live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
-            taken = in_order(torch.stack([of_layer.taken for of_layer in seen], 1))
-            taken_same = (ranked == taken).all(-1) & usable
-        differs = (usable & ~live_same).any(1)
-        self.tokens[number] |= usable.any(1) * _COMPARED + differs * _DIFFERS
-        slots = (ranked[..., :, None] == ranked_live[..., None, :]).any(-1) & usable[..., None]
-        chosen = ranked_live.where(usable[..., None], 0) + layers[:, None] * self._num_experts
-        ones = usable.long()[..., None].expand_as(ranked)
-        self.live_experts.view(-1).scatter_add_(0, chosen.reshape(-1), ones.reshape(-1))
+            taken = in_planes(torch.stack([of_layer.taken for of_layer in seen], 1))
+            taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
+        differs = usable & ~live_same
+        # The mark of the layer that tells most.
+        of_layers = usable.view(torch.uint8) * _COMPARED + differs.view(torch.uint8) * _DIFFERS
+        self.tokens[number] |= of_layers.amax(0)
         if all(of_layer.margin is not None for of_layer in seen):
-            margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None], 1)
-            place = 2 * (layers * self.margins.shape[1] + torch.bucketize(margin, self._edges))
-            margins = self.margins.view(-1)
-            margins.scatter_add_(0, place.reshape(-1), usable.long().reshape(-1))
-            margins.scatter_add_(0, (place + 1).reshape(-1), (usable & ~live_same).long().reshape(-1))
-        return {Row.TAKEN_SAME: taken_same, Row.LIVE_SAME: live_same, Row.LIVE_SLOTS: slots.sum(-1)}
+            margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None])
+            places = (2 * torch.bucketize(margin, self._edges))[None] + self._places_of_margins
+            self._count(self._margins, places.where(torch.stack([usable, differs]), len(self._margins) - 1))
+        return {Row.TAKEN_SAME: taken_same, Row.LIVE_SAME: live_same, Row.LIVE_SLOTS: slots}
+
+    def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
+        """Finds where the counts of some layers lie; those of the layers asked for last are known."""
+        if layers is self._last_layers:
+            return
+        self._last_layers = layers
+        of_kinds = torch.arange(2, device=layers.device)[:, None]
+        # By the tape first, then by the routers.
+        self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
+        # All rows first, then those that differ.
+        self._places_of_margins = (2 * layers * self.margins.shape[1] + of_kinds)[..., None]
+
+    def _count(self, counts: Int[Tensor, " places"], places: Int[Tensor, "..."]) -> None:
+        counts.scatter_add_(0, places.view(-1), self._one.expand(places.numel()))
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
         """The sums over all ranks, in one collective, before which stages of a pipeline share their tokens' marks.
@@ -240,24 +251,24 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
         layers: Global indices of the MoE layers.
         per_layer: Add the agreement of each layer.
     """
-    rows = totals.rows.double()
-    sums = rows.sum(0)
-    expected, usable = float(sums[Row.EXPECTED]), float(sums[Row.USABLE])
+    rows = totals.rows.double().tolist()
+    sums = [sum(of_kind) for of_kind in zip(*rows, strict=True)]
+    expected, usable = sums[Row.EXPECTED], sums[Row.USABLE]
     if not expected:
         return {}
     kinds = (Row.USABLE, Row.MISSING, Row.ZERO, Row.DUPLICATED, Row.OUT_OF_RANGE)
     metrics = {"routing/rows_expected": expected}
-    metrics |= {f"routing/rows_{kind.name.lower()}_share": float(sums[kind]) / expected for kind in kinds}
-    metrics["routing/rows_unexpected"] = float(sums[Row.UNEXPECTED])
+    metrics |= {f"routing/rows_{kind.name.lower()}_share": sums[kind] / expected for kind in kinds}
+    metrics["routing/rows_unexpected"] = sums[Row.UNEXPECTED]
     if not totals.tokens[0]:  # nothing was compared
         return metrics
     slots = float(totals.tape_experts.sum())
-    slot_agreement = float(sums[Row.LIVE_SLOTS]) / slots
+    slot_agreement = sums[Row.LIVE_SLOTS] / slots
     weights = totals.tape_experts.sum(1).double() / slots
     chance = float((slot_chance(totals).nan_to_num() * weights).sum())
     metrics |= {
-        "routing/agreement": float(sums[Row.TAKEN_SAME]) / usable,
-        "routing/live_agreement": float(sums[Row.LIVE_SAME]) / usable,
+        "routing/agreement": sums[Row.TAKEN_SAME] / usable,
+        "routing/live_agreement": sums[Row.LIVE_SAME] / usable,
         "routing/tokens_differing_share": totals.tokens_differing,
         "routing/slot_agreement": slot_agreement,
         "routing/slot_kappa": (slot_agreement - chance) / (1 - chance) if chance < 1 else 1.0,
@@ -268,10 +279,9 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
         class_of_median = int((of_classes[:, 1].cumsum(0) * 2 >= differing).nonzero()[0])
         metrics["routing/flip_margin_median"] = (*MARGIN_EDGES, inf)[class_of_median]
     if per_layer:
-        for position, layer in enumerate(layers):
-            of_layer = float(rows[position, Row.USABLE])
-            if of_layer:
-                metrics[f"routing/live_agreement_layer_{layer}"] = float(rows[position, Row.LIVE_SAME]) / of_layer
+        for layer, of_layer in zip(layers, rows, strict=True):
+            if of_layer[Row.USABLE]:
+                metrics[f"routing/live_agreement_layer_{layer}"] = of_layer[Row.LIVE_SAME] / of_layer[Row.USABLE]
     return metrics
 
 
@@ -291,11 +301,11 @@ def row_anomalies(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnoma
         layers: Global indices of the MoE layers.
     """
     found = []
+    by_kind = totals.rows.T.tolist()
     for kind, words in _WRONG_ROWS.items():
-        counts = totals.rows[:, kind]
-        if wrong := int(counts.sum()):
-            numbers = [str(layers[position]) for position in counts.nonzero()[:, 0].tolist()]
+        if wrong := sum(by_kind[kind]):
+            numbers = [str(layer) for layer, count in zip(layers, by_kind[kind], strict=True) if count]
             where = "all layers" if len(numbers) == len(layers) else f"layers {', '.join(numbers)}"
-            share = f"{wrong:,} of {int(totals.rows[:, Row.EXPECTED].sum()):,} rows"
+            share = f"{wrong:,} of {sum(by_kind[Row.EXPECTED]):,} rows"
             found.append(TapeAnomaly("rows", f"{share} {words}, in {where}"))
     return found

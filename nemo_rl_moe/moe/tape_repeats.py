@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from nemo_rl_moe.moe.replay import in_order, usable_rows
+from nemo_rl_moe.moe.replay import TapeRoutes, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 
 _MOST_LAYERS = 4
@@ -36,45 +36,42 @@ class RepeatedRows:
     """Counts of one step of training on one rank, on the device and without a host synchronisation.
 
     Args:
-        num_experts: Routed experts of a layer.
         device: Where the routers run.
 
     Attributes:
         counts: One number for each `Repeat`.
     """
 
-    def __init__(self, num_experts: int, device: torch.device):
-        self._num_experts = num_experts
+    def __init__(self, device: torch.device):
         self.counts: Int[Tensor, " kinds"] = torch.zeros(len(Repeat), dtype=torch.long, device=device)
 
     def add(
         self,
-        routes: Int[Tensor, "tokens layers topk"],
-        live: Int[Tensor, "tokens layers topk"],
+        routes: TapeRoutes,
+        live: Int[Tensor, "topk layers tokens"],
         fed: Bool[Tensor, " tokens"],
-        previous: Int[Tensor, " tokens"],
+        distance: int,
+        follows: Bool[Tensor, " tokens"],
     ) -> None:
         """Adds the forward pass of some layers over a microbatch.
 
         Args:
-            routes: The tape's experts.
-            live: The routers' own choices.
+            routes: The tape's rows.
+            live: The routers' own choices, `in_planes`.
             fed: Tokens that were fed to the model that made the tape.
-            previous: Place of the token before in the same sequence; -1 where there is none.
+            distance: Places from a token to the next one of the same sequence.
+            follows: Tokens that have one before them, at that distance.
         """
-        tape, live = in_order(routes[:, :_MOST_LAYERS].to(live.dtype)), in_order(live[:, :_MOST_LAYERS])
-        before = previous.clamp(min=0)
-        usable = usable_rows(tape, self._num_experts).all(-1)
+        of_tape_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
+        here, before = of_tape_and_router[..., distance:], of_tape_and_router[..., :-distance]
+        repeated = (num_in_common(here, before) == len(live)).all(1)
+        usable = routes.usable[:_MOST_LAYERS].all(0)
         # Near ties change an expert here and there; most of them differ where the row is another token's.
-        common = (tape[..., :, None] == live[..., None, :]).any(-1).sum((1, 2))
-        compared = fed & (previous >= 0) & usable & usable[before] & (2 * common < tape[0].numel())
-        on_tape, by_router = _equal(tape, tape[before]).all(-1), _equal(live, live[before]).all(-1)
-        alone = torch.stack([on_tape & ~by_router, by_router & ~on_tape]) & compared
+        common = num_in_common(here[:, 0], here[:, 1]).sum(0)
+        differs = 2 * common < here[:, 0, :, :1].numel()
+        compared = (fed & follows & usable)[distance:] & usable[:-distance] & differs
+        alone = repeated & ~repeated.flip(0) & compared
         self.counts += torch.cat([alone.sum(1), fed.sum()[None]])
-
-
-def _equal(some: Int[Tensor, "tokens layers topk"], others: Int[Tensor, "tokens layers topk"]) -> Tensor:
-    return (some == others).all(-1)
 
 
 def repeat_anomalies(counts: Int[Tensor, " kinds"]) -> list[TapeAnomaly]:

@@ -12,6 +12,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class StepTable:
     values: Mapping[str, pa.DataType]
     is_signed: bool = False
 
-    @property
+    @cached_property
     def schema(self) -> pa.Schema:
         """Columns of a file."""
         axes = [(axis, pa.int64() if axis == "step" else pa.int32()) for axis in self.axes]
@@ -123,11 +124,14 @@ class StepTableWriter:
 
     def _write_kept(self) -> None:
         try:
-            for folder in (self._folder.parent, self._folder):
-                folder.mkdir(exist_ok=True)
+            if not self._folder.is_dir():
+                for folder in (self._folder.parent, self._folder):
+                    folder.mkdir(exist_ok=True)
             while self._kept:
                 step = int(self._kept[0].axes[0][0])
-                _write_whole(_as_file(self._table, self._kept[0]), _path(self._folder, step, step))
+                # It is joined with others soon: to compress a step's columns takes as long as to write them.
+                content = _as_file(self._table, self._kept[0])
+                _write_whole(content, _path(self._folder, step, step), compression="none")
                 self._single.append(step)
                 self._kept.popleft()
                 if len(self._single) >= STEPS_OF_A_FILE:
@@ -247,16 +251,17 @@ def _plurals(axes: tuple[str, ...]) -> list[str]:
 
 def _as_file(table: StepTable, rows: StepRows) -> pa.Table:
     shape = tuple(map(len, rows.axes))
-    places = zip(table.axes, np.ix_(*rows.axes), strict=True)
-    columns = {axis: np.broadcast_to(numbers, shape).reshape(-1) for axis, numbers in places}
-    return pa.table(columns | {name: rows.values[name].reshape(-1) for name in table.values}).cast(table.schema)
+    columns = [np.broadcast_to(numbers, shape).reshape(-1) for numbers in np.ix_(*rows.axes)]
+    columns += [rows.values[name].reshape(-1) for name in table.values]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, table.schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=table.schema)
 
 
-def _write_whole(content: pa.Table, path: Path) -> None:
+def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> None:
     # Readers of data sets skip names that begin with a dot.
     staging = path.with_name(f".{path.name}.incomplete")
     # A step has too few rows for a dictionary, and nobody asks for statistics: they take half of the time.
-    pq.write_table(content, staging, compression="zstd", use_dictionary=False, write_statistics=False)
+    pq.write_table(content, staging, compression=compression, use_dictionary=False, write_statistics=False)
     staging.replace(path)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens
+from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeLedger, TapeReport, agreement_metrics
 
@@ -50,7 +50,7 @@ def tape_report(
         margin = torch.where(torch.arange(num_tokens) < number, *map(torch.tensor, margins))
         seen.append(RoutedTokens(live, chosen if replays else live, margin))
     ledger = TapeLedger(len(differing), NUM_EXPERTS, torch.device("cpu"))
-    ledger.add(0, torch.arange(len(differing)), tape, fed, seen)
+    ledger.add(0, torch.arange(len(differing)), TapeRoutes.of(tape, NUM_EXPERTS), fed, seen)
     indices = tuple(layers if layers is not None else range(len(differing)))
     totals = ledger.reduced()
     metrics = agreement_metrics(totals, indices, per_layer=True) | {"routing/anomalies": float(len(anomalies))}

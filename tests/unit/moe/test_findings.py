@@ -217,6 +217,28 @@ def test_an_expert_that_may_be_idle_has_the_usual_time(before: list[list[int]], 
     assert not any(begun)
 
 
+def test_experts_that_never_have_a_token_are_told_soon_where_the_others_have_their_share() -> None:
+    dead, half = [0, 133, 133, 134], [200, 0, 200, 0]
+    for counts, number in ((dead, 1), (half, 2)):
+        _, begun = watch([[counts]] * 12, SUDDEN)
+        assert [step for step, found in enumerate(begun, 1) if found] == [2]
+        assert begun[1][0].text == f"layer 0: {number} of 4 experts dead since step 1; beyond sampling noise"
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ([[0, 40, 180, 180]], 10),  # another one has less than half of its share: popularity may differ as much
+        ([[0, 1, 1, 2]], None),  # chance
+        ([EVEN, [0, 133, 133, 134]], None),  # it has had tokens
+    ],
+)
+def test_experts_without_a_token_may_be_unpopular(counts: list[list[int]], told: int | None) -> None:
+    steps = [[counts[0]], *[[counts[-1]]] * 9]
+    _, begun = watch(steps, SUDDEN)
+    assert [step for step, found in enumerate(begun, 1) if found] == ([] if told is None else [told])
+
+
 def test_overload_that_rises_at_once_is_told_soon() -> None:
     factors = [1.1, 1.12, 1.08, 1.1, 1.11, 2.0, 1.1, 2.0, 2.0, 2.0]
     metrics = [{"train/moe/avg_overload_factor": factor} for factor in factors]

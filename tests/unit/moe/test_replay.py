@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.moe.replay import RoutedTokens, RouterTap, in_order, margins, replayed, usable_rows
+from nemo_rl_moe.moe.replay import RoutedTokens, RouterTap, TapeRoutes, margins, replayed
 from nemo_rl_moe.moe.tape_ledger import (
     Row,
     TapeLedger,
@@ -30,8 +30,9 @@ def plain_topk(scores: torch.Tensor, topk: int, *_: object) -> tuple[torch.Tenso
 
 def test_rows_that_are_taken() -> None:
     tape = torch.tensor([[5, 4], [3, 2], [-1, -1], [0, 0], [8, 1]])
-    assert usable_rows(in_order(tape), 8).tolist() == [True, True, False, False, False]
-    found = replayed(LIVE, tape, 8)
+    routes = TapeRoutes.of(tape, 8)
+    assert routes.usable.tolist() == [True, True, False, False, False]
+    found = replayed(LIVE, routes)
     assert found.tolist() == [[5, 4], [2, 3], [4, 5], [6, 7], [1, 0]], "the router's order where the sets are equal"
 
 
@@ -42,7 +43,7 @@ def test_kinds_of_rows_are_those_of_a_walk_over_them(topk: int, data: st.DataObj
     row = st.lists(st.integers(-2, experts), min_size=topk, max_size=topk)
     rows = data.draw(st.lists(row, min_size=1, max_size=8))
     fed = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
-    found = classify_rows(in_order(torch.tensor(rows)), torch.tensor(fed), experts)
+    found = classify_rows(TapeRoutes.of(torch.tensor(rows), experts), torch.tensor(fed))
     for place, (numbers, is_fed) in enumerate(zip(rows, fed, strict=True)):
         kinds = {kind for kind, mask in found.items() if mask[place]} - {Row.EXPECTED}
         in_range = all(0 <= number < experts for number in numbers)
@@ -64,7 +65,8 @@ def test_a_tap_gathers_the_routers_own_scores_and_their_gradient() -> None:
     values, experts = tap.get_replay_topk(scores, 2, None, None, plain_topk)
     assert experts.tolist() == [[1, 2]]
     assert tap.counted is None
-    tap.routes, tap.shows, tap.shows_margin = torch.tensor([[3, 0]], dtype=torch.int16), True, True
+    tap.routes = TapeRoutes.of(torch.tensor([[3, 0]], dtype=torch.int16), 4)
+    tap.shows = tap.shows_margin = True
     values, experts = tap.get_replay_topk(scores, 2, None, None, plain_topk)
     assert experts.tolist() == [[3, 0]]
     values.sum().backward()
@@ -92,7 +94,7 @@ def test_a_tap_of_a_router_that_has_groups_asks_what_stood_there_before() -> Non
 
 def test_routes_of_other_tokens_are_refused() -> None:
     tap = RouterTap()
-    tap.routes = torch.zeros(3, 2, dtype=torch.int16)
+    tap.routes = TapeRoutes.of(torch.zeros(3, 2, dtype=torch.int16), 4)
     with pytest.raises(ValueError, match=r"got \(3, 2\), expected \(2, 2\)"):
         tap.get_replay_topk(torch.rand(2, 4), 2, None, None, plain_topk)
 
@@ -105,8 +107,9 @@ def test_margins_of_routers_that_leave_none_out_are_infinite() -> None:
 def ledger_of(tape: torch.Tensor, live: torch.Tensor, fed: torch.Tensor, experts: int = 8) -> TapeLedger:
     ledger = TapeLedger(2, experts, torch.device("cpu"))
     margin = torch.full((len(live),), 0.02)
-    seen = RoutedTokens(live, replayed(live, tape.long(), experts), margin)
-    ledger.add(0, torch.tensor([1]), tape[:, None], fed, [seen])
+    routes = TapeRoutes.of(tape[:, None], experts)
+    seen = RoutedTokens(live, replayed(live, routes.of_layer(0)), margin)
+    ledger.add(0, torch.tensor([1]), routes, fed, [seen])
     return ledger
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl_moe.moe.replay import TapeRoutes, in_planes
 from nemo_rl_moe.moe.tape_repeats import Repeat, RepeatedRows, repeat_anomalies
 
 EXPERTS, TOPK, LAYERS, LENGTH = 16, 4, 3, 50
@@ -32,11 +33,11 @@ def _other_expert(routes: torch.Tensor) -> torch.Tensor:
 
 def counted(tape: torch.Tensor, live: torch.Tensor, fed: torch.Tensor | None = None) -> torch.Tensor:
     """Counts of sequences of 50 tokens behind one another."""
-    tokens = torch.arange(len(live))
-    previous = torch.where(tokens % LENGTH > 0, tokens - 1, -1)
-    rows = RepeatedRows(EXPERTS, torch.device("cpu"))
+    follows = torch.arange(len(live)) % LENGTH > 0
+    rows = RepeatedRows(torch.device("cpu"))
     everything = torch.ones(len(live), dtype=torch.bool)
-    rows.add(tape.to(torch.int16), live, everything if fed is None else fed, previous)
+    routes = TapeRoutes.of(tape.to(torch.int16), EXPERTS)
+    rows.add(routes, in_planes(live), everything if fed is None else fed, 1, follows)
     return rows.counts
 
 

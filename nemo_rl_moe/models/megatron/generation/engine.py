@@ -4,7 +4,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -203,9 +202,8 @@ class MegatronGenerator:
         with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded), shown:
             for batch in _batches(request, max_batch_size):
                 responses, routes = self._run(request, batch, stop)
-                found = responses.sequences(weight_version)
-                if routes is not None:
-                    found = self._with_routes(request, batch, found, routes)
+                routed_experts = None if routes is None else self._routed_experts(request, batch, responses, routes)
+                found = responses.sequences(weight_version, routed_experts)
                 sequences |= zip(batch, found, strict=True)
             self._passes.wait_for_peers()
         return [sequences[index] for index in range(len(sequences))] if self._coordinates.reports_loss else []
@@ -252,23 +250,15 @@ class MegatronGenerator:
                 cached.keep_rows(kept)
             inputs = inputs[:, None]
 
-    def _with_routes(
-        self,
-        request: GenerationBatch,
-        batch: Sequence[int],
-        sequences: Sequence[GeneratedSequence],
-        routes: CapturedRoutes,
-    ) -> list[GeneratedSequence]:
-        """Sequences with the routed experts of all their tokens but the last one, which was never fed to the model."""
+    def _routed_experts(
+        self, request: GenerationBatch, batch: Sequence[int], responses: Responses, routes: CapturedRoutes
+    ) -> list[StoredRows]:
+        """Routed experts of each sequence's tokens but the last one, which was never fed to the model."""
         assert self._stages is not None  # there are taps
         prompts = [len(request.prompts[index]) for index in batch]
         first_slots = [max(prompts) - size if self._passes.padded else 0 for size in prompts]
-        num_fed = [size + len(found.token_ids) - 1 for size, found in zip(prompts, sequences, strict=True)]
-        of_sequences = routes.sequences(self._stages, first_slots, num_fed)
-        return [
-            replace(sequence, routed_experts=StoredRows.of(rows))
-            for sequence, rows in zip(sequences, of_sequences, strict=True)
-        ]
+        num_fed = [size + length - 1 for size, length in zip(prompts, responses.lengths, strict=True)]
+        return [StoredRows.of(rows) for rows in routes.sequences(self._stages, first_slots, num_fed)]
 
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, SamplingParameters, TokenIds
 
 
@@ -248,8 +249,14 @@ class Responses:
         ended: Bool[np.ndarray, " rows"] = self._stopped[responses] | (self._lengths[responses] >= self._max_new_tokens)
         return ended
 
-    def sequences(self, weight_version: int) -> list[GeneratedSequence]:
+    def sequences(
+        self, weight_version: int, routed_experts: Sequence[StoredRows] | None = None
+    ) -> list[GeneratedSequence]:
         """The finished responses, in their order.
+
+        Args:
+            weight_version: Of the weights that drew them.
+            routed_experts: Of their tokens; None where nobody asks.
 
         Raises:
             RuntimeError: A log-probability is not a finite number: the weights are not, or a pass over them went wrong.
@@ -266,6 +273,12 @@ class Responses:
                 logprobs=self._logprobs[index, :length].copy(),
                 is_truncated=not self._stopped[index],
                 weight_version=weight_version,
+                routed_experts=None if routed_experts is None else routed_experts[index],
             )
             for index, length in enumerate(self._lengths)
         ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each response so far."""
+        return [int(length) for length in self._lengths]

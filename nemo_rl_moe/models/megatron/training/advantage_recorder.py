@@ -60,6 +60,8 @@ class AdvantageRecorder:
         self._first_rows: list[int] = []
         self._counts = self._new_counts(0)
         self._rows: Int[Tensor, " tokens"] | None = None
+        self._indices: dict[int, Tensor] = {}
+        self._own_layers: dict[tuple[int, ...], Tensor] = {}
         positions = {layer: position for position, layer in enumerate(self._layers)}
         for chunk in chunks:
             # The decoder's own routers, as on a tape.
@@ -96,8 +98,10 @@ class AdvantageRecorder:
         )
         try:
             yield
+            self._add_indices(self._rows)
         finally:
             self._rows = None
+            self._indices = {}
 
     def report(self) -> dict[str, float]:
         """Metrics of what was counted, on every rank; every rank calls it. A collective where there are advantages."""
@@ -136,10 +140,25 @@ class AdvantageRecorder:
         shape = (num_rows + 1, len(self._layers), int(self._config.num_moe_experts or 0))
         return torch.zeros(shape, dtype=torch.int32, device=self._device)
 
+    def _add_indices(self, rows: Int[Tensor, " tokens"]) -> None:
+        """Adds the calls of all layers at once: on small models each operation takes its time."""
+        positions = tuple(self._indices)
+        if not positions:
+            return
+        if positions not in self._own_layers:
+            self._own_layers[positions] = torch.tensor(positions, device=self._device)[:, None, None]
+        of_layers = torch.stack(list(self._indices.values()))
+        add_sequence_assignments(self._counts, self._own_layers[positions], of_layers, rows)
+
     def _hook(self, position: int, layer: RouterLayer) -> Any:
         def count(router: nn.Module, args: Any, outputs: Any) -> None:
-            if self._rows is not None:
-                add_sequence_assignments(self._counts, position, routed_experts(layer, router, outputs), self._rows)
+            if self._rows is None:
+                return
+            routed = routed_experts(layer, router, outputs)
+            if routed.dtype == torch.bool:
+                add_sequence_assignments(self._counts, position, routed, self._rows)
+            else:  # a router runs once in a forward pass
+                self._indices[position] = routed
 
         return count
 

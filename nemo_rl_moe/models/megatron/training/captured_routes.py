@@ -61,8 +61,14 @@ class StagesOfLayers:
                 routes.index_copy_(-2, layers, received)
 
 
+_MOST_PASSES_KEPT = 16
+
+
 class CapturedRoutes:
     """Routed experts of the tokens of one batch, by slot of the key-value cache.
+
+    What some passes over the same sequences have chosen is brought together at once: a pass over one token of each is
+    short.
 
     Args:
         taps: Taps on this rank's routers, under `shown`.
@@ -74,10 +80,13 @@ class CapturedRoutes:
 
     def __init__(self, taps: RouterTaps, num_slots: int, num_rows: int, topk: int, device: torch.device):
         self._taps, self._topk = taps, topk
-        own = sorted(position for positions in taps.positions for position in positions)
-        self._own = torch.tensor(own, dtype=torch.long, device=device)
-        shape = (num_slots, num_rows, len(self._own), topk)
+        self._own = sorted(position for positions in taps.positions for position in positions)
+        self._device = device
+        shape = (len(self._own), num_slots, num_rows, topk)
         self._routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=device)
+        self._kept: list[list[Int[Tensor, "tokens topk"]]] = []
+        self._first_slot = self._end_slot = 0
+        self._rows: Int[Tensor, " rows"] | None = None
         taps.take()
 
     def add(self, first_slot: int, end_slot: int, rows: Int[Tensor, " rows"]) -> None:
@@ -91,10 +100,20 @@ class CapturedRoutes:
         taken = self._taps.take()
         if not taken:  # a stage without MoE layers
             return
+        if rows is not self._rows or len(self._kept) == _MOST_PASSES_KEPT:
+            self._bring_together()
+            self._first_slot, self._rows = first_slot, rows
         # Of a layer that runs twice the second pass is one over the last column alone.
-        whole = [taken[position][0].taken for position in self._own.tolist()]
-        chosen = torch.stack(whole, 1).view(end_slot - first_slot, len(rows), len(whole), self._topk)
-        self._routes[first_slot:end_slot].index_copy_(1, rows, chosen.to(torch.int16))
+        self._kept.append([taken[position][0].taken for position in self._own])
+        self._end_slot = end_slot
+
+    def _bring_together(self) -> None:
+        if not self._kept or self._rows is None:
+            return
+        chosen = torch.cat([taken for of_layer in zip(*self._kept, strict=True) for taken in of_layer]).to(torch.int16)
+        in_slots = chosen.view(len(self._own), self._end_slot - self._first_slot, len(self._rows), self._topk)
+        self._routes[:, self._first_slot : self._end_slot].index_copy_(2, self._rows, in_slots)
+        self._kept.clear()
 
     def sequences(
         self, stages: StagesOfLayers, first_slots: Sequence[int], num_fed: Sequence[int]
@@ -106,14 +125,18 @@ class CapturedRoutes:
             first_slots: Slot of each sequence's first token.
             num_fed: Tokens of each that were fed to the model: all but the last one.
         """
-        slots, rows, _, topk = self._routes.shape
-        routes = self._routes.new_full((slots, rows, len(self._taps.layers), topk), UNKNOWN)
-        routes.index_copy_(2, self._own, self._routes)
+        self._bring_together()
+        routes = self._routes.permute(2, 1, 0, 3)
+        if len(self._own) < len(self._taps.layers):
+            rows, slots, _, topk = routes.shape
+            routes = self._routes.new_full((rows, slots, len(self._taps.layers), topk), UNKNOWN)
+            own = torch.tensor(self._own, dtype=torch.long, device=self._device)
+            routes.index_copy_(2, own, self._routes.permute(2, 1, 0, 3))
         stages.gather(routes)
         # By numpy: a tensor for each of hundreds of short sequences takes longer than the copying.
-        on_host = routes.cpu().numpy()
+        on_host = routes.contiguous().cpu().numpy()
         return [
-            on_host[first : first + count, row].copy()
+            on_host[row, first : first + count].copy()
             for row, (first, count) in enumerate(zip(first_slots, num_fed, strict=True))
         ]
 

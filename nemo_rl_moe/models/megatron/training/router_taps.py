@@ -24,7 +24,14 @@ from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indic
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.tape_checks import TapeChecks, computes_in_float32
 from nemo_rl_moe.models.megatron.training.tape_probe import TapeProbe
-from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN, RoutedTokens, RouterTap, experts_as_map
+from nemo_rl_moe.moe.replay import (
+    ROUTED_EXPERTS,
+    UNKNOWN,
+    RoutedTokens,
+    RouterTap,
+    TapeRoutes,
+    experts_as_map,
+)
 from nemo_rl_moe.moe.routers import routers_of
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport
 from nemo_rl_moe.moe.tape_report import tape_report
@@ -91,10 +98,11 @@ class RouterTaps:
         self._counts_ledger = config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
         of_layer = {layer: position for position, layer in enumerate(self.layers)}
         self.probe = TapeProbe(len(self.layers), int(config.moe_router_topk), device)
-        self.checks = TapeChecks(config.num_moe_experts, device, in_float32=in_float32)
+        self.checks = TapeChecks(device, in_float32=in_float32)
         self._probed: set[int] = set()
         self._captured: dict[int, tuple[ModelMicrobatch, Tensor]] | None = None
         self._compared: TapeLedger | None = None
+        self._last_routes: tuple[ModelMicrobatch, int, TapeRoutes] | None = None
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._taps: list[dict[int, RouterTap]] = []
         for chunk in chunks:
@@ -130,7 +138,7 @@ class RouterTaps:
             trains: A backward pass follows.
             counts: Add it to the step's ledger.
         """
-        routes = self._routes(microbatch)
+        routes = self._routes(chunk, microbatch)
         ledger = self.ledger if counts else self._compared
         counts = ledger is not None and routes is not None and self._counts_ledger
         self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
@@ -143,18 +151,16 @@ class RouterTaps:
             elif counts:
                 assert routes is not None
                 assert ledger is not None
-                layers = self._layers[chunk]
+                layers, cut = self._layers[chunk], self.cut
                 # A router runs once in a forward pass.
                 seen = [tap.take()[0] for tap in self._taps[chunk].values()]
-                of_chunk = routes.index_select(1, layers)
-                fed = fed_tokens(microbatch, self.cut)
-                ledger.add(number, layers, of_chunk, fed, seen)
-                if ledger is self.ledger:
-                    if seen:
-                        live = torch.stack([of_layer.live for of_layer in seen], 1)
-                        self.checks.add(of_chunk, live, fed, previous_tokens(microbatch, self.cut))
-                    if seen and chunk not in self._probed:
-                        self.probe.add(layers, of_chunk, live, microbatch, self.cut.rank * len(routes))
+                fed = fed_tokens(microbatch, cut)
+                live = ledger.add(number, layers, routes, fed, seen)
+                if ledger is self.ledger and live is not None:
+                    rows = microbatch.input_ids.shape[0]
+                    self.checks.add(routes, live, fed, rows, following_tokens(microbatch, cut))
+                    if chunk not in self._probed:
+                        self.probe.add(layers, routes.planes, live, microbatch, cut.rank * len(fed))
                     self._probed.add(chunk)
         finally:
             _hide(self._taps[chunk].values())
@@ -162,7 +168,7 @@ class RouterTaps:
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
         """Gives the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
-        routes = self._routes(microbatch) if self._replays else None
+        routes = self._routes(chunk, microbatch) if self._replays else None
         if routes is not None and output.requires_grad:
             output.register_hook(lambda _: self._give(chunk, routes))
 
@@ -195,6 +201,7 @@ class RouterTaps:
 
     def clear(self) -> None:
         """Takes all routes away; after the last backward pass, so that what follows chooses for itself."""
+        self._last_routes = None
         for chunk in range(len(self._taps)):
             self._give(chunk, None)
 
@@ -249,18 +256,24 @@ class RouterTaps:
             (seen,) = tap.take()
             captured[id(microbatch)][1][:, position] = seen.taken.to(torch.int16)
 
-    def _routes(self, microbatch: ModelMicrobatch) -> Int[Tensor, "tokens moe_layers topk"] | None:
+    def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> TapeRoutes | None:
+        """Rows of the tape for the routers of a chunk; those asked for last are prepared once."""
         values = microbatch.model_columns.get(ROUTED_EXPERTS)
-        return None if values is None else in_router_order(values, self.cut)
+        if values is None:
+            return None
+        if self._last_routes is None or self._last_routes[0] is not microbatch or self._last_routes[1] != chunk:
+            of_chunk = in_router_order(values, self.cut).index_select(1, self._layers[chunk])
+            self._last_routes = (microbatch, chunk, TapeRoutes.of(of_chunk, int(self._config.num_moe_experts)))
+        return self._last_routes[2]
 
     @property
     def cut(self) -> SequenceCut:
         """This rank's block of columns."""
         return cut_of_rank(self._config)
 
-    def _give(self, chunk: int, routes: Int[Tensor, "tokens moe_layers topk"] | None) -> None:
-        for position, tap in self._taps[chunk].items():
-            tap.routes = None if routes is None else routes[:, position]
+    def _give(self, chunk: int, routes: TapeRoutes | None) -> None:
+        for place, tap in enumerate(self._taps[chunk].values()):
+            tap.routes = None if routes is None else routes.of_layer(place)
 
 
 def _hide(taps: Iterable[RouterTap]) -> None:
@@ -319,16 +332,17 @@ def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " 
     return in_router_order(fed, cut)
 
 
-def previous_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Int[Tensor, " tokens"]:
-    """Place of the token before in the same sequence, among the tokens that a rank's routers see; -1 without one.
+def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
+    """True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places before as
+    the microbatch has rows.
 
     Args:
         microbatch: The microbatch.
         cut: This rank's block of columns.
     """
-    positions = in_router_order(microbatch.position_ids, cut)
-    places = torch.arange(len(positions), device=positions.device) - microbatch.input_ids.shape[0]
-    return places.where((positions > 0) & (places >= 0), -1)
+    follows = in_router_order(microbatch.position_ids, cut) > 0
+    follows[: microbatch.input_ids.shape[0]] = False
+    return follows
 
 
 def _layer_of(key: int | str) -> int:

@@ -10,6 +10,7 @@ from nemo_rl_moe.config.schema_grpo import generating, rollouts_in_float32
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.moe.recorder import sum_over_ranks
+from nemo_rl_moe.moe.replay import TapeRoutes
 from nemo_rl_moe.moe.tape_ranks import rows_by_rank
 from nemo_rl_moe.moe.tape_repeats import RepeatedRows
 from nemo_rl_moe.moe.tape_report import CheckTotals
@@ -23,13 +24,12 @@ class TapeChecks:
     """The counts of one step on one rank.
 
     Args:
-        num_experts: Routed experts of a layer.
         device: Where the routers run.
         in_float32: As `computes_in_float32` has it.
     """
 
-    def __init__(self, num_experts: int, device: torch.device, *, in_float32: bool):
-        self._repeats = RepeatedRows(num_experts, device)
+    def __init__(self, device: torch.device, *, in_float32: bool):
+        self._repeats = RepeatedRows(device)
         self._in_float32, self._num_updates = in_float32, 1
 
     def start(self, num_updates: int) -> None:
@@ -39,13 +39,14 @@ class TapeChecks:
 
     def add(
         self,
-        routes: Int[Tensor, "tokens layers topk"],
-        live: Int[Tensor, "tokens layers topk"],
+        routes: TapeRoutes,
+        live: Int[Tensor, "topk layers tokens"],
         fed: Bool[Tensor, " tokens"],
-        previous: Int[Tensor, " tokens"],
+        distance: int,
+        follows: Bool[Tensor, " tokens"],
     ) -> None:
         """Adds the forward pass of some layers over a microbatch; as of `RepeatedRows`."""
-        self._repeats.add(routes, live, fed, previous)
+        self._repeats.add(routes, live, fed, distance, follows)
 
     def reduced(self, rows: Int[Tensor, "layers kinds"]) -> CheckTotals:
         """The sums over all ranks, in one collective; every rank calls it.

@@ -51,8 +51,8 @@ class TapeProbe:
     def add(
         self,
         layers: Int[Tensor, " layers"],
-        routes: Int[Tensor, "tokens layers topk"],
-        live: Int[Tensor, "tokens layers topk"],
+        routes: Int[Tensor, "topk layers tokens"],
+        live: Int[Tensor, "topk layers tokens"],
         microbatch: ModelMicrobatch,
         first_token: int,
     ) -> None:
@@ -60,7 +60,7 @@ class TapeProbe:
 
         Args:
             layers: Their positions.
-            routes: Of the tape, in the order of the routers' tokens.
+            routes: Of the tape, in the order of the routers' tokens, `in_planes`.
             live: The routers' own choices.
             microbatch: The microbatch.
             first_token: Number of this rank's first token among those of the microbatch, under sequence parallelism.
@@ -76,11 +76,12 @@ class TapeProbe:
         else:
             places = positions + microbatch.sequence_start[: len(lengths), None]
         places = places - first_token
-        known = (positions < lengths[:, None] - 1) & (places >= 0) & (places < len(routes))
-        index = places.clamp(0, len(routes) - 1).reshape(-1)
+        num_tokens = routes.shape[-1]
+        known = (positions < lengths[:, None] - 1) & (places >= 0) & (places < num_tokens)
+        index = places.clamp(0, num_tokens - 1).reshape(-1)
         start = self._rank * NUM_SEQUENCES
         for kind, values in ((_TAPE, routes), (_LIVE, live)):
-            chosen = values.index_select(0, index).view(*places.shape, *values.shape[1:]).int() + 1
+            chosen = values.index_select(2, index).permute(2, 1, 0).unflatten(0, places.shape).int() + 1
             target = self._values[kind, start : start + len(lengths)]
             target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
 

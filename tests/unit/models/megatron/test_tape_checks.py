@@ -13,7 +13,7 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
-from nemo_rl_moe.models.megatron.training.router_taps import SequenceCut, in_router_order, previous_tokens
+from nemo_rl_moe.models.megatron.training.router_taps import SequenceCut, following_tokens, in_router_order
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
@@ -41,7 +41,7 @@ def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int) -> 
     microbatch = make(batch, MicrobatchShape(size), CPU)
     for rank in range(size):
         cut = SequenceCut(rank, size)
-        tokens, previous = in_router_order(microbatch.input_ids, cut), previous_tokens(microbatch, cut)
+        tokens, follows = in_router_order(microbatch.input_ids, cut), following_tokens(microbatch, cut).tolist()
         of_sequences = {
             int(batch.input_ids[row, column]): int(batch.input_ids[row, column - 1])
             for row in range(3)
@@ -50,9 +50,10 @@ def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int) -> 
         seen = set(tokens.tolist())
         for place, token in enumerate(tokens.tolist()):
             if of_sequences.get(token) in seen:
-                assert tokens[previous[place]] == of_sequences[token]
+                assert follows[place]
+                assert tokens[place - microbatch.input_ids.shape[0]] == of_sequences[token]
             elif token in numbers[:, 0].tolist():
-                assert previous[place] == -1
+                assert not follows[place]
 
 
 def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[str]]:
