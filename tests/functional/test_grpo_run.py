@@ -33,6 +33,13 @@ LOSS_KEYS = {
     "clip_fraction_high",
     "clip_fraction_low",
     "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "sampling_importance_ratio",
+    "sampling_importance_ratio_min",
+    "sampling_importance_ratio_max",
+    "sampling_logp_difference",
+    "sampling_logp_difference_max",
     "grad_norm",
     "loss",
     "lr",
@@ -156,7 +163,11 @@ def test_three_loggers_hold_the_same_metrics(run: FinishedRun) -> None:
 def test_generation_and_training_agree_about_every_token(run: FinishedRun) -> None:
     # One token off by 1e-4 among 200 would lift this mean by 5e-7; rounding alone gives about 1e-7.
     assert max(run.values("train/token_mult_prob_error")) < 1 + 1e-6
-    assert max(run.values("train/gen_kl_error")) < 1e-10
+    for divergence in ("gen_kl_error", "policy_kl_error", "js_divergence_error"):
+        assert max(run.values(f"train/{divergence}")) < 1e-10
+    assert 0 < max(run.values("train/sampling_logp_difference_max")) < 1e-5, "two passes differ by rounding"
+    assert min(run.values("train/sampling_importance_ratio_min")) > 1 - 1e-5
+    assert max(run.values("train/sampling_importance_ratio_max")) < 1 + 1e-5
     assert run.values("train/probs_ratio_min") == run.values("train/probs_ratio_max") == [1.0] * NUM_STEPS
 
 
