@@ -154,7 +154,7 @@ def batches(num_batches: int, seed: int) -> GlobalBatchLoader:
         )
         for index, length in enumerate(lengths_of(num_batches, seed))
     ]
-    return GlobalBatchLoader(examples, BATCH_SIZE, pad_token_id=0, seed=seed)
+    return GlobalBatchLoader(examples, BATCH_SIZE, pad_token_id=0, seed=seed, shuffle=False)
 
 
 def computed_tokens(config: SFTMasterConfig, lengths: Sequence[int]) -> tuple[int, int]:
