@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advantages from the rewards of a step, one for each response, and the shaping of the rewards before."""
 
+from collections.abc import Sequence
+
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -53,6 +56,7 @@ def compute_advantages(
       plus `STANDARD_DEVIATION_FLOOR`, with either baseline: that of the whole group's rewards or, with `normalize_over:
       batch`, of all rewards of the batch (arXiv:2508.08221, sec. 4.1), so that a group whose rewards hardly differ is
       not blown up to the size of the others.
+    - `gdpo`: than the group, as `grpo`, of one of several rewards; see `decoupled_advantages`.
     - `reinforce_plus_plus`: than all responses of the batch (REINFORCE++, arXiv:2501.03262). The baseline is their
       mean, and `normalize_rewards` divides by their sample standard deviation plus the same floor. The paper takes
       both over tokens; here each response counts once.
@@ -97,6 +101,31 @@ def compute_advantages(
             scale = exact.std(dim=1, keepdim=True)
         advantages = advantages / (scale + STANDARD_DEVIATION_FLOOR)
     return advantages.view_as(rewards).to(rewards.dtype)
+
+
+def decoupled_advantages(
+    rewards: Float[Tensor, "names groups generations"], weights: Sequence[float], config: AdvantageConfig
+) -> Float[Tensor, "groups generations"]:
+    """Advantages of several rewards, each compared within its group before they are added up (GDPO, arXiv:2601.05242).
+
+    The weighted sum of each reward's own advantages, divided by its sample standard deviation over the batch plus
+    `STANDARD_DEVIATION_FLOOR`. Its mean needs no subtracting: it is 0 in every group. Responses whose different rewards
+    add up to the same have the same advantage by the estimator `grpo`, and different ones here.
+
+    Args:
+        rewards: At least two generations a group.
+        weights: Of each name.
+        config: The estimator `gdpo` and its switches.
+
+    Returns:
+        The advantages, of the rewards' type; 0 where no reward differs within any group.
+
+    Raises:
+        ValueError: A response can be compared with nothing.
+    """
+    parts = (compute_advantages(values, config) for values in rewards.double())
+    total = torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(dim=0)
+    return (total / (total.std() + STANDARD_DEVIATION_FLOOR)).to(rewards.dtype)
 
 
 def clip_advantages(

@@ -6,7 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, shape_rewards
+from nemo_rl_moe.algorithms.advantages import (
+    clip_advantages,
+    compute_advantages,
+    decoupled_advantages,
+    shape_rewards,
+)
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
@@ -27,8 +32,13 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.faults import TapeWatch
-from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource
-from nemo_rl_moe.rollouts.trajectory import group_rewards, group_sampled_tokens, training_batch
+from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource, weights_of_each_reward
+from nemo_rl_moe.rollouts.trajectory import (
+    group_named_rewards,
+    group_rewards,
+    group_sampled_tokens,
+    training_batch,
+)
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
 
 
@@ -162,15 +172,28 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
 def advantages_of(
     config: GRPOMasterConfig, rewards: Float[Tensor, "groups generations"]
 ) -> Float[Tensor, "groups generations"]:
-    """Advantages that the estimator makes of rewards, held between the configuration's bounds."""
-    loop = config.grpo
-    advantages = compute_advantages(rewards, loop.adv_estimator)
-    return clip_advantages(advantages, loop.advantage_clip_low, loop.advantage_clip_high)
+    """Advantages that the estimator makes of one reward a response, held between the configuration's bounds."""
+    return _within_bounds(config, compute_advantages(rewards, config.grpo.adv_estimator))
+
+
+def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
+    """Advantages of the trained groups: of their shaped rewards or, by `gdpo`, of each named reward apart."""
+    weights = weights_of_each_reward(config.grpo.adv_estimator, config.env.reward_weights)
+    if not weights:
+        return advantages_of(config, shaped_rewards(config, groups))
+    named = group_named_rewards(groups.trained, config.grpo.num_generations_per_prompt, weights)
+    return _within_bounds(config, decoupled_advantages(named, [*weights.values()], config.grpo.adv_estimator))
+
+
+def _within_bounds(
+    config: GRPOMasterConfig, advantages: Float[Tensor, "groups generations"]
+) -> Float[Tensor, "groups generations"]:
+    return clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
     """The trained groups with their advantages."""
-    advantages = advantages_of(config, shaped_rewards(config, groups))
+    advantages = advantages_of_groups(config, groups)
     return training_batch(groups.trained, advantages, pad_token_id, leave_out_truncated=config.grpo.overlong_filtering)
 
 

@@ -210,13 +210,44 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
 
 
 def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
-    """Leave-one-out baseline, which only the estimator `grpo` has."""
+    """Leave-one-out baseline, which only the estimators `grpo` and `gdpo` have."""
     estimator = config.grpo.adv_estimator
-    if estimator.use_leave_one_out_baseline and estimator.name != "grpo":
+    if estimator.use_leave_one_out_baseline and estimator.name not in ("grpo", "gdpo"):
         yield (
             "grpo.adv_estimator.use_leave_one_out_baseline: got true, expected false with grpo.adv_estimator.name"
-            f" {estimator.name}, which does not read it; grpo does"
+            f" {estimator.name}, which does not read it; grpo and gdpo do"
         )
+
+
+def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
+    """Weights of named rewards: of an environment that can give several, and one that counts."""
+    weights, key = config.env.reward_weights, "env.reward_weights"
+    if weights is None:
+        return
+    if not weights:
+        yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
+    elif not any(weights.values()):
+        yield f"{key}: all weights are 0, so that nothing would be trained"
+    if config.env.name != "callable" and config.env.rollout is None:
+        yield (
+            f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
+            " callable gives several"
+        )
+
+
+def decoupled_rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
+    """Estimator of named rewards, beside what changes their sum alone."""
+    if config.grpo.adv_estimator.name != "gdpo":
+        return
+    reason = "with grpo.adv_estimator.name gdpo, which compares each named reward apart"
+    if config.env.reward_weights is None:
+        yield f"env.reward_weights: got null, expected a weight for each reward {reason}"
+    for key, is_on in (
+        ("grpo.reward_shaping.enabled", config.grpo.reward_shaping.enabled),
+        ("loss_fn.use_kl_in_reward", config.loss_fn.use_kl_in_reward),
+    ):
+        if is_on:
+            yield f"{key}: got true, expected false {reason}: there is no one reward to change"
 
 
 def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
@@ -365,6 +396,8 @@ GRPO_RULES = (
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
     leave_one_out_has_a_baseline,
+    named_rewards_come_from_somewhere,
+    decoupled_rewards_are_named,
     estimator_reads_its_settings,
     advantage_bounds_leave_room,
     engines_have_places,

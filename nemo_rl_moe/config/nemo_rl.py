@@ -357,7 +357,8 @@ def _estimator(theirs: Theirs, translation: Translation) -> None:
         "raw_reward": ("reinforce_plus_plus" if is_normalized else "reinforce", is_normalized),
     }.get(name)
     if choice is None:
-        translation.without.append(f"{section}.name: {name}: no such estimator; grpo stands there")
+        reason = "it is here too, but needs env.reward_weights, by name" if name == "gdpo" else "no such estimator"
+        translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
         choice = ("grpo", normalize)
     values[f"{section}.name"], values[f"{section}.normalize_rewards"] = choice
     values[f"{section}.use_leave_one_out_baseline"] = choice[0] == "grpo" and leave_one_out

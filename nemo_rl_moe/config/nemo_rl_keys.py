@@ -111,8 +111,8 @@ ROWS: tuple[Row, ...] = (
         "grpo.adv_estimator.name",
         "grpo.adv_estimator.name",
         "`reinforce_plus_plus` with `minus_baseline` is `reinforce_plus_plus_baseline`; `raw_reward` is `reinforce`, or"
-        " normalised `reinforce_plus_plus`. REINFORCE++ counts each response once, theirs each token; `gdpo`, `gae` and"
-        " `opd` have no counterpart",
+        " normalised `reinforce_plus_plus`. REINFORCE++ counts each response once, theirs each token; `gdpo` is"
+        " here too, but needs the rewards' names in `env.reward_weights`; `gae` and `opd` have no counterpart",
         None,
     ),
     Row(

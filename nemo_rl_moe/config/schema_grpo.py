@@ -24,18 +24,26 @@ NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1)]
 WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+RewardName = Annotated[
+    str,
+    Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100),
+    ExpectedWords("letters, digits, underscores, hyphens and dots, at most 100"),
+]
 
 
 class AdvantageConfig(StrictModel):
     """Estimator of advantages from rewards."""
 
-    name: Literal["grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce"]
-    """grpo: against the other responses to the same prompt; reinforce_plus_plus: against all responses of the step;
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce"]
+    """grpo: against the other responses to the same prompt; gdpo: so for each reward of `env.reward_weights` apart,
+    their weighted sum normalised over the step; reinforce_plus_plus: against all responses of the step;
     reinforce_plus_plus_baseline: against the same prompt's, normalised over the step; reinforce: the reward itself."""
     use_leave_one_out_baseline: bool
-    """With grpo: compare a response with the mean of the others of its group, not with the mean that includes it."""
+    """With grpo and gdpo: compare a response with the mean of the others of its group, not with the mean that includes
+    it."""
     normalize_rewards: bool
-    """Divide by the standard deviation: of the group or of the step (grpo), or of the step (REINFORCE++)."""
+    """Divide by the standard deviation: of the group or of the step (grpo), of the group (gdpo), or of the step
+    (REINFORCE++)."""
     normalize_over: Literal["group", "batch"]
     """With grpo and `normalize_rewards`, the rewards whose standard deviation divides: group: of the same prompt;
     batch: of all responses of the step."""
@@ -295,7 +303,8 @@ class CallableConfig(StrictModel):
     """A Python function of the user's own."""
 
     function: Text
-    """`package.module:function`; takes a `ScoringItem`, returns a reward, or a reward and whether it is right."""
+    """`package.module:function`; takes a `ScoringItem`, returns a reward, or a reward and whether it is right; with
+    `env.reward_weights`, a dict of rewards in its place."""
 
 
 class EnvironmentConfig(StrictModel):
@@ -315,6 +324,9 @@ class EnvironmentConfig(StrictModel):
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
     """Read when `name` is callable."""
+    reward_weights: dict[RewardName, float] | None
+    """Weights of several rewards by their names, of which the weighted sum is trained on and each is logged; 0: logged
+    alone. Every response has to get each of them. null: a response gets one number."""
     rollout: Text | None
     """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
     prompt, scored by the scorer that `name` names."""

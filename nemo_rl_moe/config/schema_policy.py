@@ -48,6 +48,14 @@ class TokenBudgetConfig(StrictModel):
     """Most tokens that one microbatch may hold."""
 
 
+class DynamicBatchingConfig(TokenBudgetConfig):
+    """Microbatches of sequences of similar length, cut where the padding saved is worth one more of them."""
+
+    microbatch_overhead_tokens: NonNegativeInt
+    """Tokens that could be computed in the time that one more microbatch takes by itself. A larger number gives fewer
+    microbatches and more padding; 0: the least padding."""
+
+
 class DistributedDataParallelConfig(StrictModel):
     """Megatron-Core's data parallelism."""
 
@@ -210,7 +218,7 @@ class PolicyConfig(StrictModel):
     stops."""
     sequence_packing: TokenBudgetConfig
     """Put several samples into one row, without padding between them."""
-    dynamic_batching: TokenBudgetConfig
+    dynamic_batching: DynamicBatchingConfig
     """Put samples of similar length together, as many as fit."""
     megatron_cfg: MegatronConfig
     """Megatron-Core."""

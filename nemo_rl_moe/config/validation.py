@@ -214,8 +214,33 @@ def _problem(
     renamed = next((item for item in field.metadata if isinstance(item, RenamedValue) and item.old == value), None)
     if renamed is not None:
         return place, f"{name}: got {value!r}, which is now called {renamed.new}"
+    if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
+        return _problem_of_entry(place, location[len(place) :], value, entry)
     suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
     return place, f"{name}: got {got(value)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
+
+
+def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
+    """Types of the names and of the values of a field that maps any names to plain values; None for other fields."""
+    for candidate in (annotation, *get_args(annotation)):
+        if get_origin(candidate) is dict and section_model(get_args(candidate)[1]) is None:
+            names, values = get_args(candidate)
+            return names, values
+    return None
+
+
+def _problem_of_entry(
+    place: tuple[str, ...], rest: Sequence[Any], value: Mapping[Any, Any], entry: tuple[Any, Any]
+) -> tuple[tuple[Any, ...], str]:
+    """Problem of one name of such a field, or of its value."""
+    shown = shortened(_dotted((*place, rest[0])))
+    if rest[-1] == "[key]":
+        return (*place, rest[0]), f"{shown}: got the name {shortened(repr(rest[0]))}, expected {_expected(entry[0])}"
+    given = value.get(rest[0])
+    words = _expected(entry[1])
+    if isinstance(given, float) and not math.isfinite(given):
+        words = words.replace("a number", "a finite number")
+    return (*place, rest[0]), f"{shown}: got {got(given)}, expected {words}"
 
 
 def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:

@@ -3,10 +3,10 @@
 """Plan of microbatches: the sequences that each data-parallel rank runs, padded, by tokens or packed."""
 
 import heapq
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from nemo_rl_moe.distributed.length_partition import cheapest_partition
 from nemo_rl_moe.errors import ConfigurationError
 
 
@@ -133,9 +133,15 @@ class PlainBatching:
 
 @dataclass(frozen=True)
 class DynamicBatching:
-    """Sequences of similar length together; number of sequences x longest of them stays within `max_tokens`."""
+    """Sequences of similar length together; number of sequences x longest of them stays within `max_tokens`.
+
+    Attributes:
+        max_tokens: Most tokens of a microbatch, padding included.
+        overhead_tokens: Tokens that one more microbatch has to save in padding.
+    """
 
     max_tokens: int
+    overhead_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -280,8 +286,7 @@ def _plan_one(
 
     if isinstance(batching, DynamicBatching):
         sizes = [lengths[index] for index in indices]
-        bins = _fill_by_longest(sizes, batching.max_tokens)
-        bins = _split_until(bins, unit, lambda items: sizes[items[0]] * len(items), _cut_in_the_middle)
+        bins = _cheapest_by_length(sizes, batching, unit)
         work = [sizes[items[0]] * len(items) for items in bins]
     else:
         sizes = [lengths[index] for index in indices]
@@ -299,16 +304,33 @@ def _plan_one(
     )
 
 
-def _fill_by_longest(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Sorts by length and fills each microbatch with as many as its longest sequence allows: the fewest possible."""
+def _cheapest_by_length(sizes: Sequence[int], batching: DynamicBatching, unit: int) -> list[list[int]]:
+    """Sorts by length, longest first, and cuts where it costs least."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
-    bins: list[list[int]] = []
-    start = 0
+    fewest = start = 0
     while start < len(order):
-        end = start + max_tokens // sizes[order[start]]
-        bins.append(order[start:end])
-        start = end
-    return bins
+        start += batching.max_tokens // sizes[order[start]]
+        fewest += 1
+    _rounded_number(fewest, unit, len(order))
+    lengths = [sizes[item] for item in order]
+    ends = cheapest_partition(lengths, batching.max_tokens, batching.overhead_tokens, unit)
+    return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
+    """The next multiple of `unit`, of which each microbatch can have an item of its own.
+
+    Raises:
+        ConfigurationError: There are fewer items.
+    """
+    target = round_up(num_microbatches, unit)
+    if target > num_items:
+        raise ConfigurationError(
+            f"{num_items} sequences fill {num_microbatches} microbatches, which cannot become {target}, the next"
+            f" multiple of {unit} that the ranks need; use a policy.train_global_batch_size that is a multiple of"
+            f" {unit}"
+        )
+    return target
 
 
 def _split_until(
@@ -325,13 +347,7 @@ def _split_until(
         work: How full a bin is.
         cut: The positions of the two parts of a bin's items.
     """
-    target = -(-len(bins) // unit) * unit
-    num_items = sum(map(len, bins))
-    if target > num_items:
-        raise ConfigurationError(
-            f"{num_items} sequences fill {len(bins)} microbatches, which cannot become {target}, the next multiple of"
-            f" {unit} that the ranks need; use a policy.train_global_batch_size that is a multiple of {unit}"
-        )
+    target = _rounded_number(len(bins), unit, sum(map(len, bins)))
     # Entries are unique by their first item, so that ties never compare further and the order is deterministic.
     heap = [(-work(items), items[0], items) for items in bins if len(items) > 1]
     heapq.heapify(heap)
@@ -345,11 +361,6 @@ def _split_until(
             else:
                 heapq.heappush(heap, (-work(part), part[0], part))
     return sorted([items for _, _, items in heap] + done)
-
-
-def _cut_in_the_middle(items: list[int]) -> tuple[range, range]:
-    middle = math.ceil(len(items) / 2)
-    return range(middle), range(middle, len(items))
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:

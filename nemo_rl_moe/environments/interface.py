@@ -4,9 +4,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
 @dataclass(frozen=True)
@@ -41,32 +43,72 @@ class Score:
     """Score of a response.
 
     Attributes:
-        reward: At most `LARGEST_REWARD` in size; 0 where the environment failed.
+        reward: At most `LARGEST_REWARD` in size; 0 where the environment failed. Of named rewards their weighted sum,
+            which `checked_score` puts there.
         is_correct: Whether it counts as right in `accuracy`.
         fault: Why there is no score; None for a score.
         message: What went wrong, in one line; empty for a score.
+        rewards: Several rewards by name; empty where the environment gives one number.
     """
 
     reward: float
     is_correct: bool
     fault: Fault | None = None
     message: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, rewards: Mapping[str, float], *, is_correct: bool) -> "Score":
+        """Score of several rewards by name, which `env.reward_weights` weighs."""
+        return cls(0.0, is_correct, rewards=rewards)
 
 
 LARGEST_REWARD = 1e6
 """Largest size of a reward: the float32 of advantages and losses has few digits left for differences beyond."""
 
 
-def checked_score(score: Score) -> Score:
-    """A score, or reward 0 with the fault where its reward is NaN, infinite or too large.
+WEIGHTS_KEY = "env.reward_weights"
 
+
+def checked_score(score: Score, weights: Mapping[str, float] | None = None) -> Score:
+    """A score with the weighted sum of its named rewards as reward; or reward 0 with the fault.
+
+    A fault is a reward that is NaN, infinite or too large, a name without a weight, or a weight without its reward.
     For the driver: in the environment's own process a reward function may have changed what would check it.
+
+    Args:
+        score: As the environment gave it; one that has been checked stays as it is.
+        weights: Of each named reward; None where the environment gives one number.
     """
-    if -LARGEST_REWARD <= score.reward <= LARGEST_REWARD:
-        return score
-    expected = f"a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
-    message = f"ValueError: the reward is {score.reward}, expected {expected}"
-    return Score(0.0, is_correct=False, fault=Fault.ERROR, message=message)
+    if score.fault is None and (weights is not None or score.rewards):
+        if weights is None or set(score.rewards) != set(weights):
+            return _failed(_misnamed(score.rewards, weights))
+        score = replace(score, reward=sum(weight * score.rewards[name] for name, weight in weights.items()))
+    named = {f"the reward {name!r}": reward for name, reward in score.rewards.items()}
+    for what, reward in {**named, "the reward": score.reward}.items():
+        if not -LARGEST_REWARD <= reward <= LARGEST_REWARD:
+            return _failed(
+                f"{what} is {reward}, expected a number from {-LARGEST_REWARD:,.0f} to {LARGEST_REWARD:,.0f}"
+            )
+    return score
+
+
+def _misnamed(rewards: Mapping[str, float], weights: Mapping[str, float] | None) -> str:
+    """Difference of the names of rewards from those of weights, in words."""
+    if weights is None:
+        return f"rewards by name ({', '.join(map(str, rewards))}) need {WEIGHTS_KEY}, which is null"
+    if not rewards:
+        return f"one number as reward, expected one for each name of {WEIGHTS_KEY}: {', '.join(weights)}"
+    unknown = [name for name in rewards if name not in weights]
+    missing = [name for name in weights if name not in rewards]
+    if unknown:
+        hint = did_you_mean(nearest(str(unknown[0]), weights))
+        return f"the reward {unknown[0]!r} is not in {WEIGHTS_KEY}, which names {', '.join(weights)}{hint}"
+    return f"no reward {missing[0]!r}, which {WEIGHTS_KEY} names"
+
+
+def _failed(problem: str) -> Score:
+    return Score(0.0, is_correct=False, fault=Fault.ERROR, message=f"ValueError: {problem}")
 
 
 class Scorer(Protocol):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registry of environments, and the part of a response that is scored, the same for all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
@@ -20,17 +20,21 @@ class AnswerEnvironment:
         answer_after: The answer is the text after the last of these, or the whole response without it; None: always the
             whole response.
         score_truncated: Score responses that were cut at the length limit; otherwise they are wrong, with reward 0.
+        reward_names: Names of its rewards, where it gives several.
     """
 
-    def __init__(self, environment: Scorer, answer_after: str | None, score_truncated: bool):
+    def __init__(
+        self, environment: Scorer, answer_after: str | None, score_truncated: bool, reward_names: Sequence[str] = ()
+    ):
         self._environment = environment
+        self._reward_names = reward_names
         self._answer_after = answer_after
         self._score_truncated = score_truncated
 
     def score(self, item: ScoringItem) -> Score:
         """Scores the answer in a response."""
         if item.is_truncated and not self._score_truncated:
-            return Score(0.0, is_correct=False)
+            return Score.named(dict.fromkeys(self._reward_names, 0.0), is_correct=False)
         return self._environment.score(replace(item, response=answer_in(item.response, self._answer_after)))
 
 
@@ -45,7 +49,9 @@ def make_scorer(config: EnvironmentConfig) -> Scorer:
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
-    return AnswerEnvironment(ENVIRONMENTS[config.name](config), config.answer_after, config.score_truncated)
+    environment = ENVIRONMENTS[config.name](config)
+    names = tuple(config.reward_weights or ())
+    return AnswerEnvironment(environment, config.answer_after, config.score_truncated, names)
 
 
 def _make_math(config: EnvironmentConfig) -> Scorer:

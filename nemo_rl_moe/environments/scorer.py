@@ -152,7 +152,8 @@ class EnvironmentScorer:
                 result = outcome(call)
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
-                    scores.update(zip(doing.share.indices, map(checked_score, result), strict=True))
+                    checked = (checked_score(score, self._config.reward_weights) for score in result)
+                    scores.update(zip(doing.share.indices, checked, strict=True))
                 else:
                     self._start(doing.worker)
                     self._retry_or_fail(doing, result, waiting, scores)

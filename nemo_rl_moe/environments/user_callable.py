@@ -3,7 +3,7 @@
 """A Python function of the user's own as environment."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
 
@@ -21,9 +21,10 @@ FULL_REWARD = 1.0
 class CallableEnvironment:
     """Scores a response with a function of a `ScoringItem`.
 
-    The function returns a reward, a number; a response is then right when its reward is 1 or more. Or it returns a pair
-    of a reward and a bool that says whether the response is right. The score must depend on the item alone: which
-    worker gets a response, and in which order, is not defined.
+    The function returns a reward, a number; a response is then right when its reward is 1 or more. Or it returns
+    several rewards by name, a dict, of which the first says so in the same way. Or it returns a pair of either and a
+    bool that says whether the response is right. The score must depend on the item alone: which worker gets a response,
+    and in which order, is not defined.
 
     Args:
         config: Names the function.
@@ -42,13 +43,18 @@ class CallableEnvironment:
             TypeError: The function returned something else.
         """
         result = self._function(item)
-        if _is_number(result):
-            return Score(float(result), is_correct=bool(result >= FULL_REWARD))
-        if isinstance(result, tuple) and len(result) == 2:
-            reward, is_correct = result
-            if _is_number(reward) and isinstance(is_correct, bool | np.bool_):
-                return Score(float(reward), bool(is_correct))
-        raise TypeError(f"{KEY} returned {described(result)}, expected a number, or a pair of a number and a bool")
+        is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], bool | np.bool_)
+        reward = result[0] if is_pair else result
+        if _is_number(reward):
+            return Score(float(reward), bool(result[1] if is_pair else reward >= FULL_REWARD))
+        if _are_rewards(reward):
+            first = next(iter(reward.values()))
+            rewards = {name: float(value) for name, value in reward.items()}
+            return Score.named(rewards, is_correct=bool(result[1] if is_pair else first >= FULL_REWARD))
+        raise TypeError(
+            f"{KEY} returned {described(result)}, expected a number, or a dict of numbers by name, or a pair of either"
+            " and a bool"
+        )
 
 
 def find_function(name: str) -> Callable[[ScoringItem], Any]:
@@ -80,3 +86,11 @@ def _require_usable(found: Any, name: str) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real | np.bool_)
+
+
+def _are_rewards(value: Any) -> bool:
+    return (
+        isinstance(value, Mapping)
+        and len(value) > 0
+        and all(isinstance(name, str) and _is_number(reward) for name, reward in value.items())
+    )

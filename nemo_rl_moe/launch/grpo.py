@@ -193,6 +193,7 @@ def start_rollouts(
             score_truncated=config.env.score_truncated,
             warn=run.console.warn,
         ).observe,
+        config.env.reward_weights,
     )
 
 

@@ -54,6 +54,7 @@ class Session:
         submit_item: Has one response scored by the scorer that the configuration names.
         decode: From token ids to text.
         encode: From text to token ids, special tokens in the text included.
+        reward_weights: Of each named reward; None where a score is one number.
         model_inputs: Further inputs of the model; an environment may add some between turns.
     """
 
@@ -66,6 +67,7 @@ class Session:
     submit_item: SubmitItem
     decode: Decode
     encode: Encode
+    reward_weights: Mapping[str, float] | None = None
     model_inputs: dict[str, ModelInput] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -149,7 +151,7 @@ class Session:
             score: What it is worth.
             metrics: Further numbers, logged as means over trajectories.
         """
-        score = checked_score(score)  # a function of the user's own may have made it
+        score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
@@ -167,6 +169,7 @@ class Session:
             else "".join(turn.text for turn in self.turns),
             fault=score.fault,
             fault_message=score.message,
+            rewards=dict(score.rewards),
             routed_experts=self._routed_experts,
             model_inputs=dict(self.model_inputs),
             metrics=dict(metrics or {}),

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import GRPOConfig
+from nemo_rl_moe.config.schema_grpo import AdvantageConfig, GRPOConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.trajectory import Trajectory, group_rewards
+from nemo_rl_moe.rollouts.trajectory import Trajectory, group_named_rewards, group_rewards
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 # The first number of a seed key: training and validation never share their random numbers.
@@ -97,6 +98,7 @@ class SynchronousSource:
     """
 
     def __init__(self, config: GRPOConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters):
+        self._decoupled = weights_of_each_reward(config.adv_estimator, worker.reward_weights)
         self._config, self._worker, self._rounds, self._sampling = config, worker, rounds, sampling
         self._taken = 0
         self._start()
@@ -139,7 +141,7 @@ class SynchronousSource:
             trajectories = self._worker.run(self._take(), num_generations, self._sampling, seed_key, clock)
             generated += trajectories
             rounds += 1
-            for index, differ in enumerate(informative_groups(group_rewards(trajectories, num_generations)).tolist()):
+            for index, differ in enumerate(self._informative(trajectories).tolist()):
                 group = trajectories[index * num_generations : (index + 1) * num_generations]
                 # Without dynamic sampling every group is taken as it comes.
                 (informative if differ or not config.use_dynamic_sampling else zero_variance).append(group)
@@ -151,6 +153,14 @@ class SynchronousSource:
             num_rounds=rounds,
             num_filled=max(0, config.num_prompts_per_step - len(informative)),
         )
+
+    def _informative(self, trajectories: list[Trajectory]) -> Bool[Tensor, " groups"]:
+        """Groups that have advantages."""
+        num_generations = self._config.num_generations_per_prompt
+        if not self._decoupled:
+            return informative_groups(group_rewards(trajectories, num_generations))
+        named = group_named_rewards(trajectories, num_generations, self._decoupled)
+        return torch.stack([informative_groups(rewards) for rewards in named]).any(dim=0)
 
     def _start(self) -> None:
         first_epoch, first_round = divmod(self._taken, len(self._rounds))
@@ -165,6 +175,13 @@ class SynchronousSource:
         taken, self._next_round = self._next_round, next(self._stream, None)
         self._taken += 1
         return taken
+
+
+def weights_of_each_reward(config: AdvantageConfig, weights: Mapping[str, float] | None) -> dict[str, float]:
+    """Weights of the rewards that `gdpo` compares one by one, without those of weight 0; empty for other estimators."""
+    if config.name != "gdpo":
+        return {}
+    return {name: weight for name, weight in (weights or {}).items() if weight}
 
 
 def informative_groups(rewards: Float[Tensor, "groups generations"]) -> Bool[Tensor, " groups"]:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectories: token sequences with a mask of what is trained on, and the batch that a policy is trained with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -51,6 +51,8 @@ class Trajectory:
         response_text: What came of it, for the eye.
         fault: Why the environment gave no reward; None where it did.
         fault_message: What went wrong, in one line.
+        rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
+            where the environment gave none.
         routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 a token, as the pass chose
             them that first saw it; None where no engine reports them.
         model_inputs: Further inputs of the model, such as images.
@@ -71,6 +73,7 @@ class Trajectory:
     response_text: str = ""
     fault: Fault | None = None
     fault_message: str = ""
+    rewards: Mapping[str, float] = field(default_factory=dict)
     routed_experts: StoredRows | None = None
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -95,6 +98,14 @@ def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> F
     """Rewards as the environment gave them, one row a group; float64."""
     rewards = [trajectory.reward for trajectory in trajectories]
     return torch.tensor(rewards, dtype=torch.float64).view(-1, num_generations)
+
+
+def group_named_rewards(
+    trajectories: Sequence[Trajectory], num_generations: int, names: Iterable[str]
+) -> Float[Tensor, "names groups generations"]:
+    """Named rewards as the environment gave them, one row a group; float64. Where it failed they are 0."""
+    rewards = [[trajectory.rewards.get(name, 0.0) for trajectory in trajectories] for name in names]
+    return torch.tensor(rewards, dtype=torch.float64).view(len(rewards), -1, num_generations)
 
 
 def group_correctness(trajectories: Sequence[Trajectory], num_generations: int) -> Bool[Tensor, "groups generations"]:
@@ -165,13 +176,15 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of trajectories without regard to their groups; training and validation report the same.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens),
-    `truncation_rate`, `mean_turns_per_sample` where any has several turns, and the means of the environment's own.
+    `truncation_rate`, `mean_turns_per_sample` where any has several turns, the means of the environment's own, and of
+    each named reward `rewards/NAME/mean` and `rewards/NAME/std`, 0 where the environment failed: then the weighted sum
+    of the means is `reward`.
     """
     rewards = np.array([trajectory.reward for trajectory in trajectories])
     lengths = np.array([trajectory.num_sampled_tokens for trajectory in trajectories])
     metrics = {
         "reward": float(rewards.mean()),
-        "reward_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "reward_std": _sample_deviation(rewards),
         "accuracy": float(np.mean([trajectory.is_correct for trajectory in trajectories])),
         "mean_gen_tokens_per_sample": float(lengths.mean()),
         "max_gen_tokens_per_sample": float(lengths.max()),
@@ -183,4 +196,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
         found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         metrics[name] = float(np.mean(found))
+    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.rewards):
+        named = np.array([trajectory.rewards.get(name, 0.0) for trajectory in trajectories])
+        metrics[f"rewards/{name}/mean"] = float(named.mean())
+        metrics[f"rewards/{name}/std"] = _sample_deviation(named)
     return metrics
+
+
+def _sample_deviation(values: Float[np.ndarray, " values"]) -> float:
+    """Sample standard deviation; 0 of one value."""
+    return float(values.std(ddof=1)) if len(values) > 1 else 0.0

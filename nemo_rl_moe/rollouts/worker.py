@@ -4,7 +4,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -66,6 +66,7 @@ class RolloutWorker:
         encode: From text to token ids.
         max_tokens: Most tokens of a trajectory.
         watch: Sees the trajectories of each call, and may end the run by an error.
+        reward_weights: Of each named reward; None where a score is one number.
     """
 
     engine: GenerationEngine
@@ -75,6 +76,7 @@ class RolloutWorker:
     encode: Encode
     max_tokens: int
     watch: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None
+    reward_weights: Mapping[str, float] | None = None
 
     def run(
         self,
@@ -130,6 +132,7 @@ class RolloutWorker:
                         submit_item=items.submit,
                         decode=self.decode,
                         encode=self.encode,
+                        reward_weights=self.reward_weights,
                     )
                 )
             )

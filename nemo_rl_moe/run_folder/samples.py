@@ -4,7 +4,7 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -37,6 +37,8 @@ class SavedTrajectory(Protocol):
     def is_correct(self) -> bool: ...
     @property
     def reward(self) -> float: ...
+    @property
+    def rewards(self) -> Mapping[str, float]: ...
     @property
     def fault(self) -> Any: ...
     @property
@@ -102,6 +104,7 @@ def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTr
 
 def _record(step: int, split: str, trajectory: SavedTrajectory) -> dict[str, Any]:
     fault = trajectory.fault
+    seldom = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
     return {
         "step": step,
         "split": split,
@@ -114,7 +117,7 @@ def _record(step: int, split: str, trajectory: SavedTrajectory) -> dict[str, Any
         "is_correct": trajectory.is_correct,
         "fault": None if fault is None else f"{fault.value}: {trajectory.fault_message}",
         "weight_version": trajectory.weight_version,
-    } | ({"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {})
+    } | ({**seldom, "rewards": dict(trajectory.rewards)} if trajectory.rewards else seldom)
 
 
 def _shown(trajectory: SavedTrajectory) -> str:

@@ -70,6 +70,15 @@ def share_of_digits(item: ScoringItem) -> float:
     return sum(character.isdigit() for character in item.response) / 12
 
 
+def digits_and_length(item: ScoringItem) -> dict[str, float]:
+    """An environment of a user's own with three rewards by name. It cannot stand the digit 9."""
+    return {
+        "digits": reward_that_fails_at_times(item),
+        "short": 1.0 - len(item.response) / 12,
+        "even": float(len(item.response) % 2 == 0),
+    }
+
+
 async def ask_twice(session: Session) -> Trajectory:
     """An environment of two turns: the second question repeats the first answer's first digit."""
     first = await session.generate()

@@ -248,3 +248,16 @@ def test_refit_check_measures_steps_with_it_and_without(repository_root: Path) -
     cpu = result["cpu_seconds"]
     assert 0 < cpu["refit"] < cpu["step"]
     assert result["cpu_cost"]["mean"] == pytest.approx(cpu["check"]["mean"] / cpu["step"], abs=1e-4)
+
+
+def test_mixed_lengths_prints_one_line_of_padding_and_speeds(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "mixed_lengths", "--turns", "1", "--block", "2", "--warmup", "0"))
+    modes = result["modes"]
+    padding = {mode: found["computed_to_real"] for mode, found in modes.items()}
+    assert padding["packing"] == 1.0 < padding["dynamic"] < padding["dynamic_fewest_microbatches"] < padding["plain"]
+    fewest = modes["dynamic_fewest_microbatches"]["microbatches_per_step"]
+    assert modes["packing"]["microbatches_per_step"] <= fewest < modes["dynamic"]["microbatches_per_step"]
+    assert all(found["to_plain"] > 0 and found["tokens_per_cpu_second"] > 0 for found in modes.values())
+    # The same batches: but for auxiliary losses, which are those of a microbatch, the modes train the same.
+    losses = result["last_losses"]
+    assert list(losses.values()) == pytest.approx([losses["plain"]] * 4, rel=1e-3)

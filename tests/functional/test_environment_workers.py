@@ -49,6 +49,7 @@ def environment(name: str = "callable", num_workers: int = 1, **changes: object)
         "score_truncated": False,
         "reasoning_gym": ReasoningGymConfig(task="basic_arithmetic", parameters={}, partial_credit=False),
         "callable": CallableConfig(function="tests.support.broken_environments:score"),
+        "reward_weights": None,
         "rollout": None,
     }
     return EnvironmentConfig(**(settings | changes))

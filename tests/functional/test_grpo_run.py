@@ -33,6 +33,13 @@ LOSS_KEYS = {
     "clip_fraction_high",
     "clip_fraction_low",
     "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "sampling_importance_ratio",
+    "sampling_importance_ratio_min",
+    "sampling_importance_ratio_max",
+    "sampling_logp_difference",
+    "sampling_logp_difference_max",
     "grad_norm",
     "loss",
     "lr",
@@ -156,7 +163,11 @@ def test_three_loggers_hold_the_same_metrics(run: FinishedRun) -> None:
 def test_generation_and_training_agree_about_every_token(run: FinishedRun) -> None:
     # One token off by 1e-4 among 200 would lift this mean by 5e-7; rounding alone gives about 1e-7.
     assert max(run.values("train/token_mult_prob_error")) < 1 + 1e-6
-    assert max(run.values("train/gen_kl_error")) < 1e-10
+    for divergence in ("gen_kl_error", "policy_kl_error", "js_divergence_error"):
+        assert max(run.values(f"train/{divergence}")) < 1e-10
+    assert 0 < max(run.values("train/sampling_logp_difference_max")) < 1e-5, "two passes differ by rounding"
+    assert min(run.values("train/sampling_importance_ratio_min")) > 1 - 1e-5
+    assert max(run.values("train/sampling_importance_ratio_max")) < 1 + 1e-5
     assert run.values("train/probs_ratio_min") == run.values("train/probs_ratio_max") == [1.0] * NUM_STEPS
 
 
@@ -203,6 +214,51 @@ def test_layout_generates_and_trains_as_two_data_parallel_workers_do(
     assert [sample["response"] for sample in other.samples() if sample["step"] <= 1] == first
     for key in ("train/reward", "train/loss", "train/grad_norm", "train/moe/cv_mean", "train/approx_entropy"):
         assert other.values(key)[0] == pytest.approx(run.values(key)[0], rel=2e-5, abs=1e-7), key
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gdpo"])
+def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data: Path, estimator: str) -> None:
+    weights = {"short": 0.5, "digits": 2.0, "even": 0.0}
+    run = finished_run(
+        tmp_path,
+        data,
+        **sft_runs.only_jsonl(),
+        grpo__max_num_steps=2,
+        grpo__adv_estimator__name=estimator,
+        env__name="callable",
+        env__callable={"function": "tests.functional.grpo_runs:digits_and_length"},
+        env__answer_after=None,
+        env__score_truncated=True,
+        env__reward_weights=weights,
+    )
+    for split in ("train", "val"):
+        named = {name: run.values(f"{split}/rewards/{name}/mean") for name in weights}
+        added = [sum(weights[name] * values[step] for name, values in named.items()) for step in range(2)]
+        assert run.values(f"{split}/reward") == pytest.approx(added, rel=1e-12)
+        assert all(value > 0 for value in run.values(f"{split}/rewards/digits/std"))
+    samples = run.samples()
+    scored = [sample for sample in samples if sample["fault"] is None]
+    assert 0 < len(samples) - len(scored) == sum(run.values("train/env/num_errors") + run.values("val/env/num_errors"))
+    for sample in scored:
+        assert sample["rewards"].keys() == weights.keys()
+        assert sample["reward"] == pytest.approx(sum(weights[name] * sample["rewards"][name] for name in weights))
+        assert sample["is_correct"] == (sample["rewards"]["digits"] >= 1), "the first that the function names"
+    assert all("rewards" not in sample and sample["reward"] == 0 for sample in samples if sample["fault"])
+    trained = [sample for sample in samples if (sample["split"], sample["step"]) == ("train", 1)]
+    named_rewards = np.array([[sample.get("rewards", {}).get(name, 0.0) for sample in trained] for name in weights])
+    weighed = np.array([*weights.values()])[:, None]
+
+    def by_group(rewards: np.ndarray) -> np.ndarray:
+        groups = rewards.reshape(*rewards.shape[:-1], 4, 4)
+        centred = groups - groups.mean(-1, keepdims=True)
+        return (centred / (groups.std(-1, ddof=1, keepdims=True) + 1e-6)).reshape(rewards.shape)
+
+    expected = by_group((weighed * named_rewards).sum(0))
+    if estimator == "gdpo":
+        expected = (weighed * by_group(named_rewards)).sum(0)
+        expected /= expected.std(ddof=1) + 1e-6
+    for kind in ("min", "max"):
+        assert run.values(f"train/advantages/{kind}")[0] == pytest.approx(getattr(expected, kind)(), rel=1e-5)
 
 
 def test_everything_at_once(tmp_path: Path, data: Path) -> None:

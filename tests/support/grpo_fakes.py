@@ -76,6 +76,7 @@ def trajectory(
     text: str = "text",
     sample_id: str = "sample",
     prompt_text: str = "prompt",
+    rewards: Mapping[str, float] | None = None,
 ) -> Trajectory:
     """A trajectory of one turn by hand."""
     found = [-0.5] * len(response_ids) if logprobs is None else logprobs
@@ -94,6 +95,7 @@ def trajectory(
         response_text=text,
         fault=fault,
         fault_message="it broke" if fault else "",
+        rewards=rewards or {},
     )
 
 
@@ -278,7 +280,12 @@ def from_numbers(text: str) -> list[int]:
 
 
 def make_worker(
-    engine: FakeEngine, scorer: FakeScorer, environment: Environment | None = None, max_tokens: int = 100
+    engine: FakeEngine,
+    scorer: FakeScorer,
+    environment: Environment | None = None,
+    max_tokens: int = 100,
+    reward_weights: Mapping[str, float] | None = None,
 ) -> RolloutWorker:
     """A rollout worker over fakes."""
-    return RolloutWorker(engine, scorer, environment or SingleTurn(), as_numbers, from_numbers, max_tokens)
+    driver, weights = environment or SingleTurn(), reward_weights
+    return RolloutWorker(engine, scorer, driver, as_numbers, from_numbers, max_tokens, reward_weights=weights)

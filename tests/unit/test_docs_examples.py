@@ -212,7 +212,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 13
+    assert len(PYTHON_BLOCKS) == 14
 
 
 def write_demo_run() -> None:
@@ -253,6 +253,18 @@ def test_environment_of_ones_own_scores(tmp_path: Path) -> None:
     assert callable(score)
     for response, reward in ((" 606\n", 1.0), ("607", 0.0)):
         assert score(ScoringItem("a", "228+378=", response, False, {"answer": "606"})) == reward
+
+
+def test_several_rewards_by_name(tmp_path: Path) -> None:
+    score = run_block(PYTHON_BLOCKS[MODULES["my_rewards"]], tmp_path)["score"]
+    assert callable(score)
+    found = score(ScoringItem("a", "228+378=", " 607", False, {"answer": "606"}))
+    assert found == {"accuracy": 0.0, "format": 1.0, "length": 4.0}
+    page = GRPO_PAGE.read_text()
+    assert (
+        f"reward_weights: {{{', '.join(f'{name}: {w}' for name, w in zip(found, (1.0, 0.2, 0.0), strict=True))}}}"
+        in page
+    )
 
 
 def test_environment_that_is_added_scores(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def test_keys_of_ours_are_there(heading: str, number: int) -> None:
 
 def test_losses_are_named_by_keys_and_values_that_are_there() -> None:
     values = {"cispo", "reinforce", "icepop", "sequence_mask", "truncated", "sequence", "divergence", "grpo", "batch"}
-    values |= {"reinforce_plus_plus", "reinforce_plus_plus_baseline"}
+    values |= {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
     for cell in columns("Losses and estimators, by every name", 2):
         for text in re.findall(r"`([^`]+)`", cell):
             key, _, value = text.partition(": ")

@@ -60,6 +60,20 @@ def kl_estimate(
     return torch.expm1(log_ratio) - log_ratio
 
 
+def js_divergence_estimate(
+    logprobs: Float[Tensor, "*shape"], other_logprobs: Float[Tensor, "*shape"]
+) -> Float[Tensor, "*shape"]:
+    """Token by token estimate of the Jensen-Shannon divergence of two distributions, in nats; symmetric, from 0 up.
+
+    With the mixture `m = (p + q) / 2`, half of `p/m - 1 - log(p/m)` and half of the same of `q`, what NeMo-RL logs as
+    `js_divergence_error`. As `p + q` is `2m`, that is `log cosh(d / 2)` with `d = log p - log q`, here of a `d` that
+    ends at `LARGEST_LOG_RATIO`. Where the two are close it is `d^2 / 8`, of which a sum of logarithms would keep no
+    digit.
+    """
+    half = (logprobs - other_logprobs).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO) / 2
+    return torch.log1p(2 * torch.sinh(half / 2).square())
+
+
 def clamped_estimate(estimate: Float[Tensor, "*shape"], config: PolicyGradientLossConfig) -> Float[Tensor, "*shape"]:
     """An estimate of the divergence, no larger in size than `kl_output_clamp_value`, beyond which its gradient is 0.
 

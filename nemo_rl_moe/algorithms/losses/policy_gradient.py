@@ -8,7 +8,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, kl_estimate, reference_divergence
+from nemo_rl_moe.algorithms.losses.divergence import (
+    bounded_exp,
+    js_divergence_estimate,
+    kl_estimate,
+    reference_divergence,
+)
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
@@ -176,8 +181,7 @@ def ratio_metrics(
         inputs: The microbatch.
     """
     mask = inputs.token_mask
-    # A microbatch without valid tokens adds nothing to either extreme. Nor has a global batch without any moved.
-    lowest, highest = (float("inf"), float("-inf")) if inputs.global_valid_tokens else (1.0, 1.0)
+    lowest, highest = _extremes_of_nothing(inputs)
     return {
         "probs_ratio": _token_mean(ratio, inputs),
         "probs_ratio_clamped": _token_mean(both.clip(ratio), inputs),
@@ -188,6 +192,14 @@ def ratio_metrics(
     }
 
 
+def _extremes_of_nothing(inputs: LossInputs) -> tuple[float, float]:
+    """Lowest and highest ratio of a masked token: one that adds nothing to either extreme over microbatches and ranks.
+
+    A global batch without any valid token has not moved: 1.
+    """
+    return (float("inf"), float("-inf")) if inputs.global_valid_tokens else (1.0, 1.0)
+
+
 def mismatch_metrics(
     current: Float[Tensor, "sequences targets"],
     prev: Float[Tensor, "sequences targets"],
@@ -196,8 +208,15 @@ def mismatch_metrics(
 ) -> Metrics:
     """Metrics of the mismatch between generation and training with the same weights, and the policy's entropy.
 
+    With a correction or without:
+
     - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`; 1 is perfect
     - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats; 0 is perfect
+    - `policy_kl_error`: the same of `KL(training || generation)`, from the same tokens
+    - `js_divergence_error`: mean of `js_divergence_estimate`
+    - `sampling_importance_ratio`: mean of training over generation probability, of each token, before any correction;
+      `sampling_importance_ratio_{min,max}`
+    - `sampling_logp_difference`: mean of `|log training - log generation|`; `sampling_logp_difference_max`
     - `approx_entropy`: entropy of the policy in nats, estimated from the tokens that were drawn and weighted from
       generation to the policy as it is now: mean of `-(policy / generation) * log policy`
 
@@ -207,10 +226,20 @@ def mismatch_metrics(
         generation: As the engine that drew the tokens computed them.
         inputs: The microbatch.
     """
+    mask, difference = inputs.token_mask, (prev - generation).abs()
+    ratio = importance_ratio(prev, generation)
+    lowest, highest = _extremes_of_nothing(inputs)
     return {
         "approx_entropy": _token_mean(-bounded_exp(current - generation) * current, inputs),
-        "token_mult_prob_error": _token_mean(bounded_exp((prev - generation).abs()), inputs),
+        "token_mult_prob_error": _token_mean(bounded_exp(difference), inputs),
         "gen_kl_error": _token_mean(kl_estimate(generation, prev, "k3"), inputs),
+        "policy_kl_error": _token_mean(kl_estimate(prev, generation, "k3"), inputs),
+        "js_divergence_error": _token_mean(js_divergence_estimate(prev, generation), inputs),
+        "sampling_importance_ratio": _token_mean(ratio, inputs),
+        "sampling_importance_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
+        "sampling_importance_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
+        "sampling_logp_difference": _token_mean(difference, inputs),
+        "sampling_logp_difference_max": (difference.where(mask, 0.0).amax(), Reduction.MAX),
     }
 
 

@@ -54,7 +54,8 @@ def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
     if policy.sequence_packing.enabled:
         return PackedBatching(max_tokens=policy.sequence_packing.train_mb_tokens)
     if policy.dynamic_batching.enabled:
-        return DynamicBatching(max_tokens=policy.dynamic_batching.train_mb_tokens)
+        dynamic = policy.dynamic_batching
+        return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens)
     return PlainBatching(micro_batch_size)
 
 

@@ -9,7 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, frac_zero_std_groups
+from nemo_rl_moe.algorithms.advantages import (
+    clip_advantages,
+    compute_advantages,
+    decoupled_advantages,
+    frac_zero_std_groups,
+)
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 from nemo_rl_moe.rollouts.source import informative_groups
 
@@ -64,6 +69,48 @@ def test_division_by_the_standard_deviation_of_the_batch() -> None:
     assert left_out.flatten().tolist() == pytest.approx([x / scale for x in (2, -2, 20, -20)], rel=1e-14)
     equal = compute_advantages(torch.full((2, 3), 0.7), config_of(normalize=True, over="batch"))
     assert equal.tolist() == [[0.0] * 3] * 2
+
+
+def test_two_rewards_by_hand_each_in_its_group_before_they_are_added() -> None:
+    # Right and wrong, with and without the format: (1, 0), (0, 1), (1, 1), (0, 0). Each reward has the deviations +-0.5
+    # in its group, of which the sample standard deviation is sqrt(1 / 3), so that each part is +-sqrt(3) / 2 = u.
+    named = torch.stack([rewards_of([1.0, 0.0, 1.0, 0.0]), rewards_of([0.0, 1.0, 1.0, 0.0])])
+    u = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    parts = [2 * u - u, -2 * u + u, 2 * u + u, -2 * u - u]
+    scale = math.sqrt(sum(part**2 for part in parts) / 3) + 1e-6
+    advantages = decoupled_advantages(named, [2.0, 1.0], config_of("gdpo", normalize=True))
+    assert advantages.flatten().tolist() == pytest.approx([part / scale for part in parts], rel=1e-14)
+    # With equal weights the sum does not tell the first two apart from the mean, and neither does this.
+    assert decoupled_advantages(named, [1.0, 1.0], config_of("gdpo", normalize=True))[0, :2].tolist() == [0.0, 0.0]
+
+
+def test_rewards_of_different_size_count_by_their_weights_alone() -> None:
+    """Why they are normalised first: of a sum, the larger reward is nearly all."""
+    small, large = rewards_of([1.0, 0.0, 1.0, 0.0]), rewards_of([0.0, 0.0, 100.0, 100.0])
+    config = config_of("gdpo", normalize=True)
+    advantages = decoupled_advantages(torch.stack([small, large]), [1.0, 1.0], config)
+    assert advantages[0, 0].item() == pytest.approx(advantages[0, 3].item(), abs=1e-5)
+    of_sum = compute_advantages(small + large, config_of(normalize=True))
+    assert of_sum[0, 0] < -0.8 < 0.8 < of_sum[0, 3]
+
+
+def test_decoupled_rewards_without_any_spread_teach_nothing() -> None:
+    equal = torch.full((2, 3, 4), 0.7, dtype=torch.float64)
+    assert decoupled_advantages(equal, [1.0, 3.0], config_of("gdpo", normalize=True)).tolist() == [[0.0] * 4] * 3
+    with pytest.raises(ValueError, match="at least two generations"):
+        decoupled_advantages(torch.ones(2, 3, 1), [1.0, 1.0], config_of("gdpo"))
+
+
+def test_decoupled_rewards_leaving_one_out_and_without_scaling() -> None:
+    # Without scaling, leaving one out is a common factor, which the division by the batch's deviation takes away.
+    named = torch.stack([rewards_of([6.0, 0.0, 3.0], [1.0, 2.0, 3.0]), rewards_of([1.0, 1.0, 0.0], [0.0, 0.0, 4.0])])
+    plain, left_out = (
+        decoupled_advantages(named, [1.0, 0.5], config_of("gdpo", leave_one_out=one)) for one in (False, True)
+    )
+    torch.testing.assert_close(plain, left_out, rtol=1e-5, atol=0.0)
+    # 3 + 1 / 6, -3 + 1 / 6, 0 - 1 / 3 and -1 - 2 / 3, 0 - 2 / 3, 1 + 4 / 3.
+    parts = torch.tensor([[19 / 6, -17 / 6, -1 / 3], [-5 / 3, -2 / 3, 7 / 3]], dtype=torch.float64)
+    torch.testing.assert_close(plain, parts / (parts.std() + 1e-6), rtol=1e-14, atol=0.0)
 
 
 def test_reinforce_is_the_reward_itself() -> None:

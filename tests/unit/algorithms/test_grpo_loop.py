@@ -18,6 +18,7 @@ from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
 from nemo_rl_moe.loggers.console import train_line
 from nemo_rl_moe.metrics import PhaseClock
@@ -81,7 +82,7 @@ class Loop:
         self.logger = ListLogger(diary=self.diary)
         self.scorer.diary = self.diary
         seed, num_prompts = self.config.grpo.seed, self.config.grpo.num_prompts_per_step
-        worker = make_worker(self.engine, self.scorer)
+        worker = make_worker(self.engine, self.scorer, reward_weights=self.config.env.reward_weights)
         loader = PromptLoader(prompts(7), num_prompts, seed, shuffle=True)
         held_out = prompts(2, "val") if self.has_validation else ()
         self.summary = train_grpo(
@@ -282,6 +283,45 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert trained() == trained()
     assert trained() == trained(*VALIDATES, "grpo.val_period=1"), "validation changes nothing of the training"
     assert trained() != trained("grpo.seed=12")
+
+
+class ScorerOfTwo(FakeScorer):
+    """Two rewards by name."""
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        first = [float(item.response.split()[0]) for item in items]
+        return [Score.named({"a": value % 2, "b": value % 3}, is_correct=False) for value in first]
+
+
+def test_rewards_by_name_are_weighed_and_compared_each_apart() -> None:
+    named = (
+        *("env.name=callable", "+env.callable.function=package.module:function", "grpo.max_num_steps=1"),
+        *("env.reward_weights={a: 1.0, b: 0.5}", "grpo.advantage_clip_high=1.2"),
+    )
+    loops = {
+        name: Loop(small_config(*named, f"grpo.adv_estimator.name={name}"), scorer=ScorerOfTwo())
+        for name in ("grpo", "gdpo")
+    }
+    for loop in loops.values():
+        metrics = dict(loop.logger.records)[1]
+        assert metrics["train/reward"] == pytest.approx(
+            metrics["train/rewards/a/mean"] + 0.5 * metrics["train/rewards/b/mean"]
+        )
+    trajectories = loops["gdpo"].samples[0][2]
+    a, b = (torch.tensor([found.rewards[name] for found in trajectories]).double().view(2, 3) for name in "ab")
+    assert a.std(1).max() > 0
+    assert b.std(1).max() > 0
+
+    def by_group(rewards: torch.Tensor) -> torch.Tensor:
+        return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
+
+    found = {
+        name: loop.policy.batches[0].columns["advantages"].values.double().view(2, 3) for name, loop in loops.items()
+    }
+    torch.testing.assert_close(found["grpo"], by_group(a + 0.5 * b).clamp(max=1.2), rtol=1e-5, atol=1e-6)
+    decoupled = by_group(a) + 0.5 * by_group(b)
+    expected = (decoupled / (decoupled.std() + 1e-6)).clamp(max=1.2)
+    torch.testing.assert_close(found["gdpo"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_trained_on() -> None:

@@ -8,7 +8,7 @@ import torch
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.environments.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
-from nemo_rl_moe.rollouts.trajectory import training_batch
+from nemo_rl_moe.rollouts.trajectory import rollout_metrics, training_batch
 from tests.support.grpo_fakes import PAD_TOKEN, trajectory
 
 DULL = [
@@ -61,3 +61,16 @@ def test_advantages_count_each_response_once_however_long_it_is() -> None:
         "advantages/min": -1.5,
         "advantages/max": 2.0,
     }
+
+
+def test_named_rewards_are_told_apart_and_add_up_to_the_reward() -> None:
+    weights = {"accuracy": 1.0, "format": -0.5}
+    named = [{"accuracy": 1.0, "format": 0.5}, {"accuracy": 0.0, "format": 2.0}, {}, {"accuracy": 2.0, "format": 0.5}]
+    # The third was not scored: 0 of each, as its reward is.
+    worth = [sum(weights[name] * rewards.get(name, 0.0) for name in weights) for rewards in named]
+    found = rollout_metrics([trajectory(reward=r, rewards=n) for r, n in zip(worth, named, strict=True)])
+    assert found["rewards/accuracy/mean"] == 0.75
+    assert found["rewards/accuracy/std"] == pytest.approx((11 / 12) ** 0.5)
+    assert found["rewards/format/mean"] == 0.75
+    assert found["reward"] == pytest.approx(0.75 - 0.5 * 0.75)
+    assert not [name for name in rollout_metrics(GOOD) if name.startswith("rewards/")]

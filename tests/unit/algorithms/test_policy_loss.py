@@ -194,6 +194,10 @@ def test_metrics_carry_no_gradient_and_their_names_follow_from_the_configuration
         "approx_entropy",
         "token_mult_prob_error",
         "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        *(f"sampling_importance_ratio{which}" for which in ("", "_min", "_max")),
+        *(f"sampling_logp_difference{which}" for which in ("", "_max")),
     }
     of_correction = {
         "none": set[str](),

@@ -293,6 +293,17 @@ def test_metrics_of_generation_against_training() -> None:
     assert metrics["token_mult_prob_error"] == pytest.approx((0.5 / 0.3 + 1.25) / 4, rel=1e-14)
     k3 = (0.6 - 1 - math.log(0.6)) + (1.25 - 1 - math.log(1.25))
     assert metrics["gen_kl_error"] == pytest.approx(k3 / 4, rel=1e-13)
+    other_way = (0.5 / 0.3 - 1 - math.log(0.5 / 0.3)) + (0.8 - 1 - math.log(0.8))
+    assert metrics["policy_kl_error"] == pytest.approx(other_way / 4, rel=1e-13)
+    # Of both from their means 0.4 and 0.225.
+    halves = [p / m - 1 - math.log(p / m) for p, m in ((0.3, 0.4), (0.5, 0.4), (0.25, 0.225), (0.2, 0.225))]
+    assert metrics["js_divergence_error"] == pytest.approx(sum(halves) / 2 / 4, rel=1e-13)
+    assert metrics["sampling_importance_ratio"] == pytest.approx((0.6 + 1.25) / 4, rel=1e-14)
+    assert metrics["sampling_importance_ratio_min"] == pytest.approx(0.6, rel=1e-14)
+    assert metrics["sampling_importance_ratio_max"] == pytest.approx(1.25, rel=1e-14)
+    gaps = math.log(0.5 / 0.3), math.log(1.25)
+    assert metrics["sampling_logp_difference"] == pytest.approx(sum(gaps) / 4, rel=1e-14)
+    assert metrics["sampling_logp_difference_max"] == pytest.approx(max(gaps), rel=1e-14)
     assert metrics["approx_entropy"] == pytest.approx(-(math.log(0.5) + math.log(0.2)) / 4, rel=1e-14)
     assert metrics["num_valid_tokens"] == 2
 
@@ -308,5 +319,7 @@ def test_each_metric_says_how_it_is_reduced() -> None:
     inputs = one_token_each([1.0], [1.0])
     inputs.columns["reference_logprobs"] = inputs.columns["prev_logprobs"]
     outputs, _ = run(inputs, reference_policy_kl_penalty=0.1, importance_sampling_correction="icepop")
-    others = {"probs_ratio_min": Reduction.MIN, "probs_ratio_max": Reduction.MAX, "num_valid_tokens": Reduction.SUM}
+    extremes = ("probs_ratio", "sampling_importance_ratio")
+    others = {f"{name}_min": Reduction.MIN for name in extremes} | {f"{name}_max": Reduction.MAX for name in extremes}
+    others |= {"sampling_logp_difference_max": Reduction.MAX, "num_valid_tokens": Reduction.SUM}
     assert {name: how for name, (_, how) in outputs.metrics.items() if how is not Reduction.SHARE} == others

@@ -13,9 +13,12 @@ Problems = Callable[..., list[str]]
 NO_TASK = ("env.name=math", "env.reasoning_gym=null")
 EXPERT_PARALLEL = "policy.megatron_cfg.expert_model_parallel_size"
 DRAWN = tuple(f"data.{name}.{value}" for name in ("train", "validation") for value in ("path=null", "num_items=9"))
+WEIGHTS = "env.reward_weights"
+CALLABLE = ("env.name=callable", "+env.callable.function=package.module:function")
 LEAVE_ONE_OUT = "grpo.adv_estimator.use_leave_one_out_baseline"
 
 ESTIMATOR = "grpo.adv_estimator.name"
+NAMED = (*CALLABLE, f"{WEIGHTS}={{accuracy: 1.0, format: 0.5}}", f"{ESTIMATOR}=gdpo")
 REPLAY = "policy.megatron_cfg.routing_replay"
 GSPO = "loss_fn.sequence_level_importance_ratios"
 ONE_RESPONSE = ("grpo.num_prompts_per_step=128", "grpo.num_generations_per_prompt=1")
@@ -294,9 +297,43 @@ BROKEN = [
             (f"{LEAVE_ONE_OUT}=true", f"grpo.adv_estimator.name={name}"),
             "leave_one_out_has_a_baseline",
             f"{LEAVE_ONE_OUT}: got true, expected false with grpo.adv_estimator.name {name}, which does not read it;"
-            " grpo does",
+            " grpo and gdpo do",
         )
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+    ),
+    (
+        (*CALLABLE, f"{WEIGHTS}={{}}"),
+        "named_rewards_come_from_somewhere",
+        f"{WEIGHTS}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null",
+    ),
+    (
+        (*CALLABLE, f"{WEIGHTS}={{a: 0.0, b: 0}}"),
+        "named_rewards_come_from_somewhere",
+        f"{WEIGHTS}: all weights are 0, so that nothing would be trained",
+    ),
+    (
+        (f"{WEIGHTS}={{a: 1.0, b: 0.5}}",),
+        "named_rewards_come_from_somewhere",
+        f"{WEIGHTS}: got a, b, expected null with env.name reasoning_gym, which gives one reward; callable gives"
+        " several",
+    ),
+    (
+        (f"{ESTIMATOR}=gdpo",),
+        "decoupled_rewards_are_named",
+        f"{WEIGHTS}: got null, expected a weight for each reward with grpo.adv_estimator.name gdpo, which compares each"
+        " named reward apart",
+    ),
+    (
+        (*NAMED, "grpo.reward_shaping={enabled: true, overlong_buffer_length: 31, overlong_buffer_penalty: 1.0}"),
+        "decoupled_rewards_are_named",
+        "grpo.reward_shaping.enabled: got true, expected false with grpo.adv_estimator.name gdpo, which compares each"
+        " named reward apart: there is no one reward to change",
+    ),
+    (
+        (*NAMED, "grpo.adv_estimator.normalize_over=batch"),
+        "estimator_reads_its_settings",
+        "grpo.adv_estimator.normalize_over: got batch, expected group with grpo.adv_estimator.name gdpo, which does not"
+        " read it; grpo does",
     ),
     (
         (f"{ESTIMATOR}=reinforce",),
@@ -369,7 +406,11 @@ def test_every_rule_has_a_broken_example() -> None:
         (f"{GSPO}=true", "loss_fn.token_level_loss=false"),
         (*ONE_RESPONSE, f"{ESTIMATOR}=reinforce_plus_plus"),
         ("loss_fn.kl_output_clamp_value=null",),
-        ("env.name=callable", "+env.callable.function=package.module:function"),
+        CALLABLE,
+        (*CALLABLE, f"{WEIGHTS}={{accuracy: 1, format: -0.5, length: 0}}"),
+        (*NAMED, f"{LEAVE_ONE_OUT}=true", "grpo.use_dynamic_sampling=true"),
+        # A rollout of one's own may score by itself.
+        ("env.rollout=package.module:function", f"{WEIGHTS}={{a: 1.0}}"),
         ("data.train.path=null", "data.train.num_items=100"),
         ("data.validation=null",),
         DRAWN,

@@ -46,8 +46,17 @@ Problems = Callable[..., list[str]]
         ),
         (
             "grpo.adv_estimator.name=rloo",
-            "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, reinforce_plus_plus,"
+            "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, gdpo, reinforce_plus_plus,"
             " reinforce_plus_plus_baseline, reinforce",
+        ),
+        ("env.reward_weight={a: 1.0}", "env.reward_weight: unknown key; did you mean env.reward_weights?"),
+        ("env.reward_weights=[1.0]", "env.reward_weights: got [1.0] (list), expected a section or null"),
+        ("env.reward_weights={a: high}", "env.reward_weights.a: got 'high' (str), expected a number"),
+        ("env.reward_weights={a: .inf}", "env.reward_weights.a: got inf (float), expected a finite number"),
+        (
+            "env.reward_weights={a/b: 1.0}",
+            "env.reward_weights.a/b: got the name 'a/b', expected letters, digits, underscores, hyphens and dots, at"
+            " most 100",
         ),
         (
             "loss_fn.objective=cipso",

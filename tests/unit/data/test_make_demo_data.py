@@ -217,6 +217,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "score_truncated": False,
             "reasoning_gym": task,
             "callable": None,
+            "reward_weights": None,
             "rollout": None,
         }
     )

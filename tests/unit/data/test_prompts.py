@@ -56,6 +56,7 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
             "score_truncated": False,
             "reasoning_gym": task,
             "callable": None,
+            "reward_weights": None,
             "rollout": None,
         }
     )

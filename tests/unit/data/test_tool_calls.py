@@ -230,6 +230,7 @@ def prompts_of(path, tokenizer, **data):
             "score_truncated": True,
             "reasoning_gym": None,
             "callable": None,
+            "reward_weights": None,
             "rollout": None,
         }
     )

@@ -28,7 +28,7 @@ def tokens_in_memory(batching: Batching, lengths: list[int]) -> int:
 
 
 budgets = st.one_of(
-    st.builds(DynamicBatching, st.integers(MAX_LENGTH, 200)),
+    st.builds(DynamicBatching, st.integers(MAX_LENGTH, 200), st.sampled_from([0, 5, 30, 1000])),
     st.builds(PackedBatching, st.integers(MAX_LENGTH, 200), st.sampled_from([1, 2, 4, 8])),
 )
 
@@ -113,12 +113,12 @@ def test_plain_microbatches_do_not_depend_on_the_ranks(ranks: int):
 
 
 def test_dynamic_by_hand():
-    # By length: 10 | 6 5 | 3 3 2 2: the budget of 12 holds one of 10, two of 6, four of 3. Two ranks need a fourth
-    # microbatch: (6, 5) and (3, 3, 2, 2) both fill 12, and the one that holds the earlier sequence is cut. Turns: work
-    # 12 with 10, then 6 with 5; the rank that ran 10 gets the 6.
+    # By length, 10 6 5 3 3 2 2: 31 tokens. The budget of 12 needs three microbatches, and two ranks an even number.
+    # Four of them, 10 | 6 5 | 3 3 | 2 2, compute 32 tokens, six 31: one token is not worth two more. Turns: work 12
+    # with 10, then 6 with 4; the rank that ran 10 gets the 6.
     lengths = [3, 6, 10, 2, 5, 3, 2]
     (by_rank,) = plan_microbatches(
-        lengths, num_data_parallel_ranks=2, global_batch_size=7, batching=DynamicBatching(max_tokens=12)
+        lengths, num_data_parallel_ranks=2, global_batch_size=7, batching=DynamicBatching(12, overhead_tokens=1)
     ).global_batches
     as_lengths = [[sorted(lengths[index] for index in microbatch) for microbatch in rank] for rank in by_rank]
     assert as_lengths == [[[6, 5][::-1], [2, 2]], [[10], [3, 3]]]
@@ -198,7 +198,7 @@ def test_an_empty_sequence_or_batch_is_refused():
         plan_evaluation([], num_data_parallel_ranks=1, batching=PlainBatching(1))
 
 
-@pytest.mark.parametrize("batching", [PlainBatching(4), DynamicBatching(4096), PackedBatching(4096, 8)])
+@pytest.mark.parametrize("batching", [PlainBatching(4), DynamicBatching(4096, 128), PackedBatching(4096, 8)])
 def test_planning_is_fast(batching: Batching):
     generator = random.Random(0)
     lengths = [generator.randint(1, 2048) for _ in range(4096)]
@@ -207,7 +207,7 @@ def test_planning_is_fast(batching: Batching):
         start = time.process_time()
         plan_microbatches(lengths, num_data_parallel_ranks=8, global_batch_size=4096, batching=batching)
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.05
+    assert min(seconds) < (0.2 if isinstance(batching, DynamicBatching) else 0.05)
 
 
 @settings(deadline=None, max_examples=50)

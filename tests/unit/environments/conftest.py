@@ -35,6 +35,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "score_truncated": False,
             "reasoning_gym": None,
             "callable": None,
+            "reward_weights": None,
             "rollout": None,
         }
         return EnvironmentConfig.model_validate(settings | changes)

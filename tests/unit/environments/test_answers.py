@@ -45,3 +45,5 @@ def test_truncated_responses(item_of):
     assert AnswerEnvironment(listener, None, False).score(item_of("2", is_truncated=True)) == Score(0.0, False)
     assert listener.heard == []
     assert AnswerEnvironment(listener, None, True).score(item_of("2", is_truncated=True)) == Score(1.0, True)
+    named = AnswerEnvironment(listener, None, False, ("accuracy", "format")).score(item_of("2", is_truncated=True))
+    assert named == Score.named({"accuracy": 0.0, "format": 0.0}, is_correct=False), "0 of each, and no fault"

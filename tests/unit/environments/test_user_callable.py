@@ -65,6 +65,12 @@ def environment(function):
         ((0.25, True), Score(0.25, True)),
         ((1, False), Score(1.0, False)),
         ((np.float64(1.0), np.bool_(False)), Score(1.0, False)),
+        ({"accuracy": 1, "format": 0.5}, Score.named({"accuracy": 1.0, "format": 0.5}, is_correct=True)),
+        (
+            {"format": np.float32(0.5), "accuracy": True},
+            Score.named({"format": 0.5, "accuracy": 1.0}, is_correct=False),
+        ),
+        (({"accuracy": 1.0}, False), Score.named({"accuracy": 1.0}, is_correct=False)),
     ],
 )
 def test_results(module, item_of, result, score):
@@ -73,11 +79,14 @@ def test_results(module, item_of, result, score):
     assert scorer.score(item_of("606")) == score
 
 
-@pytest.mark.parametrize("result", [None, "1.0", [1.0, True], (1.0,), (1.0, 1), (True, 1.0), (1.0, True, 2), {}, 1j])
+OTHERS = [None, "1.0", [1.0, True], (1.0,), (1.0, 1), (True, 1.0), (1.0, None), (1.0, True, 2), {}, 1j]
+
+
+@pytest.mark.parametrize("result", [*OTHERS, {1: 1.0}, {"a": "1"}, {"a": {"b": 1.0}}, ({"a": 1.0}, 1.0), ({}, True)])
 def test_other_results_are_errors(module, item_of, result):
     scorer = environment("my_rewards:score")
     module().result = result
-    with pytest.raises(TypeError, match="expected a number, or a pair of a number and a bool"):
+    with pytest.raises(TypeError, match="expected a number, or a dict of numbers by name, or a pair of either and"):
         scorer.score(item_of("606"))
 
 

@@ -226,3 +226,18 @@ def test_the_configuration_names_the_function() -> None:
         make_environment(env.model_copy(update={"rollout": f"{here}:no_coroutine"}))
     with pytest.raises(ConfigurationError, match=r"env\.rollout: .*did you mean named_in_a_configuration"):
         make_environment(env.model_copy(update={"rollout": f"{here}:named_in_a_configuratio"}))
+
+
+def test_a_rollout_may_give_rewards_by_name() -> None:
+    async def named(session: Session) -> Trajectory:
+        await session.generate()
+        right = session.prompt.record["answer"] == "0"
+        rewards = {"accuracy": 1.0, "format": 0.5} if right else {"acuracy": 1.0, "format": 0.5}
+        return session.finish(Score.named(rewards, is_correct=right))
+
+    weights = {"accuracy": 2.0, "format": 1.0}
+    worker = make_worker(FakeEngine(), FakeScorer(), RolloutFunction(named), reward_weights=weights)
+    first, second = worker.run(prompts(2), 1, SAMPLING, (3, 1), PhaseClock())
+    assert (first.reward, first.rewards, first.is_correct) == (2.5, {"accuracy": 1.0, "format": 0.5}, True)
+    assert (second.reward, second.rewards, second.fault) == (0.0, {}, Fault.ERROR)
+    assert second.fault_message.endswith("did you mean accuracy?")

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which groups a step trains on, without and with dynamic sampling."""
 
+from collections.abc import Sequence
+
 from nemo_rl_moe.data.prompts import PromptLoader
-from nemo_rl_moe.environments.interface import ScoringItem
+from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import RolloutGroups, SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -11,6 +13,10 @@ from nemo_rl_moe.rollouts.worker import RolloutWorker
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
 
 DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=4")
+NAMED = (
+    *("env.name=callable", "+env.callable.function=package.module:function"),
+    "env.reward_weights={up: 1.0, down: 1.0, logged: 0.0}",
+)
 
 
 class ScorerOfPrompts(FakeScorer):
@@ -126,3 +132,24 @@ def test_phases_of_all_rounds_count() -> None:
     metrics = clock.metrics()
     generated = metrics["timing/generation/tokens_per_second"] * metrics["timing/generation/seconds"]
     assert round(generated) == sum(found.num_sampled_tokens for found in groups.generated)
+
+
+class ScorerOfTwo(FakeScorer):
+    """Two rewards: to prompts with an even answer, of opposite sign, so that only each apart tells responses apart."""
+
+    def score(self, items: Sequence[ScoringItem]) -> list[Score]:
+        ups = [float(int(item.record["answer"]) % 2 == 0) * index for index, item in enumerate(items)]
+        return [Score.named({"up": up, "down": -up, "logged": index}, is_correct=False) for index, up in enumerate(ups)]
+
+
+def test_groups_are_told_apart_by_what_the_estimator_compares() -> None:
+    """Of the sum no group differs; of each reward those with even answers do; what has no weight counts for neither."""
+    found = {}
+    for name in ("grpo", "gdpo"):
+        weights = {"up": 1.0, "down": 1.0, "logged": 0.0}
+        worker = make_worker(FakeEngine(), ScorerOfTwo(), reward_weights=weights)
+        source = source_of(worker, *DYNAMIC, f"grpo.adv_estimator.name={name}", *NAMED)
+        groups = source.next(0, PhaseClock())
+        found[name] = (trained(groups), groups.num_filled)
+        assert {trajectory.reward for trajectory in groups.generated} == {0.0}
+    assert found == {"gdpo": ([0, 2], 0), "grpo": ([0, 1], 2)}

@@ -51,9 +51,10 @@ def test_what_is_saved(tmp_path: Path) -> None:
                 [10, 11], [5, 6, 1], reward=1.5, is_correct=True, text="606", sample_id="f:1", prompt_text="228+378="
             ),
             trajectory(is_truncated=True, fault=Fault.TIMEOUT, text="a\nb"),
+            trajectory(reward=1.25, rewards={"accuracy": 1.0, "format": 0.5}),
         ],
     )
-    first, second = log.saved
+    first, second, third = log.saved
     assert first == {
         "step": 3,
         "split": "train",
@@ -68,6 +69,7 @@ def test_what_is_saved(tmp_path: Path) -> None:
         "weight_version": 0,
     }
     assert (second["is_truncated"], second["fault"], second["response"]) == (True, "timeout: it broke", "a\nb")
+    assert (third["reward"], third["rewards"]) == (1.25, {"accuracy": 1.0, "format": 0.5})
 
 
 def test_steps_follow_each_other_and_can_be_read_at_once(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def make_policy(
 
 
 FILES = {"config.json": b"{}"}
+OVERHEAD = "microbatch_overhead_tokens: 7"
 BY_TOKENS = "train_mb_tokens: 64}"
 
 
@@ -135,7 +136,7 @@ BY_TOKENS = "train_mb_tokens: 64}"
     [
         ("policy.logprob_batch_size=5", PlainBatching(5)),
         (f"policy.sequence_packing={{enabled: true, {BY_TOKENS}", PackedBatching(64)),
-        (f"policy.dynamic_batching={{enabled: true, {BY_TOKENS}", DynamicBatching(64)),
+        (f"policy.dynamic_batching={{enabled: true, {OVERHEAD}, {BY_TOKENS}", DynamicBatching(64, 7)),
     ],
 )
 def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
@@ -171,7 +172,7 @@ def test_more_ranks_than_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
         "policy.logprob_batch_size=3",
         "policy.logprob_batch_size=1",
         f"policy.sequence_packing={{enabled: true, {BY_TOKENS}",
-        f"policy.dynamic_batching={{enabled: true, {BY_TOKENS}",
+        f"policy.dynamic_batching={{enabled: true, {OVERHEAD}, {BY_TOKENS}",
     ],
 )
 @pytest.mark.parametrize("num_sequences", [8, 7, 1])

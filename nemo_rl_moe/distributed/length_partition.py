@@ -1,0 +1,51 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Cheapest partition of sequences into padded microbatches, by dynamic programming over their sorted lengths."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_NEVER = 2**62
+_SCALE = 1 << 16
+"""Parts of a token in which costs are counted. A run costs one part more, so that of equal partitions the one of fewer
+runs is the cheapest."""
+
+
+def cheapest_partition(lengths: Sequence[int], max_tokens: int, overhead: int, unit: int) -> list[int]:
+    """Ends of the runs that sorted lengths are cut into, so that all of them cost least.
+
+    A run costs its number of sequences times the longest of them, which is what padding makes it compute, and
+    `overhead` tokens for being a microbatch of its own. Among all partitions into microbatches of neighbours in length
+    it is the cheapest, and no other partition is cheaper: to exchange two sequences of runs whose lengths overlap never
+    makes a longest one longer. Fewer runs win among equal ones.
+
+    Args:
+        lengths: Longest first, each at least 1 and at most `max_tokens`.
+        max_tokens: Most tokens of a run, padding included.
+        overhead: Tokens that could be computed in the time that one more microbatch takes by itself; 0 or more.
+        unit: The number of runs is a multiple of it. The fewest runs that hold the lengths, rounded up to such a
+            multiple, are no more than the lengths.
+
+    Returns:
+        For each run the position behind its last length, ascending.
+    """
+    number = len(lengths)
+    # Cost of the cheapest way to cut the first lengths, by how many these are and the remainder of the number of runs.
+    cost = np.full((number + 1, unit), _NEVER, dtype=np.int64)
+    previous = np.zeros((number + 1, unit), dtype=np.int64)
+    cost[0, 0] = 0
+    counts = np.arange(1, number + 1, dtype=np.int64)[:, None] * _SCALE
+    for start, longest in enumerate(lengths):
+        size = min(max_tokens // longest, number - start)
+        one_more = np.roll(cost[start], 1) + overhead * _SCALE + 1
+        found = counts[:size] * longest + one_more
+        ends = slice(start + 1, start + 1 + size)
+        better = found < cost[ends]
+        np.copyto(cost[ends], found, where=better)
+        np.copyto(previous[ends], start, where=better)
+    ends_of_runs, end, remainder = [], number, 0
+    while end > 0:
+        ends_of_runs.append(end)
+        end, remainder = int(previous[end, remainder]), (remainder - 1) % unit
+    return ends_of_runs[::-1]
