@@ -77,7 +77,7 @@ def test_only_the_guilty_fail_and_soon(scorer):
         "inf": (Fault.ERROR, "ValueError: the reward is -inf, expected a number from -1,000,000 to 1,000,000"),
         "huge": (Fault.ERROR, "ValueError: the reward is 1e+308, expected a number from -1,000,000 to 1,000,000"),
         "patched nan": (Fault.ERROR, "ValueError: the reward is nan, expected a number from -1,000,000 to 1,000,000"),
-        "word": (Fault.ERROR, "TypeError: env.callable.function returned '1.0' (str), expected a number, or a pair"),
+        "word": (Fault.ERROR, "TypeError: env.callable.function returned '1.0' (str), expected a number, or a dict"),
         "none": (Fault.ERROR, "TypeError: env.callable.function returned None"),
         "wrong pair": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, 1) (tuple)"),
         "triple": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, True, 'x') (tuple)"),
