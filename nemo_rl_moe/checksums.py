@@ -302,8 +302,11 @@ def find_damage(
     mine: list[tuple[Path, list[_Piece]]] = []
     before = 0
     for path, pieces in work:
-        own = [piece for piece in pieces if (before + piece.start) * num_shares // total == share]
-        before += sum(piece.part.num_bytes for piece in pieces)
+        own = []
+        for piece in pieces:
+            if before * num_shares // total == share:
+                own.append(piece)
+            before += piece.part.num_bytes
         runs = groupby(own, lambda piece: piece.start // _RUN_BYTES)
         mine += [(path, list(run)) for _, run in runs]
     # Reading from the disk and the checksum both happen outside of Python's lock.

@@ -264,6 +264,7 @@ class RoleModelConfig(StrictModel):
             "virtual_pipeline_model_parallel_size": None,
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,
+            "model_overrides": {},
             "activation_checkpointing": "none",
             "track_moe_metrics": False,
             "moe_per_layer_logging": False,

@@ -50,7 +50,7 @@ def make_scorer(config: EnvironmentConfig) -> Scorer:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
     environment = ENVIRONMENTS[config.name](config)
-    names = tuple(config.reward_weights or ())
+    names = tuple(config.reward_weights or ()) if config.name == "callable" else ()
     return AnswerEnvironment(environment, config.answer_after, config.score_truncated, names)
 
 

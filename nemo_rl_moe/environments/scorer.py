@@ -152,7 +152,9 @@ class EnvironmentScorer:
                 result = outcome(call)
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
-                    checked = (checked_score(score, self._config.reward_weights) for score in result)
+                    # Environments of this project give one number, also within a rollout that gives several.
+                    weights = self._config.reward_weights if self._config.name == "callable" else None
+                    checked = (checked_score(score, weights) for score in result)
                     scores.update(zip(doing.share.indices, checked, strict=True))
                 else:
                     self._start(doing.worker)

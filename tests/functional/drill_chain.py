@@ -242,8 +242,9 @@ class Chain:
         for folder in list(self._disk.glob(below)):
             shutil.rmtree(folder, ignore_errors=True)
         if drill.victim == "run folder":
-            # A step's record is written before the step is told.
-            self.lost_until = last_step(run) + 1
+            # A step's record is written before the step is told; at the end there are no more.
+            lost = self.num_steps if drill.phase == "end" else last_step(run) + 1
+            self.lost_until = max(self.lost_until, lost)
 
     def _see_it_go_on(self, run: run_kills.Run, drill: Drill, result: Result, before: int) -> None:
         """Waits until the attempt has done more than the step in which it was struck, or has come to its end."""

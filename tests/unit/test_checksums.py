@@ -95,6 +95,20 @@ def test_every_byte_falls_to_one_share(folder: Path) -> None:
         assert text.count("config.json: damaged") == 1
 
 
+@pytest.mark.parametrize("elsewhere", ["header", "first", "second", "third"])
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 8])
+def test_what_is_not_compared_elsewhere_falls_to_one_share(folder: Path, elsewhere: str, num_shares: int) -> None:
+    change(folder / "data.bin", 0, b"\xff" * (folder / "data.bin").stat().st_size)
+    left_out = {("data.bin", place_of(elsewhere), len(TENSORS[elsewhere]))}
+    lines = [
+        line
+        for share in range(num_shares)
+        for line in find_damage(folder, share=share, num_shares=num_shares, left_out=left_out)
+    ]
+    found = {name: sum(line.count(name) for line in lines) for name in TENSORS}
+    assert found == {name: int(name != elsewhere and bool(content)) for name, content in TENSORS.items()}
+
+
 @pytest.mark.parametrize("run_bytes", [1, 4000])
 def test_a_large_file_is_compared_in_runs_and_told_in_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, run_bytes: int

@@ -31,6 +31,7 @@ _KEYS = {
     "pipeline_model_parallel_layout": "policy.megatron_cfg.num_layers_in_first_pipeline_stage and _last_",
 }
 """Fields that follow from keys of other names, which the rest of the program reads."""
+_CUDA_GRAPHS = ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph")
 _ADAPTER = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
@@ -44,6 +45,8 @@ def read_overrides(values: Mapping[str, Any], of_the_model: Collection[str]) -> 
     Raises:
         ConfigurationError: A field is unknown, is decided elsewhere, or does not take the value; one line each.
     """
+    if not values:
+        return {}
     hints = get_type_hints(TransformerConfig)
     found, problems = dict[str, Any](), list[str]()
     for name, value in values.items():
@@ -65,6 +68,8 @@ def _problems_with_name(name: str, of_the_model: Collection[str], hints: Mapping
         yield f"has a key of its own: policy.megatron_cfg.{name}"
     if name in _KEYS:
         yield f"follows from {_KEYS[name]}"
+    if name in _CUDA_GRAPHS:
+        yield "is not supported: a graph runs no hooks, so that loads would be 0 and nothing replayed, without a word"
     fields = transformer_config_fields()
     if name not in fields:
         hint = did_you_mean(nearest(name, sorted(fields)))

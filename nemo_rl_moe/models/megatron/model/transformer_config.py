@@ -4,6 +4,7 @@
 
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -103,8 +104,12 @@ def require_transformer_engine() -> None:
 
 
 def _transformer_engine_version() -> tuple[int, ...]:
-    """First two numbers of the release of Transformer Engine."""
-    return tuple(int(part) for part in importlib.metadata.version("transformer-engine").split(".")[:2])
+    """First two numbers of the release of Transformer Engine; zeros where its package does not say."""
+    try:
+        found = re.match(r"(\d+)\.(\d+)", importlib.metadata.version("transformer-engine"))
+    except importlib.metadata.PackageNotFoundError:  # built from its sources, without a package
+        found = None
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def use_transformer_engine(policy: PolicyConfig) -> bool:

@@ -47,7 +47,8 @@ def test_what_does_not_fit_is_told_by_all_ranks_and_changes_nothing(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("world_size", "sizes"), [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"pp": 2})]
+    ("world_size", "sizes"),
+    [(1, {}), (2, {}), (2, {"ep": 2}), (2, {"tp": 2, "etp": 2}), (2, {"pp": 2}), (4, {"tp": 2, "ep": 2})],
 )
 def test_damage_of_any_part_is_told_by_name_in_every_layout(
     world_size: int, sizes: dict[str, int], tmp_path: Path
