@@ -260,7 +260,7 @@ class RoleModelConfig(StrictModel):
         """
         megatron = policy.megatron_cfg
         shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}
-        alone = {
+        alone: dict[str, Any] = {
             "virtual_pipeline_model_parallel_size": None,
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,
