@@ -200,6 +200,14 @@ def test_verifiers(name):
     assert all(score.is_correct == bool(score.reward) and score.fault is None for score in scores)
 
 
+def test_one_number_of_a_verifier_is_right_within_a_rollout_that_gives_several() -> None:
+    with EnvironmentScorer(
+        environment("math", timeout_s=10.0, reward_weights={"accuracy": 1.0, "format": 0.5})
+    ) as scorer:
+        (score,) = scorer.score([ScoringItem("line 0", "?", "$606$", False, {"answer": "606"})])
+    assert (score.reward, score.fault) == (1.0, None)
+
+
 def test_an_environment_that_cannot_be_made():
     broken = environment(num_workers=2, callable=CallableConfig(function="tests.support.broken_environments:scor"))
     with pytest.raises(WorkerDiedError) as error:

@@ -33,6 +33,11 @@ def test_each_scores_the_answer_only(env_config, item_of, name, sections, respon
     assert environment.score(item_of(response, is_truncated=True, **record)) == Score(0.0, False)
 
 
+def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_number(env_config, item_of):
+    environment = make_scorer(env_config("math", reward_weights={"accuracy": 1.0, "format": 0.5}))
+    assert environment.score(item_of("606", is_truncated=True, answer="606")) == Score(0.0, False)
+
+
 @pytest.mark.parametrize(
     ("name", "sections", "problem"),
     [
