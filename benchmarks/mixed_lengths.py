@@ -24,6 +24,7 @@ from small_model import (
     VOCABULARY,
     confine,
     not_negative,
+    one_epoch_of_sft,
     open_loggers,
     positive,
     release,
@@ -114,14 +115,7 @@ def start_contestant(folder: Path, mode: str, options: argparse.Namespace, stack
 def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:
     """The demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
-        "sft.max_num_epochs": 1,
-        "sft.max_num_steps": "null",
-        "sft.val_period": 0,
-        "sft.val_at_start": False,
-        "sft.val_at_end": False,
-        "checkpointing.enabled": False,
-        "policy.model_name": model,
-        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        **one_epoch_of_sft(model),
         "policy.train_global_batch_size": BATCH_SIZE,
         "policy.train_micro_batch_size": MICRO_BATCH_SIZE,
         "policy.max_total_sequence_length": LONGEST,

@@ -28,6 +28,7 @@ from small_model import (
     confine,
     family_cpu_seconds,
     not_negative,
+    one_epoch_of_sft,
     open_loggers,
     positive,
     recorder_without_checkpoints,
@@ -233,14 +234,7 @@ def start_contestant(
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:
     """The demo's configuration with this benchmark's sizes."""
     values: dict[str, Any] = {
-        "sft.max_num_epochs": 1,
-        "sft.max_num_steps": "null",
-        "sft.val_period": 0,
-        "sft.val_at_start": False,
-        "sft.val_at_end": False,
-        "checkpointing.enabled": False,
-        "policy.model_name": model,
-        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+        **one_epoch_of_sft(model),
         "policy.train_global_batch_size": BATCH_SIZE,
         "policy.train_micro_batch_size": options.micro_batch_size,
         "policy.max_total_sequence_length": SEQUENCE_LENGTH,

@@ -87,6 +87,20 @@ def write_model(folder: Path, **changes: int) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def one_epoch_of_sft(model: Path) -> dict[str, object]:
+    """Overrides of the demo's fine-tuning: one epoch without validation and checkpoints, of a model without a tokenizer."""
+    return {
+        "sft.max_num_epochs": 1,
+        "sft.max_num_steps": "null",
+        "sft.val_period": 0,
+        "sft.val_at_start": False,
+        "sft.val_at_end": False,
+        "checkpointing.enabled": False,
+        "policy.model_name": model,
+        "policy.tokenizer.name": REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe",
+    }
+
+
 @contextmanager
 def running_ray(num_cpus: int) -> Iterator[None]:
     """A local Ray with room for the workers of both policies, only one of which works at a time."""
