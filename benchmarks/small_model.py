@@ -88,7 +88,7 @@ def write_model(folder: Path, **changes: int) -> int:
 
 
 def one_epoch_of_sft(model: Path) -> dict[str, object]:
-    """Overrides of the demo's fine-tuning: one epoch without validation and checkpoints, of a model without a tokenizer."""
+    """Overrides for one epoch of fine-tuning without validation and checkpoints, of a model that has no tokenizer."""
     return {
         "sft.max_num_epochs": 1,
         "sft.max_num_steps": "null",
