@@ -21,13 +21,13 @@ from nemo_rl_moe.checkpoints.resume import (
 )
 from nemo_rl_moe.checkpoints.state import LoopState, RunDescription, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
-from nemo_rl_moe.checksums import add_to_inventory
+from nemo_rl_moe.checksums import InventoryError, add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
-from nemo_rl_moe.errors import ConfigurationError, DamagedCheckpointError, TrainingDivergedError
+from nemo_rl_moe.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.setup import (
@@ -44,6 +44,7 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
+from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_ledger import TapeReport
@@ -282,7 +283,11 @@ class TrainingRun(ModelRun):
         return self._folder
 
     def end(self, summary: RunSummary) -> None:
-        """Writes the final weights of a run that is complete; prepares what is told when everything is closed."""
+        """Writes the final weights of a run that is complete; prepares what is told when everything is closed.
+
+        Raises:
+            CheckpointError: They cannot be written.
+        """
         assert self._folder is not None
         config = self.config
         checkpoint_dir = self._checkpoint_dir(self._folder) if config.checkpointing.enabled else None
@@ -294,12 +299,21 @@ class TrainingRun(ModelRun):
             weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
             with self.console.phase("saving the final weights"):
                 left_out = self._started.save_weights(weights)
-                origin = json.dumps(self.origin_of_weights(summary.num_steps))
-                (weights / FINAL_RUN_FILE).write_text(f"{origin}\n", encoding="utf-8")
-                add_to_inventory(weights, FINAL_RUN_FILE)
+                self._sign(weights, summary.num_steps)
             for name in left_out:
                 self.console.warn(left_out_line(name))
         self._ending = summarise(config, summary, self._folder, weights)
+
+    def _sign(self, weights: Path, step: int) -> None:
+        """Writes beside the final weights whose they are.
+
+        Survives a disk that is full, and a folder that somebody removes, between the weights and this.
+        """
+        try:
+            (weights / FINAL_RUN_FILE).write_text(f"{json.dumps(self.origin_of_weights(step))}\n", encoding="utf-8")
+            add_to_inventory(weights, FINAL_RUN_FILE)
+        except (OSError, InventoryError) as error:
+            raise CheckpointError(f"{weights}: cannot be written: {one_line(error)}") from None
 
     def origin_of_weights(self, step: int) -> dict[str, Any]:
         """Origin of the final weights: those of another training may stand in the same folder."""

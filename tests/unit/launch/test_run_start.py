@@ -132,6 +132,23 @@ def test_the_end_of_a_run_warns_of_weights_that_are_left_out(
     )
 
 
+@pytest.mark.parametrize("lost", ["the folder", "its inventory"])
+def test_final_weights_that_vanish_before_they_are_signed_are_told_in_one_line(
+    saved: SavedRun, tmp_path: Path, lost: str
+) -> None:
+    class Policy:
+        def save_weights(self, directory: Path) -> list[str]:
+            if lost == "its inventory":
+                directory.mkdir()
+            return []
+
+    policy: Any = Policy()
+    with prepared(saved.config, num_steps=10) as run:
+        run._policy, run._folder = policy, tmp_path
+        with pytest.raises(CheckpointError, match="final: cannot be written: .*No such file or directory"):
+            run.end(RunSummary.of(LoopState(step=10), None))
+
+
 def test_a_run_that_would_remove_its_own_model_is_refused(saved: SavedRun) -> None:
     model = saved.store.folder / "step_10"
     config = saved.config.model_copy(
