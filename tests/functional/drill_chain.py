@@ -150,10 +150,12 @@ class Chain:
                 code = self._wait_for_end(run)
                 # What is deleted under the run while it writes its last weights is told, and it ends.
                 is_told = LOST_AT_ITS_END.search(run.errors) is not None
-                is_excused = bool(results) and results[-1].fault == "vanish" and is_told
-            if code == 0:
+                has_vanished = bool(results) and results[-1].fault == "vanish"
+                is_excused = has_vanished and is_told
+            # Deleted behind the last weights, with these: the run had ended well, and is done once more.
+            if code == 0 and (self.logs.weights() or not has_vanished):
                 break
-            if results and not is_excused:
+            if results and code != 0 and not is_excused:
                 results[-1].problem += f"; the attempt after it ended with exit code {code}"
         is_complete = bool(self.logs.weights())
         for index, result in enumerate(results):
