@@ -95,7 +95,7 @@ def _varies(values: Tensor, groups: Tensor, num_groups: int) -> Bool[Tensor, " g
 def beyond_length(
     counts: Float[Tensor, "sequences experts"], groups: Int[Tensor, " sequences"]
 ) -> Float[Tensor, "sequences experts"]:
-    """What a sequence gives an expert beyond its length: `n[s,e] - T[s] p[g,e]`, 0 to the last bit where it is nothing.
+    """Excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`, exactly 0 where it has none.
 
     `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
     over the experts of a sequence, and over the sequences of a group.
