@@ -107,6 +107,7 @@ class Observers:
         log_tape_report: Gets the step and the report of its tape of routed experts, where there is one.
         log_advantage_scores: Gets the step and the scores of experts by advantage, where there are any; before the
             step's record.
+        flush: Has what was logged written, where some of it waits to be written together with later steps.
     """
 
     logger: MetricLogger
@@ -114,6 +115,7 @@ class Observers:
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None
     log_tape_report: Callable[[int, TapeReport], None] = lambda step, report: None
     log_advantage_scores: Callable[[int, AdvantageScores], None] = lambda step, scores: None
+    flush: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -197,9 +199,10 @@ class StepRecorder:
         self.state = state = self._next_state(outcome)
         self.stopped_for = None if is_last else self._stop_reason()
         metrics = {**outcome.training, **outcome.validation}
+        saves = False
         if self._checkpoints is not None:
             self._checkpoints.poll()
-            if self._saves(is_last=is_last):
+            if saves := self._saves(is_last=is_last):
                 with clock.phase("checkpoint"):
                     self._checkpoints.start(state, metrics)
         if outcome.result.expert_load is not None:
@@ -207,6 +210,8 @@ class StepRecorder:
         if outcome.result.advantage_scores is not None:
             self._observers.log_advantage_scores(state.step, outcome.result.advantage_scores)
         self._record(state.step, metrics | clock.metrics(), outcome.samples)
+        if saves:
+            self._observers.flush()
         if self._has_diverged:
             raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))
         return not is_last and self.stopped_for is None

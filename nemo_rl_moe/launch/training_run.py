@@ -54,6 +54,7 @@ from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, f
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.routing import RoutingWriter
 from nemo_rl_moe.run_folder.samples import SampleLog
+from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 FINAL_RUN_FILE = "training_run.json"
 """Beside the final weights: which training they are the end of."""
@@ -373,32 +374,36 @@ class TrainingRun(ModelRun):
         )
 
     def _observers(self, loggers: FanOutLogger, folder: Path) -> Observers:
-        expert_load = ExpertLoadWriter(folder, self.console.warn, self.console.message)
+        expert_load = ExpertLoadWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
         self._opened.callback(expert_load.close)
 
         def log_expert_load(step: int, load: ExpertLoad) -> None:
             expert_load.write(step, load)
             loggers.log_expert_load(step, load)
 
-        routing = RoutingWriter(folder, self.console.warn, self.console.message)
+        routing = RoutingWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
         self._opened.callback(routing.close)
 
         def log_tape_report(step: int, report: TapeReport) -> None:
             routing.write(step, report)
             loggers.log_tape_report(step, report)
 
-        advantages = AdvantageWriter(folder, self.console.warn, self.console.message)
+        advantages = AdvantageWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
         self._opened.callback(advantages.close)
 
         def log_advantage_scores(step: int, scores: AdvantageScores) -> None:
             advantages.write(step, scores)
             loggers.log_advantage_scores(step, scores)
 
+        def flush() -> None:
+            for table in (expert_load, routing, advantages):
+                table.flush()
+
         settings = self.config.logger
         if not isinstance(settings, GenerationLoggerConfig):
-            return Observers(loggers, log_expert_load)
+            return Observers(loggers, log_expert_load, flush=flush)
         samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
-        return Observers(loggers, log_expert_load, samples.write, log_tape_report, log_advantage_scores)
+        return Observers(loggers, log_expert_load, samples.write, log_tape_report, log_advantage_scores, flush)
 
     def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
         policy, store, config = self._started, self._store, self.config

@@ -47,12 +47,18 @@ class AdvantageWriter(StepTableWriter):
         run_folder: The run's folder.
         warn: Told once when writing fails, and when steps are lost.
         message: Told when writing works again.
+        max_delay_s: As of `StepTableWriter`.
     """
 
     def __init__(
-        self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None] = lambda text: None
+        self,
+        run_folder: Path,
+        warn: Callable[[str], None],
+        message: Callable[[str], None] = lambda text: None,
+        *,
+        max_delay_s: float = 0.0,
     ):
-        super().__init__(TABLE, run_folder, warn, message)
+        super().__init__(TABLE, run_folder, warn, message, max_delay_s=max_delay_s)
 
     def write(self, step: int, found: "AdvantageScores") -> None:
         """Adds one step; steps ascend."""

@@ -81,12 +81,18 @@ class RoutingWriter(StepTableWriter):
         run_folder: The run's folder.
         warn: Told once when writing fails, and when steps are lost.
         message: Told when writing works again.
+        max_delay_s: As of `StepTableWriter`.
     """
 
     def __init__(
-        self, run_folder: Path, warn: Callable[[str], None], message: Callable[[str], None] = lambda text: None
+        self,
+        run_folder: Path,
+        warn: Callable[[str], None],
+        message: Callable[[str], None] = lambda text: None,
+        *,
+        max_delay_s: float = 0.0,
     ):
-        super().__init__(TABLE, run_folder, warn, message)
+        super().__init__(TABLE, run_folder, warn, message, max_delay_s=max_delay_s)
         self._anomalies_path = run_folder / ANOMALIES_FILE_NAME
         self._anomalies: LineFile | None = None
 

@@ -3,14 +3,16 @@
 """Tables that a run adds to at every step: their writer, reader and rewind.
 
 `<run folder>/<name>.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one table.
-A Parquet file cannot be appended to, and one that a kill leaves half written cannot be read at all. Each step is
-therefore written to a file of its own that appears whole, and every 100 of these files are joined into one.
+A Parquet file cannot be appended to, and one that a kill leaves half written cannot be read at all. Steps are therefore
+written to files of their own that appear whole, and files of 100 steps together are joined into one. Writing one takes a
+millisecond, whatever is in it: short steps share a file.
 """
 
 import math
 import re
+import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +28,8 @@ from numpy.typing import NDArray
 from nemo_rl_moe.errors import DataError, one_line
 
 STEPS_OF_A_FILE = 100
+MAX_DELAY_S = 2.0
+"""How long a run keeps rows in memory, so that short steps share a file: a reader is that late, and a kill takes them."""
 _MOST_STEPS_KEPT = 1000
 _MOST_ROWS = 20_000_000  # a file of 100 steps of a model of 200 layers with 1,000 experts each
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)
@@ -86,6 +90,7 @@ class StepTableWriter:
         run_folder: The run's folder.
         warn: Told once when writing fails, and when steps are lost.
         message: Told when writing works again.
+        max_delay_s: Seconds since the last file was written in which steps are kept for the next one.
     """
 
     def __init__(
@@ -94,6 +99,8 @@ class StepTableWriter:
         run_folder: Path,
         warn: Callable[[str], None],
         message: Callable[[str], None] = lambda text: None,
+        *,
+        max_delay_s: float = 0.0,
     ):
         self._table = table
         self._name, self._folder = table.folder_name, run_folder / table.folder_name
@@ -102,8 +109,9 @@ class StepTableWriter:
         self._num_lost = 0
         self._is_failing = False
         self._has_told_of_joining = False
-        # The files of single steps that the run wrote before it was resumed are joined with the new ones.
-        self._single = [first for first, last in _files_in_force(self._folder) if first == last]
+        self._max_delay_s, self._written_at = max_delay_s, -math.inf
+        # The files of few steps that the run wrote before it was resumed are joined with the new ones.
+        self._short = [span for span in _files_in_force(self._folder) if span[1] - span[0] < STEPS_OF_A_FILE - 1]
 
     def add(self, rows: StepRows) -> None:
         """Adds one step; steps ascend."""
@@ -111,12 +119,17 @@ class StepTableWriter:
         if len(self._kept) > _MOST_STEPS_KEPT:
             self._kept.popleft()
             self._num_lost += 1
-        self._write_kept()
+        if time.monotonic() - self._written_at >= self._max_delay_s:
+            self._write_kept()
+
+    def flush(self) -> None:
+        """Writes what is kept."""
+        if self._kept:
+            self._write_kept()
 
     def close(self) -> None:
         """Tries once more to write what is kept."""
-        if self._kept:
-            self._write_kept()
+        self.flush()
         if lost := self._num_lost + len(self._kept):
             self._warn(f"{self._name} lacks {lost} steps that could not be written")
         self._kept.clear()
@@ -128,13 +141,15 @@ class StepTableWriter:
                 for folder in (self._folder.parent, self._folder):
                     folder.mkdir(exist_ok=True)
             while self._kept:
-                step = int(self._kept[0].axes[0][0])
+                rows = _joined([self._kept[place] for place in range(min(len(self._kept), STEPS_OF_A_FILE))])
+                first, last = (int(rows.axes[0][place]) for place in (0, -1))
                 # It is joined with others soon: to compress a step's columns takes as long as to write them.
-                content = _as_file(self._table, self._kept[0])
-                _write_whole(content, _path(self._folder, step, step), compression="none")
-                self._single.append(step)
-                self._kept.popleft()
-                if len(self._single) >= STEPS_OF_A_FILE:
+                _write_whole(_as_file(self._table, rows), _path(self._folder, first, last), compression="none")
+                self._written_at = time.monotonic()
+                self._short.append((first, last))
+                for _ in rows.axes[0]:
+                    self._kept.popleft()
+                if sum(last - first + 1 for first, last in self._short) >= STEPS_OF_A_FILE:
                     self._join()
         except (OSError, pa.ArrowException) as error:
             if not self._is_failing:
@@ -146,19 +161,22 @@ class StepTableWriter:
             self._message(f"{self._name} can be written again")
 
     def _join(self) -> None:
-        """Joins the files of single steps into one. Survives a kill in between: readers prefer the joined file."""
-        steps, self._single = self._single, []
-        singles = [_path(self._folder, step, step) for step in steps]
+        """Joins the files of few steps into one. Survives a kill in between: readers prefer the joined file."""
+        spans, self._short = self._short, []
+        (first, _), (_, last) = spans[0], spans[-1]
+        if len(spans) == 1:
+            return
+        paths = [_path(self._folder, *span) for span in spans]
         try:
-            joined = pa.concat_tables([pq.read_table(path) for path in singles])
-            _write_whole(joined, _path(self._folder, steps[0], steps[-1]))
-            for path in singles:
+            joined = pa.concat_tables([pq.read_table(path) for path in paths])
+            _write_whole(joined, _path(self._folder, first, last))
+            for path in paths:
                 path.unlink()
         except (OSError, pa.ArrowException) as error:
             # Nothing is lost by it: they are read as they are.
             if not self._has_told_of_joining:
                 self._has_told_of_joining = True
-                self._warn(f"{self._name}: the files of steps {steps[0]} to {steps[-1]} cannot be joined: {error}")
+                self._warn(f"{self._name}: the files of steps {first} to {last} cannot be joined: {error}")
 
 
 def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepRows:
@@ -247,6 +265,15 @@ def _files_in_force(folder: Path) -> list[tuple[int, int]]:
 
 def _plurals(axes: tuple[str, ...]) -> list[str]:
     return [f"{axis}s" for axis in axes]
+
+
+def _joined(parts: Sequence[StepRows]) -> StepRows:
+    """Rows of successive steps of the same places."""
+    if len(parts) == 1:
+        return parts[0]
+    steps = np.concatenate([part.axes[0] for part in parts])
+    values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
+    return StepRows((steps, *parts[0].axes[1:]), values)
 
 
 def _as_file(table: StepTable, rows: StepRows) -> pa.Table:

@@ -55,6 +55,7 @@ def make_recorder(
     start: LoopState | None = None,
     max_skipped_in_a_row: int = 3,
     tapes: list[tuple[int, TapeReport]] | None = None,
+    flush: Callable[[], None] = lambda: None,
 ) -> StepRecorder:
     """A recorder that writes to lists."""
 
@@ -66,5 +67,5 @@ def make_recorder(
         if tapes is not None:
             tapes.append((step, report))
 
-    observers = Observers(logger, log_load, samples, log_tape)
+    observers = Observers(logger, log_load, samples, log_tape, flush=flush)
     return StepRecorder(observers, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())

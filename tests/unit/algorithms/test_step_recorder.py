@@ -46,10 +46,11 @@ def recorder_of(diary: list[str], **arguments: Any) -> StepRecorder:
 
 def test_a_step_is_recorded_before_its_checkpoint_can_be_published() -> None:
     diary: list[str] = []
-    recorder = recorder_of(diary)
+    recorder = recorder_of(diary, flush=lambda: diary.append("flush"))
     assert all(recorder.end_step(outcome(), PhaseClock(), is_last=False) for _ in range(3))
     assert not recorder.end_step(outcome(), PhaseClock(), is_last=True)
-    assert diary == ["log 1", "save 2", "log 2", "log 3", "save 4", "log 4"]
+    # What waits to be written together with later steps is written, too: it is published when the next step ends.
+    assert diary == ["log 1", "save 2", "log 2", "flush", "log 3", "save 4", "log 4", "flush"]
 
 
 def test_saving_is_timed_as_a_phase_of_its_step() -> None:

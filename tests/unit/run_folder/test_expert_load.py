@@ -112,6 +112,27 @@ def test_many_steps_become_one_file(writer: ExpertLoadWriter, tmp_path: Path, mo
     assert pd.read_parquet(tmp_path / FOLDER_NAME).shape == (len(rows_of_steps(steps)), 4)
 
 
+def test_short_steps_share_a_file(tmp_path: Path, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(step_tables.time, "monotonic", lambda: now)
+    monkeypatch.setattr(step_tables, "STEPS_OF_A_FILE", 5)
+    writer = ExpertLoadWriter(tmp_path, warnings.append, max_delay_s=2.0)
+    write(writer, [1, 2, 3])
+    # The first one is there at once, for whoever looks whether it works.
+    assert file_names(tmp_path) == ["steps-00000001-00000001.parquet"]
+    now += 2
+    write(writer, [4, 5])
+    assert file_names(tmp_path) == ["steps-00000001-00000001.parquet", "steps-00000002-00000004.parquet"]
+    assert rows_read(tmp_path) == rows_of_steps(range(1, 5))
+    writer.flush()
+    assert file_names(tmp_path) == ["steps-00000001-00000005.parquet"]
+    write(writer, range(6, 13))
+    writer.close()
+    assert file_names(tmp_path)[1:] == ["steps-00000006-00000010.parquet", "steps-00000011-00000012.parquet"]
+    assert rows_read(tmp_path) == rows_of_steps(range(1, 13))
+    assert not warnings
+
+
 @pytest.mark.parametrize("num_removed", [0, 1])
 def test_a_crash_while_the_joined_files_are_removed(
     num_removed: int, writer: ExpertLoadWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
