@@ -97,10 +97,9 @@ def replayed(live: Int[Tensor, "tokens topk"], routes: TapeRoutes) -> Int[Tensor
         live: The router's own choice.
         routes: Rows of the tape for this layer.
     """
-    # A router never names an expert twice, so that each pair of equal numbers is an expert of both.
-    common = (routes.planes[:, None] == live.T).sum((0, 1))
-    keeps = common >= routes.num_usable
-    return torch.where(keeps[:, None], live, routes.planes.T)
+    chosen = live.T.contiguous()
+    keeps = num_in_common(routes.planes, chosen) >= routes.num_usable
+    return torch.where(keeps, chosen, routes.planes).T
 
 
 class RoutedTokens(NamedTuple):

@@ -15,6 +15,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 
+_MOST_COUNTS = 1 << 18
+"""Counts of which scores are worked out at once."""
+
+
 @dataclass(frozen=True)
 class AdvantageScores:
     """Scores of a step's experts.
@@ -93,8 +97,8 @@ def _varies(values: Tensor, groups: Tensor, num_groups: int) -> Bool[Tensor, " g
 
 
 def beyond_length(
-    counts: Float[Tensor, "sequences experts"], groups: Int[Tensor, " sequences"]
-) -> Float[Tensor, "sequences experts"]:
+    counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
+) -> Float[Tensor, "sequences *layers experts"]:
     """Excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`, exactly 0 where it has none.
 
     `T[s] = sum_e n[s,e]`, and `p[g,e]` is the expert's share of all tokens of the sequence's group. Both add up to 0:
@@ -104,8 +108,8 @@ def beyond_length(
         counts: `n`, whole numbers.
         groups: Group of each sequence, from 0.
     """
-    of_groups = counts.new_zeros(int(groups.max()) + 1, counts.shape[1]).index_add_(0, groups, counts)[groups]
-    lengths, all_lengths = counts.sum(1, keepdim=True), of_groups.sum(1, keepdim=True)
+    of_groups = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)[groups]
+    lengths, all_lengths = counts.sum(-1, keepdim=True), of_groups.sum(-1, keepdim=True)
     return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)
 
 
@@ -130,12 +134,13 @@ def advantage_scores(
     if len(groups) == int(groups.max()) + 1:
         groups = torch.zeros_like(groups)
     scores = []
-    # A layer at a time: copies of all counts in float64 would be many times the counts' memory.
-    for of_layer in counts.unbind(1):
-        numbers = beyond_length(of_layer.double(), groups) if of_shares else of_layer.double()
-        found, expected, variance = permutation_moments(numbers, advantages, groups)
-        scores.append(((found - expected) / variance.sqrt()).where(variance > 0, torch.nan))
-    return torch.stack(scores)
+    # Some layers at a time: copies of all counts in float64 would be many times the counts' memory.
+    for of_layers in counts.split(max(1, _MOST_COUNTS // max(1, counts[:, 0].numel())), 1):
+        numbers = beyond_length(of_layers.double(), groups) if of_shares else of_layers.double()
+        found, expected, variance = permutation_moments(numbers.flatten(1), advantages, groups)
+        of_experts = ((found - expected) / variance.sqrt()).where(variance > 0, torch.nan)
+        scores.append(of_experts.view(of_layers.shape[1:]))
+    return torch.cat(scores)
 
 
 def advantage_metrics(

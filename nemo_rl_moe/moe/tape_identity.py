@@ -138,16 +138,17 @@ def ownership(
 
 def _ownership(hot: _OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
     tape, live, topk = hot.tape, hot.live, hot.topk
-    known = (hot.num_named > 0) & hot.has_live
-    values, rows = [], []
-    for place in range(len(tape)):
-        common = (live[place] * live).sum(-1)
-        differs = known[place] & hot.has_live & (common < topk)
-        preferred = ((tape[place] * live[place]).sum(-1) - (tape[place] * live).sum(-1))[differs].sum()
-        most = (topk - common)[differs].sum()
-        values.append(preferred / most if most else np.nan)
-        rows.append(int(differs.any(0).sum()))
-    return np.array(values), np.array(rows)
+    # Pairs of a sequence and another one at the same place, of all places at once.
+    tape, live = (of.transpose(1, 2, 0, 3) for of in (hot.tape, hot.live))
+    of_others = live.swapaxes(-1, -2)
+    common, found = live @ of_others, tape @ of_others
+    own = found.diagonal(axis1=-2, axis2=-1)[..., None]
+    has_live = hot.has_live.transpose(1, 2, 0)
+    known = has_live & (hot.num_named.transpose(1, 2, 0) > 0)
+    differs = known[..., None] & has_live[..., None, :] & (common < hot.topk)
+    preferred = (own - found).sum((0, 1, 3), where=differs, dtype=np.float64)
+    most = (hot.topk - common).sum((0, 1, 3), where=differs, dtype=np.float64)
+    return _share(preferred, most), differs.any(-1).sum((0, 1))
 
 
 def _share(matches: Float[np.ndarray, "*shape"], known: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:

@@ -70,16 +70,15 @@ class TapeLedger:
         # What is not to be counted goes to a last place of its own.
         self._experts = torch.zeros(2 * num_layers * num_experts + 1, **counted)  # type: ignore[call-overload]
         self.tape_experts, self.live_experts = self._experts[:-1].view(2, num_layers, num_experts)
-        self._margins = torch.zeros(num_layers * (len(MARGIN_EDGES) + 1) * 2 + 1, **counted)  # type: ignore[call-overload]
-        self.margins = self._margins[:-1].view(num_layers, len(MARGIN_EDGES) + 1, 2)
+        self.margins: Int[Tensor, "layers classes 2"] = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
-        self._edges = torch.tensor(MARGIN_EDGES, device=device)
+        self._edges = torch.tensor(MARGIN_EDGES, device=device)[:, None, None]
         self._one = torch.ones((), **counted)  # type: ignore[call-overload]
         self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
         """Starts anew."""
-        for counts in (self.rows, self._experts, self._margins):
+        for counts in (self.rows, self._experts, self.margins):
             counts.zero_()
         self.tokens.clear()
 
@@ -113,17 +112,21 @@ class TapeLedger:
         live = None
         if seen:
             live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
-            kinds |= self._compare(number, routes, live, usable, seen)
+            kinds |= self._compare(number, layers, routes, live, usable, seen)
             named.append(live)
         places = torch.stack(named) + self._places_of_experts[: len(named)]
-        self._count(self._experts, places.where(usable, len(self._experts) - 1))
-        counted = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds]).sum(-1)
+        places = places.where(usable, len(self._experts) - 1).view(-1)
+        self._experts.scatter_add_(0, places, self._one.expand(len(places)))
+        of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
+        # In 32 bits, which takes a twentieth of 64 on a CPU.
+        counted = of_kinds.sum(-1, dtype=torch.int32).long()
         self.rows[:, : len(kinds)].index_add_(0, layers, counted.T)
         return live
 
     def _compare(
         self,
         number: int,
+        layers: Int[Tensor, " layers"],
         routes: TapeRoutes,
         live: Int[Tensor, "topk layers tokens"],
         usable: Bool[Tensor, "layers tokens"],
@@ -141,23 +144,25 @@ class TapeLedger:
         self.tokens[number] |= of_layers.amax(0)
         if all(of_layer.margin is not None for of_layer in seen):
             margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None])
-            places = (2 * torch.bucketize(margin, self._edges))[None] + self._places_of_margins
-            self._count(self._margins, places.where(torch.stack([usable, differs]), len(self._margins) - 1))
+            self.margins.index_add_(0, layers, self._classes(margin, torch.stack([usable, differs])).permute(2, 0, 1))
         return {Row.TAKEN_SAME: taken_same, Row.LIVE_SAME: live_same, Row.LIVE_SLOTS: slots}
 
+    def _classes(
+        self, margin: Float[Tensor, "layers tokens"], of_kinds: Bool[Tensor, "2 layers tokens"]
+    ) -> Int[Tensor, "classes 2 layers"]:
+        """Numbers of tokens by class of their margin: those above one edge less those above the next."""
+        above = ((margin > self._edges)[:, None] & of_kinds).sum(-1, dtype=torch.int32)
+        everywhere = of_kinds.sum(-1, dtype=torch.int32)[None]
+        return torch.cat([everywhere, above, torch.zeros_like(everywhere)]).diff(dim=0).neg_().long()
+
     def _find_places(self, layers: Int[Tensor, " layers"]) -> None:
-        """Finds where the counts of some layers lie; those of the layers asked for last are known."""
+        """Finds where the counts of some layers' experts lie; those of the layers asked for last are known."""
         if layers is self._last_layers:
             return
         self._last_layers = layers
-        of_kinds = torch.arange(2, device=layers.device)[:, None]
         # By the tape first, then by the routers.
+        of_kinds = torch.arange(2, device=layers.device)[:, None]
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
-        # All rows first, then those that differ.
-        self._places_of_margins = (2 * layers * self.margins.shape[1] + of_kinds)[..., None]
-
-    def _count(self, counts: Int[Tensor, " places"], places: Int[Tensor, "..."]) -> None:
-        counts.scatter_add_(0, places.view(-1), self._one.expand(places.numel()))
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
         """The sums over all ranks, in one collective, before which stages of a pipeline share their tokens' marks.

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
@@ -104,11 +105,13 @@ class AdvantageRecorder:
             self._indices = {}
 
     def report(self) -> dict[str, float]:
-        """Metrics of what was counted, on every rank; every rank calls it. A collective where there are advantages."""
+        """Metrics of what was counted, on rank 0 alone; every rank calls it. A collective where there are advantages."""
         self.scores = None
         if not self._shards:
             return {}
         counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
+        if dist.get_rank() > 0:  # once is enough
+            return {}
         trained = facts[:, 2] > 0
         if not trained.any():
             return {}
