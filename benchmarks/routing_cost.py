@@ -15,7 +15,8 @@ each contestant has all that those before it have:
 
 `off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what the
 machine's noise makes of a ratio. The measurements of routing are made in every round, on their own clock, and count
-with one `every_n_steps`th. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes do:
+with one `every_n_steps`th; files of the tables are written in every round, too, and count once in two seconds of steps,
+as a run writes them. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes do:
 scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
 
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
@@ -26,6 +27,7 @@ and the environment, Ray's own processes left out.
 import argparse
 import itertools
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -59,9 +61,11 @@ from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_st
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
+from nemo_rl_moe.run_folder.advantages import AdvantageWriter
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.routing import RoutingWriter
+from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 # As in the demo: 27 tokens a sequence, and responses of up to 31 tokens. Random weights draw one of three end tokens of
 # 45 or so at a time.
@@ -172,7 +176,8 @@ class Contestant:
     Attributes:
         config: Its configuration.
         folder: Where it writes its tables.
-        step: Of each measured step, tables included.
+        step: Of each measured step.
+        tables: Of each round's files of the tables.
         measurements: Of each round's measurements of routing; none where there are none.
         losses: Of each step.
         tape_bytes: Of the last step.
@@ -182,6 +187,7 @@ class Contestant:
     config: GRPOMasterConfig
     folder: Path
     step: Seconds = field(default_factory=no_seconds)
+    tables: Seconds = field(default_factory=no_seconds)
     measurements: Seconds = field(default_factory=no_seconds)
     losses: list[float] = field(default_factory=list)
     tape_bytes: int = 0
@@ -192,7 +198,9 @@ class Contestant:
         self.trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), None, num_steps=200)
         self._loss = PolicyGradientLoss(self.config.loss_fn, on_policy=True)
         self.folder.mkdir()
-        self._load, self._routing = ExpertLoadWriter(self.folder, print), RoutingWriter(self.folder, print)
+        self._load = ExpertLoadWriter(self.folder, print, max_delay_s=math.inf)
+        self._routing = RoutingWriter(self.folder, print, max_delay_s=math.inf)
+        self._advantages = AdvantageWriter(self.folder, print, max_delay_s=math.inf)
         local: Any = LocalPolicy(self.trainer, policy.logprob_batch_size)
         self._measurements = RoutingMeasurements(
             # Made in every round here; what they cost a step is worked out from what is configured.
@@ -210,7 +218,7 @@ class Contestant:
 
     def run(self, number: int, *, measured: bool, explains: bool) -> None:
         """One step on the clock; explains: with the measurements of routing, on a clock of their own."""
-        step, measurements, clock = no_seconds(), no_seconds(), PhaseClock()
+        step, tables, measurements, clock = no_seconds(), no_seconds(), no_seconds(), PhaseClock()
         with timed(step):
             batch = self._rollouts(number)
         with timed(measurements):
@@ -219,6 +227,9 @@ class Contestant:
         with timed(step):
             result = self._train(batch)
             self._write(number, result)
+        with timed(tables):
+            for table in self._tables:
+                table.flush()
         with timed(measurements):
             if explains:
                 self._measurements.after_updates(clock)
@@ -227,7 +238,8 @@ class Contestant:
         self.losses.append(result.global_loss)
         self.num_tokens = int(batch.lengths.sum())
         self.tape_bytes = int(tape_volume(batch).get("routing/tape_bytes", 0))
-        for kept, found in ((self.step, step), (self.measurements, measurements)):
+        clocks = (self.step, step), (self.tables, tables), (self.measurements, measurements)
+        for kept, found in clocks:
             for name, parts in found.items():
                 if measured:
                     kept[name].append(sum(parts))
@@ -273,11 +285,17 @@ class Contestant:
             self._load.write(number, result.expert_load)
         if result.tape_report is not None:
             self._routing.write(number, result.tape_report)
+        if result.advantage_scores is not None:
+            self._advantages.write(number, result.advantage_scores)
+
+    @property
+    def _tables(self) -> tuple[ExpertLoadWriter, RoutingWriter, AdvantageWriter]:
+        return self._load, self._routing, self._advantages
 
     def close(self) -> None:
         """Ends the tables."""
-        self._load.close()
-        self._routing.close()
+        for table in self._tables:
+            table.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -388,16 +406,22 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
     off, again, everything = (contestants[name] for name in ("off", "off_again", "all"))
     every = everything.config.policy.megatron_cfg.routing_measurements.every_n_steps
     assert every is not None  # the shipped default
+    # A run writes its tables when two seconds have gone by.
+    writes = min(1.0, statistics.median(off.step["wall"]) / MAX_DELAY_S)
     result: dict[str, Any] = {"benchmark": "routing_cost", "limit": LIMIT, "total": {}, "parts": {}}
     added_seconds: dict[str, float] = {}
     for clock in ("cpu", "wall"):
-        base = [statistics.mean(pair) for pair in zip(off.step[clock], again.step[clock], strict=True)]
+        steps = {
+            name: [step + writes * tables for step, tables in zip(each.step[clock], each.tables[clock], strict=True)]
+            for name, each in contestants.items()
+        }
+        base = [statistics.mean(pair) for pair in zip(steps["off"], steps["off_again"], strict=True)]
         explained = [seconds / every for seconds in everything.measurements[clock]]
-        whole = [sum(pair) for pair in zip(everything.step[clock], explained, strict=True)]
+        whole = [sum(pair) for pair in zip(steps["all"], explained, strict=True)]
         result["total"][clock] = median_ratio(whole, base)
         before, parts = base, {}
         for name in PARTS:
-            found = contestants[name].step[clock]
+            found = steps[name]
             added = [above - below for above, below in zip(found, before, strict=True)]
             if clock == "cpu":
                 added_seconds[name] = round(statistics.median(added), 5)
@@ -416,6 +440,7 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
         "cpu_seconds_per_step": {
             name: round(statistics.median(each.step["cpu"]), 4) for name, each in contestants.items()
         },
+        "cpu_seconds_of_tables": round(statistics.median(everything.tables["cpu"]), 5),
         "cpu_seconds_of_measurements": round(statistics.median(everything.measurements["cpu"]), 4),
         "measurements_every_n_steps": every,
         "tape_bytes": everything.tape_bytes,

@@ -43,6 +43,11 @@ def in_planes(routes: Int[Tensor, "tokens *layers topk"]) -> Int[Tensor, "topk *
     return planes.to(torch.long, memory_format=torch.contiguous_format).contiguous()
 
 
+def all_of(planes: Bool[Tensor, "topk *layers tokens"]) -> Bool[Tensor, "*layers tokens"]:
+    """`planes.all(0)`, in half the time on a CPU."""
+    return planes.view(torch.uint8).amin(0).view(torch.bool)
+
+
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
@@ -75,7 +80,7 @@ class TapeRoutes(NamedTuple):
             num_experts: Experts of a layer.
         """
         planes = in_planes(routes)
-        in_range = (planes.clamp(0, num_experts - 1) == planes).all(0)
+        in_range = all_of(planes.clamp(0, num_experts - 1) == planes)
         # Every expert equals itself; of up to 16 in a row the pairs are counted in 8 bits without a number meaning two
         # things.
         counter = torch.uint8 if len(planes) <= 16 else torch.int32

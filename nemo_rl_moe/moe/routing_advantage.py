@@ -14,7 +14,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-
 _MOST_COUNTS = 1 << 18
 """Counts of which scores are worked out at once."""
 

@@ -137,7 +137,6 @@ def ownership(
 
 
 def _ownership(hot: _OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
-    tape, live, topk = hot.tape, hot.live, hot.topk
     # Pairs of a sequence and another one at the same place, of all places at once.
     tape, live = (of.transpose(1, 2, 0, 3) for of in (hot.tape, hot.live))
     of_others = live.swapaxes(-1, -2)

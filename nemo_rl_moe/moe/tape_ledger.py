@@ -7,7 +7,7 @@ counted on the device and without a host synchronisation, in tensors of the same
 collective adds up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, nan
 
@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_planes, num_in_common
+from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, all_of, in_planes, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
 
@@ -33,8 +33,8 @@ def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row,
         fed: Tokens that were fed to the model that made the tape.
     """
     planes, in_range, usable, _ = routes
-    unknown = (planes == UNKNOWN).all(0)
-    zero = (planes == 0).all(0) & ~usable
+    unknown = all_of(planes == UNKNOWN)
+    zero = all_of(planes == 0) & ~usable
     return {
         Row.EXPECTED: fed.expand_as(usable),
         Row.USABLE: usable & fed,
@@ -84,16 +84,16 @@ class TapeLedger:
 
     def add(
         self,
-        number: int,
+        number: int | Mapping[int, int],
         layers: Int[Tensor, " layers"],
         routes: TapeRoutes,
         fed: Bool[Tensor, " tokens"],
         seen: Sequence[RoutedTokens],
     ) -> Int[Tensor, "topk layers tokens"] | None:
-        """Adds the forward pass of some layers over a microbatch.
+        """Adds the forward pass of some layers over a microbatch, or over several, one behind the other.
 
         Args:
-            number: Of the microbatch in the step, the same on all pipeline stages.
+            number: Of the microbatch in the step, the same on all pipeline stages; of several, with the tokens of each.
             layers: Positions of the MoE layers, of which a stage may have none.
             routes: The tape's rows of these layers, of the tokens in the routers' order.
             fed: Tokens that were fed to the model that made the tape.
@@ -102,8 +102,10 @@ class TapeLedger:
         Returns:
             What the routers would choose, `in_planes`; None where nothing is seen.
         """
-        if number not in self.tokens:
-            self.tokens[number] = torch.zeros(len(fed), dtype=torch.uint8, device=fed.device)
+        tokens = {number: len(fed)} if isinstance(number, int) else number
+        for each, count in tokens.items():
+            if each not in self.tokens:
+                self.tokens[each] = torch.zeros(count, dtype=torch.uint8, device=fed.device)
         if not len(layers):
             return None
         self._find_places(layers)
@@ -112,11 +114,12 @@ class TapeLedger:
         live = None
         if seen:
             live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
-            kinds |= self._compare(number, layers, routes, live, usable, seen)
+            kinds |= self._compare(tokens, layers, routes, live, usable, seen)
             named.append(live)
-        places = torch.stack(named) + self._places_of_experts[: len(named)]
-        places = places.where(usable, len(self._experts) - 1).view(-1)
-        self._experts.scatter_add_(0, places, self._one.expand(len(places)))
+        places = (torch.stack(named) + self._places_of_experts[: len(named)]).masked_fill_(
+            ~usable, len(self._experts) - 1
+        )
+        self._experts.scatter_add_(0, places.view(-1), self._one.expand(places.numel()))
         of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
         # In 32 bits, which takes a twentieth of 64 on a CPU.
         counted = of_kinds.sum(-1, dtype=torch.int32).long()
@@ -125,7 +128,7 @@ class TapeLedger:
 
     def _compare(
         self,
-        number: int,
+        tokens: Mapping[int, int],
         layers: Int[Tensor, " layers"],
         routes: TapeRoutes,
         live: Int[Tensor, "topk layers tokens"],
@@ -141,7 +144,8 @@ class TapeLedger:
         differs = usable & ~live_same
         # The mark of the layer that tells most.
         of_layers = usable.view(torch.uint8) * _COMPARED + differs.view(torch.uint8) * _DIFFERS
-        self.tokens[number] |= of_layers.amax(0)
+        for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
+            self.tokens[number] |= marks
         if all(of_layer.margin is not None for of_layer in seen):
             margin = torch.stack([of_layer.margin for of_layer in seen if of_layer.margin is not None])
             self.margins.index_add_(0, layers, self._classes(margin, torch.stack([usable, differs])).permute(2, 0, 1))

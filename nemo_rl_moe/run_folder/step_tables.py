@@ -4,8 +4,8 @@
 
 `<run folder>/<name>.parquet` is a folder of Parquet files, which pandas, pyarrow, polars and DuckDB read as one table.
 A Parquet file cannot be appended to, and one that a kill leaves half written cannot be read at all. Steps are therefore
-written to files of their own that appear whole, and files of 100 steps together are joined into one. Writing one takes a
-millisecond, whatever is in it: short steps share a file.
+written to files of their own that appear whole, and files of 100 steps together are joined into one. Writing one takes
+a millisecond, whatever is in it: short steps share a file.
 """
 
 import math
@@ -29,7 +29,7 @@ from nemo_rl_moe.errors import DataError, one_line
 
 STEPS_OF_A_FILE = 100
 MAX_DELAY_S = 2.0
-"""How long a run keeps rows in memory, so that short steps share a file: a reader is that late, and a kill takes them."""
+"""How long a run keeps rows in memory, so that short steps share a file. A reader is that late; a kill takes them."""
 _MOST_STEPS_KEPT = 1000
 _MOST_ROWS = 20_000_000  # a file of 100 steps of a model of 200 layers with 1,000 experts each
 _UNREADABLE = (OSError, ValueError, pa.ArrowException)

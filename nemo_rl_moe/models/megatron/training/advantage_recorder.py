@@ -105,7 +105,7 @@ class AdvantageRecorder:
             self._indices = {}
 
     def report(self) -> dict[str, float]:
-        """Metrics of what was counted, on rank 0 alone; every rank calls it. A collective where there are advantages."""
+        """Metrics of what was counted, on rank 0 alone. A collective where there are advantages: all ranks call it."""
         self.scores = None
         if not self._shards:
             return {}

@@ -34,6 +34,7 @@ from nemo_rl_moe.moe.replay import (
 )
 from nemo_rl_moe.moe.routers import routers_of
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport
+from nemo_rl_moe.moe.tape_passes import MOST_ENTRIES, TapePass, join_passes
 from nemo_rl_moe.moe.tape_report import tape_report
 
 # isort: split
@@ -102,6 +103,8 @@ class RouterTaps:
         self._probed: set[int] = set()
         self._captured: dict[int, tuple[ModelMicrobatch, Tensor]] | None = None
         self._compared: TapeLedger | None = None
+        self._waiting: list[TapePass] = []
+        self._waiting_of: tuple[int, ModelMicrobatch]  # the chunk of those that wait, and the first one's microbatch
         self._last_routes: tuple[ModelMicrobatch, int, TapeRoutes] | None = None
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._taps: list[dict[int, RouterTap]] = []
@@ -155,16 +158,45 @@ class RouterTaps:
                 # A router runs once in a forward pass.
                 seen = [tap.take()[0] for tap in self._taps[chunk].values()]
                 fed = fed_tokens(microbatch, cut)
-                live = ledger.add(number, layers, routes, fed, seen)
-                if ledger is self.ledger and live is not None:
-                    rows = microbatch.input_ids.shape[0]
-                    self.checks.add(routes, live, fed, rows, following_tokens(microbatch, cut))
-                    if chunk not in self._probed:
-                        self.probe.add(layers, routes.planes, live, microbatch, cut.rank * len(fed))
-                    self._probed.add(chunk)
+                if ledger is self.ledger:
+                    rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, cut)
+                    self._wait(chunk, microbatch, TapePass({number: len(fed)}, routes, fed, seen, rows, follows))
+                else:
+                    ledger.add(number, layers, routes, fed, seen)
         finally:
             _hide(self._taps[chunk].values())
             self._give(chunk, None)
+
+    def _wait(self, chunk: int, microbatch: ModelMicrobatch, found: TapePass) -> None:
+        """Keeps a pass until it is counted, with others of the chunk where they are small."""
+        if self._waiting:
+            first = self._waiting[0]
+            entries = found.num_entries + sum(each.num_entries for each in self._waiting)
+            if chunk != self._waiting_of[0] or found.distance != first.distance or entries > MOST_ENTRIES:
+                self._count_waiting()
+        if not self._waiting:
+            self._waiting_of = (chunk, microbatch)
+        self._waiting.append(found)
+        if found.num_entries > MOST_ENTRIES:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        """Adds the passes that wait to ledger, checks and probe."""
+        if not self._waiting:
+            return
+        first_tokens = len(self._waiting[0].fed)
+        found, (chunk, microbatch) = join_passes(self._waiting), self._waiting_of
+        self._waiting.clear()
+        layers = self._layers[chunk]
+        live = self.ledger.add(found.tokens, layers, found.routes, found.fed, found.seen)
+        if live is None:  # a stage without MoE layers
+            return
+        self.checks.add(found.routes, live, found.fed, found.distance, found.follows)
+        if chunk not in self._probed:
+            first = slice(first_tokens)
+            planes = found.routes.planes[..., first]
+            self.probe.add(layers, planes, live[..., first], microbatch, self.cut.rank * first_tokens)
+        self._probed.add(chunk)
 
     def watch_backward(self, output: Tensor, chunk: int, microbatch: ModelMicrobatch) -> None:
         """Gives the routes again when the backward pass of this forward begins. `output` is what the chunk returned."""
@@ -174,6 +206,7 @@ class RouterTaps:
 
     def start_step(self, num_updates: int = 1) -> None:
         """Empties ledger, probe and checks, for a step of so many updates."""
+        self._waiting.clear()
         self.ledger.clear()
         self.checks.start(num_updates)
         self.probe.clear()
@@ -185,6 +218,7 @@ class RouterTaps:
         Args:
             per_layer: Add the agreement of each layer to the metrics.
         """
+        self._count_waiting()
         totals, sample = self.ledger.reduced(self._pipeline), self.probe.reduced()
         checked = self.checks.reduced(self.ledger.rows)
         if dist.get_rank() > 0 or not totals.rows[:, Row.EXPECTED].any():  # once is enough
