@@ -26,7 +26,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
 
 PHASE = "routing_measurements"
-NOISE_DIVISOR = 4
+NOISE_DIVISOR = 8
 MOST_SCORED_TOKENS, MOST_SCORED_SEQUENCES = 2048, 8
 
 

@@ -237,7 +237,7 @@ class RoutingMeasurementsConfig(StrictModel):
     """Share of the trained tokens that are measured, in whole sequences."""
     save_tape: bool
     """Keep what is measured (tokens, routes, log-probabilities, rewards) in the folder `tape` of the run's, which
-    `nemo-rl-moe audit` reads; one more pass over a quarter of the measured tokens."""
+    `nemo-rl-moe audit` reads; one more pass over an eighth of the measured tokens."""
 
 
 class RolloutMegatronConfig(MegatronConfig):

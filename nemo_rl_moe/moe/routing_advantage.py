@@ -10,6 +10,7 @@ section 3.3).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -116,9 +117,7 @@ def advantage_scores(
     counts: Float[Tensor, "sequences layers experts"],
     advantages: Float[Tensor, " sequences"],
     groups: Int[Tensor, " sequences"],
-    *,
-    of_shares: bool = False,
-) -> Float[Tensor, "layers experts"]:
+) -> tuple[Float[Tensor, "layers experts"], Float[Tensor, "layers experts"]]:
     """`z = (S - E) / sqrt(Var)` of `permutation_moments`; NaN where the variance is 0.
 
     Args:
@@ -126,8 +125,10 @@ def advantage_scores(
         advantages: Of each sequence.
         groups: Sequences whose advantages were compared with each other have the same number, from 0. Where no group
             has two, all are one.
-        of_shares: Of the counts `beyond_length`: an expert prefers what has a larger share of its own tokens than of
-            all, and an advantage that goes with length is no preference.
+
+    Returns:
+        Scores of the counts; and of shares, the counts `beyond_length`: an expert prefers what has a larger share of
+        its own tokens than of all, and an advantage that goes with length is no preference.
     """
     advantages, groups = advantages.double(), groups.unique(return_inverse=True)[1]
     if len(groups) == int(groups.max()) + 1:
@@ -135,11 +136,13 @@ def advantage_scores(
     scores = []
     # Some layers at a time: copies of all counts in float64 would be many times the counts' memory.
     for of_layers in counts.split(max(1, _MOST_COUNTS // max(1, counts[:, 0].numel())), 1):
-        numbers = beyond_length(of_layers.double(), groups) if of_shares else of_layers.double()
-        found, expected, variance = permutation_moments(numbers.flatten(1), advantages, groups)
+        numbers = of_layers.double()
+        both = torch.stack([numbers, beyond_length(numbers, groups)], 1)
+        found, expected, variance = permutation_moments(both.flatten(1), advantages, groups)
         of_experts = ((found - expected) / variance.sqrt()).where(variance > 0, torch.nan)
-        scores.append(of_experts.view(of_layers.shape[1:]))
-    return torch.cat(scores)
+        scores.append(of_experts.view(both.shape[1:]))
+    of_counts, of_shares = torch.cat(scores, 1)
+    return of_counts, of_shares
 
 
 def advantage_metrics(
@@ -156,14 +159,14 @@ def advantage_metrics(
         per_layer: Add those of each layer.
         of_shares: They are of shares: so are the names, `excess_of_shares` and `max_abs_z_of_shares`.
     """
-    kind = "_of_shares" if of_shares else ""
-    parts = {"": scores.flatten()}
+    kind, on_host = "_of_shares" if of_shares else "", scores.cpu().numpy()
+    parts = {"": on_host.reshape(-1)}
     if per_layer:
-        parts |= {f"_layer_{layer}": row for layer, row in zip(layers, scores, strict=True)}
+        parts |= {f"_layer_{layer}": row for layer, row in zip(layers, on_host, strict=True)}
     metrics = {}
     for ending, values in parts.items():
-        known = values[~values.isnan()]
+        known = values[~np.isnan(values)]
         if len(known):
-            metrics[f"routing_advantage/excess{kind}{ending}"] = float(known.square().mean()) - 1
-            metrics[f"routing_advantage/max_abs_z{kind}{ending}"] = float(known.abs().max())
+            metrics[f"routing_advantage/excess{kind}{ending}"] = float(np.square(known).mean()) - 1
+            metrics[f"routing_advantage/max_abs_z{kind}{ending}"] = float(np.abs(known).max())
     return metrics

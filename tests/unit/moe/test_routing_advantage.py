@@ -47,7 +47,7 @@ def test_mean_and_variance_are_those_of_all_permutations(groups: torch.Tensor) -
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "three groups"])
 def test_by_chance_the_excess_is_zero(groups: torch.Tensor) -> None:
     every = [
-        advantage_metrics(advantage_scores(COUNTS, permuted, groups), (0, 1, 2), per_layer=True)
+        advantage_metrics(advantage_scores(COUNTS, permuted, groups)[0], (0, 1, 2), per_layer=True)
         for permuted in list(all_permutations(groups))
     ]
     for name in ("excess", "excess_layer_2"):
@@ -65,7 +65,7 @@ def test_groups_whose_routing_differs_need_permutations_within_them() -> None:
     groups = torch.arange(64).repeat_interleave(8)
 
     def excess(groups: torch.Tensor) -> float:
-        metrics = advantage_metrics(advantage_scores(counts, advantages, groups), (0, 1, 2), per_layer=False)
+        metrics = advantage_metrics(advantage_scores(counts, advantages, groups)[0], (0, 1, 2), per_layer=False)
         return metrics["routing_advantage/excess"]
 
     # 24 squares of about normal numbers: their mean is uncertain by 0.3.
@@ -77,7 +77,7 @@ def test_an_expert_that_serves_the_good_is_found() -> None:
     counts = torch.full((40, 2, 4), 5.0)
     advantages = torch.tensor([1.0, -1.0] * 20)
     counts[::2, 1, 3], counts[::2, 1, 2] = 7.0, 3.0
-    scores = advantage_scores(counts, advantages, torch.zeros(40, dtype=torch.long))
+    scores = advantage_scores(counts, advantages, torch.zeros(40, dtype=torch.long))[0]
     assert scores[0].isnan().all(), "all sequences use these alike"
     # S = 20 (7 - 5), E = 0, Var = 40 * 40 / 39.
     assert scores[1, 3] == pytest.approx(40 / (1600 / 39) ** 0.5)
@@ -92,10 +92,10 @@ def test_an_advantage_that_goes_with_length_is_no_preference() -> None:
     """Long responses are good ones, and all use the experts alike: of shares there is nothing, to the last bit."""
     lengths = torch.tensor([7, 3, 9, 11, 2, 8, 5]).double()
     counts = lengths[:, None, None] * torch.tensor([[3.0, 1, 0, 5], [1, 1, 1, 1]], dtype=torch.float64)
-    by_number = advantage_scores(counts, lengths, ONE_GROUP)
+    by_number, _ = advantage_scores(counts, lengths, ONE_GROUP)
     assert by_number[0, 0] == pytest.approx(6**0.5)  # a correlation of 1: sqrt(m - 1)
     for groups in (ONE_GROUP, GROUPS):
-        assert advantage_scores(counts, lengths, groups, of_shares=True).isnan().all()
+        assert advantage_scores(counts, lengths, groups)[1].isnan().all()
 
 
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "three groups"])
@@ -107,9 +107,9 @@ def test_shares_are_compared_with_those_of_the_group(groups: torch.Tensor) -> No
         expected = counts[row] - counts[row].sum() * of_group.sum(0) / of_group.sum()
         torch.testing.assert_close(beyond[row], expected)
     every = [
-        advantage_metrics(
-            advantage_scores(COUNTS, permuted, groups, of_shares=True), (0, 1, 2), per_layer=False, of_shares=True
-        )["routing_advantage/excess_of_shares"]
+        advantage_metrics(advantage_scores(COUNTS, permuted, groups)[1], (0, 1, 2), per_layer=False, of_shares=True)[
+            "routing_advantage/excess_of_shares"
+        ]
         for permuted in all_permutations(groups)
     ]
     assert sum(every) / len(every) == pytest.approx(0, abs=1e-9)
@@ -118,14 +118,14 @@ def test_shares_are_compared_with_those_of_the_group(groups: torch.Tensor) -> No
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS])
 def test_equal_advantages_say_nothing(groups: torch.Tensor) -> None:
     # The mean of seven times 0.1 is not 0.1 to the last bit.
-    scores = advantage_scores(COUNTS, torch.full((7,), 0.1), groups)
-    assert advantage_metrics(scores, (0, 1, 2), per_layer=True) == {}
+    for scores in advantage_scores(COUNTS, torch.full((7,), 0.1), groups):
+        assert advantage_metrics(scores, (0, 1, 2), per_layer=True) == {}
 
 
 def test_groups_of_one_are_one_group() -> None:
     """Responses of which no two have the same prompt are compared with each other."""
-    alone = advantage_scores(COUNTS, ADVANTAGES, torch.arange(7) * 3)
-    torch.testing.assert_close(alone, advantage_scores(COUNTS, ADVANTAGES, ONE_GROUP))
+    alone, _ = advantage_scores(COUNTS, ADVANTAGES, torch.arange(7) * 3)
+    torch.testing.assert_close(alone, advantage_scores(COUNTS, ADVANTAGES, ONE_GROUP)[0])
 
 
 @pytest.mark.parametrize("as_map", [True, False])

@@ -117,9 +117,9 @@ class AdvantageRecorder:
             return {}
         facts_of_trained = facts[trained, 0], facts[trained, 1].long()
         metrics: dict[str, float] = {}
-        for of_shares in (False, True):
-            scores = advantage_scores(counts[trained], *facts_of_trained, of_shares=of_shares)
-            metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=of_shares)
+        of_both = advantage_scores(counts[trained], *facts_of_trained)
+        for of_shares, scores in enumerate(of_both):
+            metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=bool(of_shares))
         # Of numbers of tokens every expert has a preference where long responses are good ones.
         self.scores = AdvantageScores(tuple(self._layers), scores.cpu())
         return metrics

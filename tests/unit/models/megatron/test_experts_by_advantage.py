@@ -70,9 +70,9 @@ def by_hand(batch: TokenBatch, indices: list[int]) -> dict[str, float]:
             groups.append(index % 3)
     facts = torch.tensor(advantages, dtype=torch.float64), torch.tensor(groups)
     metrics: dict[str, float] = {}
-    for of_shares in (False, True):
-        scores = advantage_scores(torch.stack(counts), *facts, of_shares=of_shares)
-        metrics |= advantage_metrics(scores, range(NUM_LAYERS), per_layer=True, of_shares=of_shares)
+    of_counts, of_shares = advantage_scores(torch.stack(counts), *facts)
+    metrics |= advantage_metrics(of_counts, range(NUM_LAYERS), per_layer=True)
+    metrics |= advantage_metrics(of_shares, range(NUM_LAYERS), per_layer=True, of_shares=True)
     return metrics
 
 
