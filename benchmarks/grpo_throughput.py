@@ -24,6 +24,7 @@ from small_model import (
     MODEL,
     REPOSITORY,
     confine,
+    family_cpu_seconds,
     open_loggers,
     positive,
     recorder_without_checkpoints,
@@ -75,16 +76,23 @@ class StepClock:
 
     Attributes:
         steps: The metrics of each step, and under `seconds` the time since the step before it, logging included.
+        counts_cpu_at: Steps at whose end the CPU time of all processes is looked up.
+        cpu_seconds: What was found.
     """
 
     name = "clock"
     steps: list[Mapping[str, float]] = field(default_factory=list)
+    counts_cpu_at: Sequence[int] = ()
+    cpu_seconds: list[float] = field(default_factory=list)
     _last: float = field(default_factory=time.perf_counter)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ends a step and begins the next."""
         now = time.perf_counter()
         self.steps.append(dict(metrics) | {"seconds": now - self._last})
+        if len(self.steps) in self.counts_cpu_at:
+            self.cpu_seconds.append(family_cpu_seconds())
+            now = time.perf_counter()
         self._last = now
 
     def log_config(self, config: Mapping[str, Any]) -> None:
@@ -129,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
     confine(options.workers)
-    clock = StepClock()
+    clock = StepClock(counts_cpu_at=(options.warmup, options.warmup + options.steps))
     with tempfile.TemporaryDirectory(prefix="grpo_throughput_") as scratch, ExitStack() as stack:
         folder = Path(scratch)
         num_parameters = write_model(folder / "model")
@@ -138,6 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         config = make_config(folder / "model", options)
         run(config, RandomPrompts(options.warmup + options.steps), folder, clock, stack)
     result = summary(clock.steps[options.warmup :]) | {
+        "cpu_seconds_per_step": round((clock.cpu_seconds[1] - clock.cpu_seconds[0]) / options.steps, 5),
         "steps": options.steps,
         "workers": options.workers,
         "threads_per_worker": threads,
