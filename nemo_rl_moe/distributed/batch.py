@@ -283,13 +283,30 @@ def make_shard(batch: TokenBatch, microbatches: Sequence[Sequence[int]], totals:
         microbatches: Indices of each microbatch's sequences.
         totals: The whole global batch that the loss is normalised by.
     """
-    return GlobalBatchShard(
-        microbatches=tuple(batch.select(indices) for indices in microbatches),
-        global_valid_tokens=totals.num_valid_tokens(),
-        global_sequences=count_trained_sequences(totals),
-        places=tuple(index for indices in microbatches for index in indices),
-        num_batch_sequences=len(batch),
-    )
+    return make_shards(batch, [microbatches], totals)[0]
+
+
+def make_shards(
+    batch: TokenBatch, by_rank: Sequence[Sequence[Sequence[int]]], totals: TokenBatch
+) -> list[GlobalBatchShard]:
+    """Cuts the microbatches of all ranks out of a batch, whose totals are looked up once.
+
+    Args:
+        batch: The batch that the indices refer to.
+        by_rank: For each data-parallel rank, the indices of each microbatch's sequences.
+        totals: The whole global batch that the loss is normalised by.
+    """
+    valid_tokens, sequences = totals.num_valid_tokens(), count_trained_sequences(totals)
+    return [
+        GlobalBatchShard(
+            microbatches=tuple(batch.select(indices) for indices in microbatches),
+            global_valid_tokens=valid_tokens,
+            global_sequences=sequences,
+            places=tuple(index for indices in microbatches for index in indices),
+            num_batch_sequences=len(batch),
+        )
+        for microbatches in by_rank
+    ]
 
 
 def append_fillers(batch: TokenBatch, fillers: Sequence[int]) -> TokenBatch:

@@ -23,7 +23,7 @@ from tests.functional.drill_faults import Drill
 from tests.functional.drill_moments import COMPLETION_LIMIT_S, Moments, last_step, victims_of
 from tests.functional.drill_runs import Kind, Logs, Reference
 from tests.support import drill_reward
-from tests.support.two_nodes import TwoNodes
+from tests.support.ray_nodes import RayNodes
 
 END_LIMIT_S = 60.0
 PATIENT_END_LIMIT_S = 180.0
@@ -113,7 +113,7 @@ class Chain:
         self.logs = Logs(self._disk)
         self._moments = Moments(kind, self.logs, reference, chance, self._notes)
         self.command = kind.command(self._disk, inputs, num_steps)
-        self._nodes = TwoNodes(self._temporary / NODES_FOLDER)
+        self._nodes = RayNodes(self._temporary / NODES_FOLDER, kind.num_nodes)
         self.lost_until = 0
         self.routes_lost: set[int] = set()
         self._num_attempts = 0

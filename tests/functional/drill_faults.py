@@ -5,7 +5,7 @@
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from tests.functional.drill_runs import Kind
@@ -123,7 +123,9 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
         yield Drill(phase, "run folder", "vanish")
 
 
-def plan(kind: Kind, seed: int, turn: int, num_drills: int, *, with_disk: bool) -> list[Drill]:
+def plan(
+    kind: Kind, seed: int, turn: int, num_drills: int, *, with_disk: bool, victims: Collection[str] = ()
+) -> list[Drill]:
     """The drills of a chain: the next ones of the kind's menu, shuffled; those at the end of a run come last.
 
     Args:
@@ -132,10 +134,11 @@ def plan(kind: Kind, seed: int, turn: int, num_drills: int, *, with_disk: bool) 
         turn: How many chains of this kind come before.
         num_drills: Drills of a chain.
         with_disk: True where a small file system can be mounted.
+        victims: These alone; none: all.
     """
     drills: list[Drill] = []
     first = turn * num_drills
-    whole = menu(kind, with_disk=with_disk)
+    whole = [drill for drill in menu(kind, with_disk=with_disk) if not victims or drill.victim in victims]
     for round_number in range((first + num_drills) // len(whole) + 1):
         order = list(whole)
         random.Random(f"{seed} {kind.name} {round_number}").shuffle(order)

@@ -88,6 +88,10 @@ def _sft_two_nodes(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     return _sft(folder, inputs, num_steps, cluster__num_nodes=2, cluster__cpu_workers_per_node=1)
 
 
+def _grpo_four_nodes(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    return _grpo(folder, inputs, num_steps, cluster__num_nodes=4)
+
+
 def _dpo(folder: Path, inputs: Path, num_steps: int, how: str, num_workers: int) -> list[str]:
     values = COMMON | {
         "policy__model_name": inputs / "model",
@@ -146,6 +150,12 @@ KINDS = {
         Kind("grpo", _grpo, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         Kind("dpo_precompute", _dpo_precompute, (*_ALWAYS, "reference"), anchors={"reference": "measuring "}),
         Kind("sft_two_nodes", _sft_two_nodes, _ALWAYS, num_nodes=2),
+        Kind(
+            "grpo_four_nodes",
+            _grpo_four_nodes,
+            (*_ALWAYS, "generation", "scoring", "logprobs", "reference"),
+            num_nodes=4,
+        ),
         # Its responses are scored as they come: generation and scoring are one phase.
         Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
     )

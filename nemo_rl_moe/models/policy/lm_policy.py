@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
-from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shard, stored_per_token
+from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shards, stored_per_token
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -134,7 +134,7 @@ class ModelWorkers:
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
         """Forward passes only; the batch need not be divisible over the ranks."""
         plan, filled = self._plan_forward(batch, self._batching)
-        shards = [make_shard(filled, microbatches, batch) for microbatches in plan.by_rank]
+        shards = make_shards(filled, plan.by_rank, batch)
         return EvaluationResult(microbatch_metrics=_join(self._call("evaluate", shards, loss_function)))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
@@ -296,13 +296,11 @@ class MegatronPolicy(ModelWorkers):
         )
         rows = size * batch.group_size
         global_batches = [batch.select(range(start, start + rows)) for start in range(0, len(batch), rows)]
-        shards = [
-            [
-                make_shard(batch, by_rank[rank], whole)
-                for by_rank, whole in zip(plan.global_batches, global_batches, strict=True)
-            ]
-            for rank in range(self._data_parallel_size)
+        by_global_batch = [
+            make_shards(batch, by_rank, whole)
+            for by_rank, whole in zip(plan.global_batches, global_batches, strict=True)
         ]
+        shards = [list(of_rank) for of_rank in zip(*by_global_batch, strict=True)]
         results: list[RankTrainResult] = self._call("train", shards, loss_function)
         first = results[0]
         self.weight_version = first.weight_version

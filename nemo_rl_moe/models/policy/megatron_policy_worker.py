@@ -41,6 +41,15 @@ class WorkerDescription:
     notices: Sequence[str] = ()
 
 
+def as_reported(result: Any, rank: int) -> Any:
+    """A rank's `RankTrainResult` as it goes to the driver.
+
+    MoE metrics are the same on all ranks, and thousands with each layer's: of a thousand ranks the driver would read
+    100 MB a step to keep the first one's.
+    """
+    return result if rank == 0 else replace(result, moe_metrics={})
+
+
 @dataclass(frozen=True)
 class WeightsOutcome:
     """Outcome of writing a Hugging Face folder.
@@ -105,6 +114,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
         from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
 
+        self._rank = rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of
         # which the driver hears at once. Behind it they would wait for this one, and its reason would be lost.
@@ -147,7 +157,8 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:
         """One optimizer step for each global batch; a `RankTrainResult`."""
-        return self._trainer.train([_at_hand(shard) for shard in shards], loss_function)
+        result = self._trainer.train([_at_hand(shard) for shard in shards], loss_function)
+        return as_reported(result, self._rank)
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """Forward passes only."""

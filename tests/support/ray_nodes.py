@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Two Ray nodes on this machine, in a process of their own that can be killed in part and started anew."""
+"""Several Ray nodes on this machine, in a process of their own that can be killed in part and started anew."""
 
 import shutil
 import signal
@@ -13,20 +13,20 @@ import psutil
 
 from tests.functional import sft_runs
 
-NUM_NODES = 2
 OBJECT_STORE_BYTES = 80 * 1024**2
 END_LIMIT_S = 30.0
 
 
-class TwoNodes:
+class RayNodes:
     """The nodes as a test sees them: what a cluster's manager would do.
 
     Args:
         folder: Of Ray: sockets and logs. Names of sockets are at most 107 bytes long, and Ray adds 70.
+        num_nodes: How many.
     """
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    def __init__(self, folder: Path, num_nodes: int):
+        self._folder, self._num_nodes = folder, num_nodes
         self._host: subprocess.Popen[str] | None = None
         self._address = ""
 
@@ -39,11 +39,11 @@ class TwoNodes:
         """Address of the nodes, started where they are not there, and anew where a server of one has died."""
         if self.process is not None:
             names = [process.name() for process in sft_runs.running(self.process.children())]
-            if names.count("raylet") == NUM_NODES and "gcs_server" in names:
+            if names.count("raylet") == self._num_nodes and "gcs_server" in names:
                 return self._address
             self.end()
         self._host = subprocess.Popen(
-            [sys.executable, "-m", __spec__.name, str(self._folder)],
+            [sys.executable, "-m", __spec__.name, str(self._folder), str(self._num_nodes)],
             env=sft_runs.environment(),
             stdout=subprocess.PIPE,
             text=True,
@@ -68,19 +68,19 @@ class TwoNodes:
         self._host = None
 
 
-def main(folder: str) -> None:
-    """Starts both, prints their address, and waits until it is killed."""
+def main(folder: str, num_nodes: int) -> None:
+    """Starts them, prints their address, and waits until it is killed."""
     from ray._private.utils import get_ray_address_file
     from ray.cluster_utils import Cluster
 
     # Where Ray has never run on this machine, the folder of the file in which a cluster notes its address is missing.
     Path(get_ray_address_file(None)).parent.mkdir(parents=True, exist_ok=True)
     nodes = Cluster()
-    for _ in range(NUM_NODES):
+    for _ in range(num_nodes):
         nodes.add_node(num_cpus=1, include_dashboard=False, temp_dir=folder, object_store_memory=OBJECT_STORE_BYTES)
     print(nodes.address, flush=True)
     signal.pause()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))
