@@ -102,8 +102,9 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 
 trl: $(TRL_STAMP) ## TRL beside .venv, for the tests of the callback in its trainers
 
-test-trl: $(STAMP) $(TRL_STAMP) ## the callback in trainers of transformers and TRL, which it installs first (12 MB)
-	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py -m trl $(PYTEST_ARGUMENTS)
+test-trl: $(STAMP) $(TRL_STAMP) ## the callback in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
+	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
+		tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
 test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
@@ -115,7 +116,7 @@ test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout,
 	@$(PYTEST) tests/unit -m "slow and not drill" $(IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
-	@$(PYTEST) tests/functional -m "slow and not drill and not vllm" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
+	@$(PYTEST) tests/functional -m "slow and not drill and not vllm and not trl" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 test-drills: $(STAMP) ## a dozen drills over all kinds of runs, as continuous integration runs them
 	@$(PYTEST) tests/functional/test_drills.py -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]

@@ -51,6 +51,7 @@ from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
+from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
 TOKENS_PER_STEP = 2 * NUM_PAIRS * SEQUENCE_LENGTH
@@ -234,7 +235,7 @@ def run(
     loggers, console = open_loggers(folder, clock, stack)
     if not in_step:
         pairs = pairs.measured(policy, range(num_steps), console)
-    observers = Observers(loggers, ExpertLoadWriter(folder, console.warn).write)
+    observers = Observers(loggers, ExpertLoadWriter(folder, console.warn, max_delay_s=MAX_DELAY_S).write)
     recorder = StepRecorder(observers, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
     train_dpo(config.dpo, policy, pairs.loader(), None, recorder)
     clock.cpu_seconds.append(family_cpu_seconds())

@@ -55,6 +55,7 @@ from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 from nemo_rl_moe.run_folder.samples import SampleLog
+from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
@@ -246,7 +247,8 @@ def run(
         Validator(config.grpo, worker, (), sampling),
         pad_token_id(tokenizer),
         recorder_without_checkpoints(
-            config.policy, Observers(loggers, ExpertLoadWriter(folder, console.warn).write, samples.write)
+            config.policy,
+            Observers(loggers, ExpertLoadWriter(folder, console.warn, max_delay_s=MAX_DELAY_S).write, samples.write),
         ),
         changed(make_refit_check(config, policy, engine, hf_config, console)),
     )

@@ -51,6 +51,7 @@ from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
+from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 128
@@ -228,7 +229,9 @@ def start_contestant(
     run_folder.mkdir()
     clock = StepClock()
     loggers, console = open_loggers(run_folder, clock, stack)
-    return Contestant(config, policy, loggers, ExpertLoadWriter(run_folder, console.warn), clock)
+    return Contestant(
+        config, policy, loggers, ExpertLoadWriter(run_folder, console.warn, max_delay_s=MAX_DELAY_S), clock
+    )
 
 
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:

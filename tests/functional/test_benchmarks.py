@@ -158,6 +158,32 @@ def test_metrics_of_a_thousand_ranks_send_what_those_of_eight_do(repository_root
     assert all(0 < job["milliseconds"] < 1000 and job["bytes_over_all_ranks"] < 2e5 for job in result["jobs"])
 
 
+def test_the_driver_s_work_does_not_grow_with_the_ranks(repository_root: Path) -> None:
+    few, *_, many = result_of(run_benchmark(repository_root, "driver_at_scale"))["ranks"]
+    assert (few["ranks"], many["ranks"]) == (16, 1024)
+    # Of each rank comes a result, without what is the same on all.
+    assert 0 < many["received_mb"] - few["received_mb"] < 1024 * 500 / 1e6
+    assert many["sent_mb"] == pytest.approx(few["sent_mb"], rel=0.01)
+    assert many["peak_mb_of_python"] < 1.1 * few["peak_mb_of_python"]
+
+
+def test_step_profile_divides_a_step_by_kinds_of_operations(repository_root: Path) -> None:
+    result = result_of(run_benchmark(repository_root, "step_profile", "--steps", "2"))
+    assert result["trainer_cpu_ms"] > 0
+    assert sum(result["shares"].values()) == pytest.approx(1, abs=0.005)
+    assert result["shares"]["matrix_products"] > 0.2
+
+
+@pytest.mark.trl
+def test_trl_race_names_both_sides_and_their_ratio(repository_root: Path) -> None:
+    sizes = ("--work", "sft,grpo", "--pairs", "2", "--steps", "2")
+    result = result_of(run_benchmark(repository_root, "trl_race", *sizes))
+    assert {"trl", "transformers", "torch", "nemo_rl_moe"} <= result["versions"].keys()
+    for work in ("sft", "grpo"):
+        for clocks in result["work"][work]["ours_to_trl"].values():
+            assert all(0 < ratio["least"] <= ratio["median"] <= ratio["most"] for ratio in clocks.values())
+
+
 def test_refit_cost_grows_with_the_bytes(repository_root: Path) -> None:
     result = result_of(run_benchmark(repository_root, "refit_cost", "--sizes", "1", "10", "--rounds", "2"))
     small, large = result["sizes"]
