@@ -257,6 +257,8 @@ def _engine(theirs: Theirs, translation: Translation) -> None:
             translation.changed.append(f"{MEGATRON}.optimizer.optimizer: Adam with decoupled weight decay")
         if theirs.get(f"{MEGATRON}.scheduler.lr_warmup_init"):
             translation.changed.append(f"{MEGATRON}.scheduler.lr_warmup_init: the warm-up begins at 0")
+    if chunk_size := theirs.get("policy.logprob_chunk_size"):
+        values["policy.logprob_chunk_size"] = chunk_size
     values[f"{MEGATRON}.context_parallel_size"] = 1
     values[f"{MEGATRON}.sequence_parallel"] = values.get(f"{MEGATRON}.tensor_model_parallel_size", 1) > 1
     values[f"{MEGATRON}.activation_checkpointing"] = _recomputed(theirs, engine)

@@ -255,7 +255,7 @@ ROWS: tuple[Row, ...] = (
     *_none("policy.tokenizer", _ENGINE, "use_fastokens"),
     *_none("policy.hf_config_overrides", "edit the model's config.json", "*"),
     *_none("policy", "of their Hugging Face backend", "generation_batch_size", off=32),
-    *_none("policy", "log-probability passes never hold all logits", "logprob_chunk_size"),
+    Row("policy.logprob_chunk_size", "policy.logprob_chunk_size", "of training too; null: the default here", None),
     *_none("policy", _CHECKED_ANYWAY, "offload_optimizer_for_logprob"),
     *_none("policy", "padded as the layout needs it", "make_sequence_length_divisible_by", off=1),
     *_none("policy.draft", "no draft models", "*"),

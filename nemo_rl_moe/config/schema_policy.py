@@ -209,6 +209,9 @@ class PolicyConfig(StrictModel):
     """Samples of one forward and backward pass on one data-parallel rank."""
     max_total_sequence_length: PositiveInt
     """Most tokens of a sample; longer ones are cut and counted."""
+    logprob_chunk_size: PositiveInt | None
+    """Tokens whose logits exist at a time, where a microbatch has more: training then computes them once more in the
+    backward pass. null: those of the whole microbatch."""
     precision: Literal["float32", "bfloat16"]
     """Number format of weights and activations; the optimizer keeps float32 masters."""
     max_grad_norm: PositiveFloat | None

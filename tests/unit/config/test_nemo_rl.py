@@ -26,6 +26,7 @@ policy:
   train_micro_batch_size: 2
   max_total_sequence_length: 512
   precision: bfloat16
+  logprob_chunk_size: 512
   max_grad_norm: 1.0
   sequence_packing:
     {enabled: true, train_mb_tokens: "${mul:${policy.max_total_sequence_length}, 4}", algorithm: some_packing}
@@ -101,6 +102,7 @@ def test_a_file_of_grpo_is_carried_over_and_its_result_is_valid(tmp_path: Path) 
     assert problems_of_translation(translation) == []
     wanted = {
         "policy.tokenizer.name": "some/model",
+        "policy.logprob_chunk_size": 512,
         "policy.sequence_packing.train_mb_tokens": 2048,
         "policy.megatron_cfg.tensor_model_parallel_size": 2,
         "policy.megatron_cfg.sequence_parallel": True,

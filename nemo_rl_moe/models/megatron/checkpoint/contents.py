@@ -197,9 +197,7 @@ def sharded_contents(
     if counters is None:
         return contents
     ensure_state(objects.optimizer)
-    contents["optimizer"] = dict(
-        enumerate(sharded_optimizer_state(objects.optimizer, contents["model"], is_loading=saved is not None))
-    )
+    contents["optimizer"] = dict(enumerate(sharded_optimizer_state(objects.optimizer, contents["model"])))
     values = torch.tensor([counters.num_updates, counters.num_calls, counters.scheduler_ticks])
     contents["counters"] = ShardedTensor.from_rank_offsets(COUNTERS_KEY, values, replica_id=dist.get_rank())
     contents["random"] = {

@@ -7,14 +7,15 @@ their settings are the configuration's and the schedule's, so they are never rea
 updates, the same for every parameter, is kept once by the caller.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.checkpoint.flat_ranges import sharded_range
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -29,11 +30,6 @@ SHARDED_TYPES = (ShardedTensor, ShardedTensorFactory)
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "fp32_param"
-# A format that can be read in any layout; gathered over gloo into host memory, where the snapshot lives anyway.
-_DISTRIBUTED = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "distrib_optim_fully_reshardable_mem_efficient": True,
-}
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
@@ -86,18 +82,17 @@ def _step_count(parameter: Tensor, num_updates: int) -> Tensor:
     return torch.tensor(float(num_updates), dtype=torch.float32, device=device)
 
 
-def sharded_optimizer_state(
-    optimizer: MegatronOptimizer, model_state: Mapping[str, Sharded], *, is_loading: bool
-) -> list[dict[str, Any]]:
-    """Every tensor of the optimizer, a dictionary for each of its parts. All ranks call it: shards are gathered.
+def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[str, Sharded]) -> list[dict[str, Any]]:
+    """Every tensor of the optimizer that this rank updates, a dictionary for each of its parts.
+
+    Nothing is copied or sent: of a distributed optimizer each rank has its own range of the flattened parameters.
 
     Args:
         optimizer: With its state made.
         model_state: The model's parameters themselves, sharded.
-        is_loading: The tensors are to be filled and not to be read.
     """
     return [
-        _sharded_of_distributed(part, model_state, is_loading)
+        _sharded_of_distributed(part, model_state)
         if isinstance(part, DistributedOptimizer)
         else _sharded_of_plain(part, model_state)
         for part in optimizer_parts(optimizer)
@@ -108,39 +103,66 @@ def put_back(optimizer: MegatronOptimizer, loaded: Sequence[dict[str, Any]]) -> 
     """Fills the optimizer with tensors that were read under the names of `sharded_optimizer_state`."""
     for part, state in zip(optimizer_parts(optimizer), loaded, strict=True):
         if isinstance(part, DistributedOptimizer):
-            by_index: dict[int, dict[str, Tensor]] = {}
-            for name, tensor in state.items():
-                number, _, kind = name.partition(".")
-                by_index.setdefault(int(number), {})[kind] = tensor
-            for index, parameter in enumerate(_parameters_of_distributed(part)):
-                # Beside float32 weights there are no masters: it updates the weights themselves.
-                by_index[index].setdefault(_MASTER, parameter.detach())
-            part.load_parameter_state_from_fully_reshardable(by_index)
+            _put_back_distributed(part, state)
         else:
             live = {name: tensor for name, _, _, tensor in _tensors_of_plain(part)}
             for name, tensor in state.items():
                 live[name].data.copy_(tensor)
 
 
-def _sharded_of_distributed(part: Any, model_state: Mapping[str, Sharded], is_loading: bool) -> dict[str, Any]:
-    """Keys are `{index of the parameter}.{kind of tensor}`; empty on ranks that hand their shard to another one."""
-    by_index = part.sharded_param_state_fully_reshardable(dict(model_state), is_loading, _DISTRIBUTED) or {}
-    parameters = _parameters_of_distributed(part)
-    contents = {}
-    for index, tensors in by_index.items():
-        for kind, sharded in tensors.items():
-            if kind in _MOMENTS:
-                contents[f"{index}.{kind}"] = sharded
-            elif parameters[index].dtype != torch.float32:
-                # Under the name that it has without sharding, so that either kind of optimizer reads the other's.
-                key = sharded.key.replace(f"optimizer.state.{kind}.", f"optimizer.state.{_MASTER}.", 1)
-                contents[f"{index}.{_MASTER}"] = replace(sharded, key=key)
-    return contents
+def _sharded_of_distributed(part: Any, model_state: Mapping[str, Sharded]) -> dict[str, Any]:
+    """Keys are `{index of the parameter}.{kind of tensor}.{number of the piece}`."""
+    by_parameter = {id(sharded.data): sharded for sharded in model_state.values()}
+    return {
+        f"{index}.{kind}.{number}": piece
+        for index, (parameter, start) in enumerate(_ranges_of_distributed(part))
+        for kind, values in _tensors_of_range(part, parameter).items()
+        for number, piece in enumerate(
+            sharded_range(
+                by_parameter[id(parameter)],
+                start,
+                values,
+                prefix=f"optimizer.state.{kind}",
+                replica=part.distributed_optimizer_instance_id,
+            )
+        )
+    }
 
 
-def _parameters_of_distributed(part: Any) -> list[Tensor]:
-    """The model's parameters in the order in which Megatron-Core counts them."""
-    return [parameter for buffer in part.buffers for parameter in buffer.param_index_map]
+def _put_back_distributed(part: Any, loaded: Mapping[str, Tensor]) -> None:
+    for index, (parameter, _) in enumerate(_ranges_of_distributed(part)):
+        tensors = part._get_main_param_and_optimizer_states(parameter)
+        for kind, values in _tensors_of_range(part, parameter, tensors).items():
+            pieces = [loaded[name] for name in _numbered(f"{index}.{kind}", loaded)]
+            values.copy_(torch.cat([piece.flatten() for piece in pieces]))
+        part._set_main_param_and_optimizer_states(parameter, tensors)
+
+
+def _numbered(name: str, among: Mapping[str, Tensor]) -> Iterator[str]:
+    for number in itertools.count():
+        if (numbered := f"{name}.{number}") not in among:
+            return
+        yield numbered
+
+
+def _ranges_of_distributed(part: Any) -> Iterator[tuple[Tensor, int]]:
+    """The model's parameters that this rank updates a range of, with its beginning, as Megatron-Core counts them."""
+    for dtypes in part.gbuf_ranges:
+        for buckets in dtypes.values():
+            for bucket in buckets:
+                for parameter, ranges in bucket["param_map"].items():
+                    yield parameter, ranges["param"].start
+
+
+def _tensors_of_range(part: Any, parameter: Tensor, tensors: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Moments and master of this rank's range of a parameter, flat, under their names in a checkpoint.
+
+    Names are those without sharding, so that either kind of optimizer reads the other's. Beside float32 weights there
+    are no masters: it updates the weights themselves.
+    """
+    tensors = part._get_main_param_and_optimizer_states(parameter) if tensors is None else tensors
+    found = {kind: tensors[kind] for kind in _MOMENTS}
+    return found if parameter.dtype == torch.float32 else found | {_MASTER: tensors["param"]}
 
 
 def _sharded_of_plain(part: Any, model_state: Mapping[str, Sharded]) -> dict[str, Any]:

@@ -63,7 +63,6 @@ class _SnapshotWriter(FileSystemWriterAsync):
         """Takes the snapshot: copies on the host."""
         assert all(item.type != WriteItemType.BYTE_IO for item in plan.items)  # tensors alone, never pickled objects
         self._file_name = f"{plan.storage_data.prefix}0.distcp"
-        # From a GPU this is the copy; on the host the tensor is the live one.
         tensors: list[Any] = [planner.resolve_data(item) for item in plan.items]
         if self._copies_at_once:
             tensors = [_copy(tensor) for tensor in tensors]

@@ -19,8 +19,8 @@ from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
 from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
 from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
+from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
-from nemo_rl_moe.models.megatron.training.token_statistics import hidden_states_only
 
 # isort: split
 from megatron.core import parallel_state

@@ -24,6 +24,7 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
+from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
 
 # isort: split
@@ -48,10 +49,12 @@ class _PolicyOutput:
     - A forward pass can end before the output layer, for those who compute logits a piece at a time.
     - The batch's columns for the model are at hand during its forward pass, on every pipeline stage.
     - Heads beside the log-probabilities, such as the entropy, are computed from the same logits where asked for.
+    - Of more tokens than a chunk has, logits exist for one chunk at a time.
 
     Attributes:
         real_vocabulary_size: Without padding.
         temperature: Divides the logits in the loss.
+        logprob_chunk_size: Tokens of a chunk; None: logits of all tokens exist at a time.
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
         needs_entropy: Also compute the entropy where the loss is.
         entropy: What was computed last, [batch, sequence], with its graph; taken by whoever asked for it.
@@ -62,6 +65,7 @@ class _PolicyOutput:
 
     real_vocabulary_size: int
     temperature: float = 1.0
+    logprob_chunk_size: int | None = None
     returns_hidden_states: bool = False
     needs_entropy: bool = False
     entropy: Tensor | None = None
@@ -89,10 +93,15 @@ class _PolicyOutput:
             self.entropy = vocabulary_entropy(logits, group).transpose(0, 1)
         return super().compute_language_model_loss(labels, logits)  # type: ignore[misc]
 
-    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.returns_hidden_states:
             return hidden_states
-        return super()._postprocess(hidden_states, *args, **kwargs)  # type: ignore[misc]
+        most = self.logprob_chunk_size
+        if labels is None or most is None or labels.numel() <= most or not self.post_process:  # type: ignore[attr-defined]
+            return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[misc]
+        found = chunked_token_statistics(self, hidden_states, labels, self.temperature, with_entropy=self.needs_entropy)
+        self.entropy = found.entropy
+        return -found.logprobs
 
     def mask_logits(self, logits: Tensor) -> Tensor:
         """Sets the logits of padded rows to the lowest number of their type; [..., local vocabulary]."""
@@ -162,6 +171,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         vp_stage=vp_stage,
     )
     chunk.real_vocabulary_size = hf_config.vocab_size
+    chunk.logprob_chunk_size = policy.logprob_chunk_size
     _stretch_positions(chunk, hf_config)
     return chunk
 

@@ -204,7 +204,8 @@ class WorkerMemory:
         optimizer_state: Adam's two moments and, where the weights are no float32, a float32 master copy; sharded over
             (expert-)data-parallel ranks by the distributed optimizer.
         activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
-            layer and, on the last stage, logits in float32. Everything else is not counted.
+            layer and, on the last stage, logits in float32, of a chunk where a microbatch has more. Everything else is
+            not counted.
         float32_gradients: Copies of gradients that are no float32, while the optimizer steps.
         key_value_cache: Keys and values of generation.
         reference_weights: The reference model, in the host's memory.
@@ -293,7 +294,8 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     # Sequence parallelism cuts the inputs, the cut vocabulary the logits.
     inputs = num_layers * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor
     is_last = stage == transformer.pipeline_model_parallel_size - 1
-    logits = tokens * padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor * _FLOAT32
+    at_once = min(tokens, config.policy.logprob_chunk_size or tokens)
+    logits = at_once * padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor * _FLOAT32
     return int(inputs + (logits if is_last else 0))
 
 

@@ -133,7 +133,8 @@ def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: i
         context_parallel_size=megatron.context_parallel_size,
         expert_model_parallel_size=megatron.expert_model_parallel_size,
         expert_tensor_parallel_size=megatron.expert_tensor_parallel_size,
-        create_gloo_process_groups=True,
+        # Nothing gathers over gloo beside the backend's own groups: a wrong host name would break a run of NCCL.
+        create_gloo_process_groups=False,
         distributed_timeout_minutes=minutes,
     )
     torch.manual_seed(seed)

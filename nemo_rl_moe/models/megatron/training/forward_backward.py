@@ -16,6 +16,7 @@ from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
+from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, hidden_states_only
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -24,11 +25,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pad_microbatch,
 )
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
-from nemo_rl_moe.models.megatron.training.token_statistics import (
-    TokenStatistics,
-    hidden_states_only,
-    token_statistics_in_pieces,
-)
+from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
 # isort: split
@@ -201,7 +198,7 @@ class ForwardBackward:
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
             bare = unwrap_model(model)
-            statistics = token_statistics_in_pieces(
+            statistics = chunked_token_statistics(
                 bare, hidden_states, microbatch.labels, self.temperature, with_entropy=with_entropy
             )
             # The schedule divides the loss that it is given in place, and does nothing else with this one.

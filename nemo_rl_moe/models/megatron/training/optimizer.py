@@ -77,7 +77,10 @@ def build_optimizer(
     )
     # Without the overrides norms and biases are decayed too.
     optimizer: MegatronOptimizer = get_megatron_optimizer(
-        optimizer_config, list(chunks), config_overrides=get_standard_config_overrides(optimizer_config)
+        optimizer_config,
+        list(chunks),
+        config_overrides=get_standard_config_overrides(optimizer_config),
+        use_gloo_process_groups=False,
     )
     _fuse_adam(optimizer)
     if config.bf16:

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log-probabilities, greedy matches and entropies from logits that are cut along the vocabulary."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,77 +13,105 @@ from torch import Tensor
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel.mappings import (
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 
-LOGITS_AT_ONCE = 2**24
-"""Most float32 logits that exist at a time: 64 MiB."""
+LOWEST_LOG_PROBABILITY = -1000.0
+"""Its exponential is 0 in float64 too: beyond, as with logits of minus infinity, `p log p` would be no number."""
 
 
 class TokenStatistics(NamedTuple):
     """Of each target token: its log-probability in nats, whether it ranks first, and the entropy where asked for."""
 
-    logprobs: Float[Tensor, "rows columns"]
-    greedy_matches: Bool[Tensor, "rows columns"] | None
-    entropy: Float[Tensor, "rows columns"] | None = None
+    logprobs: Float[Tensor, "*tokens"]
+    greedy_matches: Bool[Tensor, "*tokens"] | None
+    entropy: Float[Tensor, "*tokens"] | None = None
 
 
-@contextmanager
-def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
-    """While open, the model chunks end before the output layer."""
-    for chunk in chunks:
-        chunk.returns_hidden_states = True
-    try:
-        yield
-    finally:
-        for chunk in chunks:
-            chunk.returns_hidden_states = False
+class VocabularySums(NamedTuple):
+    """Sums over the columns of the vocabulary that a rank holds, or over all of them, for each token.
 
-
-def token_statistics_in_pieces(
-    model: Any,
-    hidden_states: Float[Tensor, "local_columns rows hidden"],
-    labels: Int[Tensor, "rows columns"],
-    temperature: float = 1.0,
-    *,
-    with_entropy: bool = False,
-) -> TokenStatistics:
-    """Log-softmax at the labels without ever holding the logits of all tokens.
-
-    Args:
-        model: The GPTModel chunk that holds the output layer.
-        hidden_states: What it returns under `hidden_states_only`; with sequence parallelism this rank's columns.
-        labels: Global token ids.
-        temperature: Divides the logits.
-        with_entropy: Also the entropy of each token's distribution.
+    Attributes:
+        highest: The largest logit.
+        exponentials: Sum of `exp(x - highest)`.
+        weighted: Sum of `exp(x - highest) * (x - highest)`; None where no entropy is asked for.
+        target: Logit of the target; 0 where it is not among the columns.
     """
-    if model.config.sequence_parallel:
-        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
-    shared = model.share_embeddings_and_output_weights
-    weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-    columns = max(1, LOGITS_AT_ONCE // (hidden_states.shape[1] * weight.shape[0]))
-    group = parallel_state.get_tensor_model_parallel_group()
-    pieces = []
-    for hidden, targets in zip(hidden_states.split(columns), labels.T.split(columns), strict=True):
-        # Around a bfloat16 model, Megatron-Core turns whatever comes out of it into float32.
-        logits = model.mask_logits(torch.nn.functional.linear(hidden.to(weight.dtype), weight)).float()
-        logits = logits if temperature == 1.0 else logits / temperature
-        found = token_statistics(logits, targets, group)
-        pieces.append(found._replace(entropy=vocabulary_entropy(logits, group)) if with_entropy else found)
-    return TokenStatistics(
-        torch.cat([piece.logprobs for piece in pieces]).T,
-        torch.cat([piece.greedy_matches for piece in pieces if piece.greedy_matches is not None]).T,
-        torch.cat([piece.entropy for piece in pieces if piece.entropy is not None]).T if with_entropy else None,
-    )
+
+    highest: Float[Tensor, "*tokens"]
+    exponentials: Float[Tensor, "*tokens"]
+    weighted: Float[Tensor, "*tokens"] | None
+    target: Float[Tensor, "*tokens"]
+
+    @staticmethod
+    def of_columns(
+        logits: Float[Tensor, "*tokens local_vocabulary"],
+        labels: Int[Tensor, "*tokens"],
+        group: dist.ProcessGroup,
+        *,
+        with_entropy: bool = False,
+    ) -> "VocabularySums":
+        """The sums over this rank's columns of the vocabulary; the logits are used up.
+
+        Args:
+            logits: Rank r of the group holds the r-th block of the vocabulary.
+            labels: Global token ids.
+            group: The tensor-parallel group.
+            with_entropy: Also `weighted`.
+        """
+        local, held = local_labels(labels, logits.shape[-1], group)
+        target = logits.gather(-1, local[..., None])[..., 0].where(held, 0.0)
+        highest = logits.amax(-1)
+        shifted = logits.sub_(highest[..., None])
+        if not with_entropy:
+            return VocabularySums(highest, shifted.exp_().sum(-1), None, target)
+        exponentials = shifted.clamp_(min=LOWEST_LOG_PROBABILITY).exp()
+        return VocabularySums(highest, exponentials.sum(-1), exponentials.mul_(shifted).sum(-1), target)
+
+    @staticmethod
+    def joined(pieces: Sequence["VocabularySums"]) -> "VocabularySums":
+        """The sums of all tokens out of those of consecutive pieces."""
+        highest, exponentials, weighted, target = zip(*pieces, strict=True)
+        return VocabularySums(
+            torch.cat(highest),
+            torch.cat(exponentials),
+            None if weighted[0] is None else torch.cat(weighted),
+            torch.cat(target),
+        )
+
+    def of_group(self, group: dist.ProcessGroup) -> "VocabularySums":
+        """The sums over the whole vocabulary, out of those of all ranks: two collectives, however many tokens."""
+        if group.size() == 1:
+            return self
+        highest = self.highest.clone()
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        lower = self.highest - highest
+        scale = lower.exp()
+        sums = [self.target, self.exponentials * scale]
+        if self.weighted is not None:
+            # `exp(x - m) (x - m)` with the higher maximum `m`: both factors shift.
+            lower = lower.clamp(min=LOWEST_LOG_PROBABILITY)
+            sums.append(scale * (self.weighted + lower * self.exponentials))
+        target, exponentials, *weighted = _summed(sums, group)
+        return VocabularySums(highest, exponentials, weighted[0] if weighted else None, target)
+
+    def statistics(self) -> TokenStatistics:
+        """What they say of each token, where they are over the whole vocabulary."""
+        logprobs = self.target - self.highest - self.exponentials.log()
+        entropy = None if self.weighted is None else self.exponentials.log() - self.weighted / self.exponentials
+        return TokenStatistics(logprobs, self.target >= self.highest, entropy)
+
+
+def local_labels(
+    labels: Int[Tensor, "*tokens"], local_vocabulary: int, group: dist.ProcessGroup
+) -> tuple[Int[Tensor, "*tokens"], Bool[Tensor, "*tokens"]]:
+    """Labels as columns of this rank, and which of them are; of others the column is any."""
+    local = labels - group.rank() * local_vocabulary
+    held = (local >= 0) & (local < local_vocabulary)
+    return local.clamp(0, local_vocabulary - 1), held
 
 
 def token_statistics(
-    logits: Float[Tensor, "rows columns local_vocabulary"],
-    labels: Int[Tensor, "rows columns"],
-    group: dist.ProcessGroup,
+    logits: Float[Tensor, "*tokens local_vocabulary"], labels: Int[Tensor, "*tokens"], group: dist.ProcessGroup
 ) -> TokenStatistics:
     """Log-softmax at the labels, without gathering the vocabulary.
 
@@ -93,21 +120,13 @@ def token_statistics(
         labels: Global token ids.
         group: The tensor-parallel group; rank r holds the r-th block of the vocabulary.
     """
-    logits = logits.float()
-    local = labels - group.rank() * logits.shape[-1]
-    held = (local >= 0) & (local < logits.shape[-1])
-    target = logits.gather(-1, local.clamp(0, logits.shape[-1] - 1)[..., None])[..., 0].where(held, 0.0)
-    highest = logits.amax(-1)
-    _all_reduce(highest, dist.ReduceOp.MAX, group)
-    exponentials = (logits - highest[..., None]).exp_().sum(-1)
-    _all_reduce(exponentials, dist.ReduceOp.SUM, group)
-    _all_reduce(target, dist.ReduceOp.SUM, group)
-    return TokenStatistics(target - highest - exponentials.log(), target >= highest)
+    return VocabularySums.of_columns(logits.to(torch.float32, copy=True), labels, group).of_group(group).statistics()
 
 
-def _all_reduce(values: Tensor, operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup) -> None:
-    if group.size() > 1:
-        dist.all_reduce(values, op=operation, group=group)
+def _summed(values: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    stacked = torch.stack(list(values))
+    dist.all_reduce(stacked, group=group)
+    return stacked
 
 
 def vocabulary_entropy(
@@ -123,7 +142,8 @@ def vocabulary_entropy(
     """
     logits = logits.float()
     highest = logits.detach().amax(-1, keepdim=True)
-    _all_reduce(highest, dist.ReduceOp.MAX, group)
+    if group.size() > 1:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     shifted = logits - highest
     exponentials = shifted.exp()
     # Where a probability is 0 its product with the logit is 0 too, whatever that is.

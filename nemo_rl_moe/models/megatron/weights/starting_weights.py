@@ -111,11 +111,12 @@ class ReferenceWeights:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        # One tensor at a time: nothing but the largest of them is ever held a third time.
+        # One tensor at a time: nothing but the largest of them is ever held a third time, and that where the model is,
+        # so that a GPU's copies are all from and to pinned memory, in the order of its stream; the host waits for none.
         for live, kept in zip(self._live, self._kept, strict=True):
-            current = live.detach().to("cpu", copy=True)
-            live.copy_(kept)
-            kept.copy_(current)
+            incoming = kept.to(live.device, copy=True, non_blocking=True)
+            kept.copy_(live, non_blocking=True)
+            live.copy_(incoming)
 
 
 def _weights(chunk: nn.Module) -> Iterator[Tensor]:

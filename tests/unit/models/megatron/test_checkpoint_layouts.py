@@ -138,8 +138,8 @@ def test_the_same_layout_goes_on_to_the_last_bit(job: Job, written: Callable[[Jo
         pytest.param(Job(2, {}, ZERO), Job(2), marks=pytest.mark.slow),
         pytest.param(Job(2), Job(2, {}, ZERO), marks=pytest.mark.slow),
         # Vocabulary rows that only fill up, tied embeddings, Megatron-Core's own experts.
-        (Job(2, {"tp": 2}, {}, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
-        (Job(2, {"pp": 2}, {}, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
+        (Job(2, {"tp": 2}, ZERO, {"vocab_size": 65}), Job(1, {}, {}, {"vocab_size": 65})),
+        (Job(2, {"pp": 2}, ZERO, {"tie_word_embeddings": True}), Job(1, {}, {}, {"tie_word_embeddings": True})),
         pytest.param(Job(1, {}, {"layer_spec": "local"}), Job(2, {"ep": 2}), marks=pytest.mark.slow),
         pytest.param(Job(), Job(2, {"pp": 2, "vpp": 2}), marks=pytest.mark.slow),
         (Job(2, {"pp": 2, "first": 3}, ZERO), Job(2, {"pp": 2, "last": 3}, ZERO)),

@@ -21,6 +21,7 @@ from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_b
 # Not a multiple of 2: with tensor parallelism a row of the vocabulary is padding.
 MODEL = {"vocab_size": 61}
 PACKED = {"sequence_packing__enabled": True}
+CHUNKED = {"logprob_chunk_size": 7}
 
 
 class EntropyBonus:
@@ -106,8 +107,10 @@ def test_evaluation_and_training_measure_the_same(expected: tuple[float, ...]) -
         (1, PACKED),
         pytest.param(2, {}, marks=pytest.mark.slow),
         (2, layout(tp=2)),
+        (2, layout(tp=2) | CHUNKED),
         pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
         (2, layout(pp=2, vpp=2)),
+        (2, layout(pp=2, vpp=2) | PACKED | CHUNKED),
         (2, layout(ep=2)),
     ],
 )

@@ -18,7 +18,6 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.metrics import Reduction, concatenate
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
-from nemo_rl_moe.models.megatron.training import token_statistics
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
@@ -36,6 +35,7 @@ TOLERANCE = 1e-5
 TEMPERATURE = 0.7
 # No other dimension of the tiny model.
 VOCABULARY = 61
+HIDDEN = 32
 MODEL = {"vocab_size": VOCABULARY}
 PACKED = {"sequence_packing__enabled": True}
 Array = np.ndarray[Any, Any]
@@ -112,11 +112,12 @@ def measured(trainer: MegatronTrainer, measure: Callable[[Any], list[Tensor]]) -
 
 
 def logprobs_of_rank(policy: PolicyConfig, folder: str) -> tuple[Array, Array]:
-    """All at once, and one column of tokens at a time."""
+    """All at once, and three tokens at a time."""
     with parallel_job(policy):
         trainer = make_trainer(policy, folder)
         whole = measured(trainer, trainer.logprobs)
-        token_statistics.LOGITS_AT_ONCE = 1
+        for chunk in trainer.chunks:
+            chunk.logprob_chunk_size = 3
         return whole, measured(trainer, trainer.logprobs)
 
 
@@ -159,22 +160,21 @@ def test_are_those_of_transformers_whole_and_in_pieces(
 
 
 class WidestLogits(TorchDispatchMode):
-    """Notes how many numbers the largest tensor over the vocabulary holds."""
+    """Notes how many numbers the largest tensor over the vocabulary holds, but for the output layer's weight."""
 
     largest = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(tensor, Tensor) and tensor.ndim > 2 and tensor.shape[-1] == VOCABULARY:
+            if isinstance(tensor, Tensor) and tensor.shape[1:] == (VOCABULARY,) and len(tensor) != HIDDEN:
                 self.largest = max(self.largest, tensor.numel())
         return result
 
 
-def largest_logits(policy: PolicyConfig, folder: str, at_once: int) -> int:
+def largest_logits(policy: PolicyConfig, folder: str) -> int:
     with parallel_job(policy):
         trainer = make_trainer(policy, folder)
-        token_statistics.LOGITS_AT_ONCE = at_once
         with WidestLogits() as watch:
             trainer.logprobs([batch()])
         return watch.largest
@@ -182,12 +182,12 @@ def largest_logits(policy: PolicyConfig, folder: str, at_once: int) -> int:
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_logits_of_the_whole_batch_never_exist(packed: bool, model_folder: str) -> None:
-    policy = policy_for(**(PACKED if packed else {}))
-    # Three columns of the padded batch at a time, or as many tokens of the packed row.
-    at_once = 3 * len(batch()) * VOCABULARY
-    assert run_ranks(largest_logits, 1, policy, model_folder, at_once) == [at_once]
+    changes = PACKED if packed else {}
+    chunked = policy_for(logprob_chunk_size=10, **changes)
+    assert run_ranks(largest_logits, 1, chunked, model_folder) == [10 * VOCABULARY]
     num_tokens = int(batch().lengths.sum()) if packed else batch().input_ids.numel()
-    assert run_ranks(largest_logits, 1, policy, model_folder, 2**24) == [num_tokens * VOCABULARY]
+    whole = policy_for(logprob_chunk_size=None, **changes)
+    assert run_ranks(largest_logits, 1, whole, model_folder) == [num_tokens * VOCABULARY]
 
 
 class Listening:

@@ -1,0 +1,124 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ranges of flattened parameters as boxes of full tensors.
+
+The distributed optimizer cuts the flattened parameters into as many ranges as there are data-parallel ranks, without
+regard to rows. A range of a tensor in row-major order is the end of a row, whole rows, and the beginning of a row, each
+of which is such a range again in one dimension less: at most `2 n - 1` boxes in `n` dimensions. A checkpoint in torch's
+distributed format is made of boxes, and reads any box out of those that it has. So each rank writes and reads its own
+range and nothing else, whatever the layout on the other side.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jaxtyping import Shaped
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+
+class Box(NamedTuple):
+    """A box of a tensor: where it begins, and its size, in each dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Boxes of a tensor that together are the entries `start` to `stop` of it flattened, in their order.
+
+    Args:
+        shape: Of the tensor.
+        start: First entry.
+        stop: The one behind the last.
+    """
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield Box((start,)[: len(shape)], (stop - start,)[: len(shape)])
+        return
+    row = math.prod(shape[1:])
+    first_whole, end_whole = -(-start // row), stop // row
+    if first_whole > end_whole:  # within one row
+        yield from _in_row(shape, end_whole, start - end_whole * row, stop - end_whole * row)
+        return
+    if start < first_whole * row:
+        yield from _in_row(shape, first_whole - 1, start - (first_whole - 1) * row, row)
+    if first_whole < end_whole:
+        yield Box((first_whole, *(0 for _ in shape[1:])), (end_whole - first_whole, *shape[1:]))
+    yield from _in_row(shape, end_whole, 0, stop - end_whole * row)
+
+
+def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offset, size in boxes_of_range(shape[1:], start, stop):
+        yield Box((row, *offset), (1, *size))
+
+
+def sharded_range(
+    parameter: ShardedTensor | ShardedTensorFactory,
+    start: int,
+    values: Shaped[Tensor, " range"],
+    *,
+    prefix: str,
+    replica: int,
+) -> list[ShardedTensor]:
+    """Pieces of full tensors that a range of a flattened parameter is, each a view of its values.
+
+    Args:
+        parameter: The parameter itself, sharded.
+        start: Where the range begins in the flattened parameter.
+        values: One for each entry of the range: a moment, say.
+        prefix: Stands before the parameter's names.
+        replica: Number of the copy of these values, of ranks that hold the same parameters; the first is written.
+
+    Raises:
+        ValueError: A piece of the parameter does not lie in it as one block.
+    """
+    pieces = []
+    stop = start + values.numel()
+    for part in [parameter] if isinstance(parameter, ShardedTensor) else nested_values(parameter.build()):
+        begin = _place_in(part.data, parameter.data, part.key)
+        inside = max(start, begin), min(stop, begin + part.data.numel())
+        for box in boxes_of_range(part.local_shape, inside[0] - begin, inside[1] - begin):
+            size = math.prod(box.shape)
+            pieces.append(_piece(part, box, values[inside[0] - start :][:size], prefix, replica))
+            inside = inside[0] + size, inside[1]
+    return pieces
+
+
+def _place_in(part: Tensor, whole: Tensor, name: str) -> int:
+    """Where a part of a parameter begins in it flattened."""
+    begin = int(part.storage_offset() - whole.storage_offset())
+    shared = part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+    if not (shared and part.is_contiguous() and whole.is_contiguous()):
+        raise ValueError(f"{name}: its tensors in a checkpoint are no blocks of the parameter, and cannot be cut")
+    return begin
+
+
+def _piece(part: ShardedTensor, box: Box, values: Tensor, prefix: str, replica: int) -> ShardedTensor:
+    axes = part.prepend_axis_num
+    offsets = (
+        *part.global_offset[:axes],
+        *(at + inner for at, inner in zip(part.global_offset[axes:], box.offset, strict=True)),
+    )
+    shape = (*(1 for _ in range(axes)), *box.shape)
+    replica_id: Any = (*part.replica_id[:2], replica)  # of pipeline, tensor and data
+    return replace(
+        part,
+        key=f"{prefix}.{part.key}",
+        data=values.view(shape),
+        dtype=values.dtype,
+        local_shape=shape,
+        global_offset=offsets,
+        # None: boxes of all sizes.
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+        replica_id=replica_id,
+    )

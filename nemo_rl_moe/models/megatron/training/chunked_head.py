@@ -1,0 +1,204 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Log-probabilities and entropies straight from hidden states: logits exist for a chunk of tokens at a time.
+
+The logits of a microbatch are the largest tensor of a step: 4,096 tokens of a vocabulary of 151,936 are 2.5 GB in
+float32, and softmax and gradient take as much again. Here the output layer and what is made of its logits are one node
+of the graph. Its forward pass keeps a few numbers a token; its backward pass computes each chunk's logits again, one
+more product with the output layer's weight. Of a rank's columns of the vocabulary (tensor parallelism) the sums are
+brought together once, for all tokens.
+
+With logits `x` divided by the temperature, probabilities `p`, target `y` and entropy `H`:
+
+    d log p_y / dx_v = [v = y] - p_v        dH / dx_v = -p_v (log p_v + H)
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.training.token_statistics import (
+    LOWEST_LOG_PROBABILITY,
+    TokenStatistics,
+    VocabularySums,
+    local_labels,
+)
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+
+@contextmanager
+def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
+    """While open, the model chunks end before the output layer."""
+    for chunk in chunks:
+        chunk.returns_hidden_states = True
+    try:
+        yield
+    finally:
+        for chunk in chunks:
+            chunk.returns_hidden_states = False
+
+
+def chunked_token_statistics(
+    model: Any,
+    hidden_states: Float[Tensor, "local_columns rows hidden"],
+    labels: Int[Tensor, "rows columns"],
+    temperature: float = 1.0,
+    *,
+    with_entropy: bool = False,
+) -> TokenStatistics:
+    """Statistics of each target, differentiable in hidden states and the output layer's weight.
+
+    Args:
+        model: The GPTModel chunk that holds the output layer; its `logprob_chunk_size` tokens have logits at a time.
+        hidden_states: The final norm's output; with sequence parallelism this rank's columns.
+        labels: Global token ids.
+        temperature: Divides the logits.
+        with_entropy: Also the entropy of each token's distribution.
+    """
+    if model.config.sequence_parallel:
+        # Each rank's gradient is a part of the sum, that of its columns of the vocabulary.
+        hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True)
+    else:
+        hidden_states = copy_to_tensor_model_parallel_region(hidden_states)
+    shared = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+    columns, rows, _ = hidden_states.shape
+    head = _Head(
+        group=parallel_state.get_tensor_model_parallel_group(),
+        mask_logits=model.mask_logits,
+        temperature=temperature,
+        tokens_at_once=model.logprob_chunk_size or columns * rows,
+        with_entropy=with_entropy,
+    )
+    # Around a bfloat16 model, Megatron-Core turns whatever comes out of it into float32.
+    tokens = hidden_states.to(weight.dtype).flatten(0, 1)
+    logprobs, greedy_matches, entropy = (
+        None if values is None else values.view(columns, rows).T
+        for values in _ChunkedHead.apply(tokens, weight, labels.T.reshape(-1), head)
+    )
+    assert logprobs is not None
+    return TokenStatistics(logprobs, greedy_matches, entropy)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """What an output layer makes of hidden states, but for its weight.
+
+    Attributes:
+        group: The tensor-parallel group, whose ranks hold a block of the vocabulary each.
+        mask_logits: Sets the logits of padded rows of the vocabulary.
+        temperature: Divides the logits.
+        tokens_at_once: Tokens of a chunk.
+        with_entropy: Also the entropy.
+    """
+
+    group: dist.ProcessGroup
+    mask_logits: Callable[[Tensor], Tensor]
+    temperature: float
+    tokens_at_once: int
+    with_entropy: bool
+
+    def chunks(self, num_tokens: int) -> Iterator[slice]:
+        """The chunks of so many tokens."""
+        for start in range(0, num_tokens, self.tokens_at_once):
+            yield slice(start, start + self.tokens_at_once)
+
+    def logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Logits of a chunk, in float32 at least; nobody else has them."""
+        logits = self.mask_logits(torch.nn.functional.linear(hidden, weight))
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+
+class _ChunkedHead(torch.autograd.Function):
+    """Output layer, log-softmax at the labels and entropy as one node of the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: _Head) -> tuple[Tensor | None, ...]:
+        """Of each token the log-probability, whether it ranks first, and the entropy or None.
+
+        Args:
+            hidden: `[tokens, hidden]`.
+            weight: This rank's rows of the output layer, `[local vocabulary, hidden]`, of the same type.
+            labels: `[tokens]`, global ids.
+            head: The rest.
+        """
+        sums = VocabularySums.joined(
+            [
+                VocabularySums.of_columns(
+                    head.logits(hidden[chunk], weight), labels[chunk], head.group, with_entropy=head.with_entropy
+                )
+                for chunk in head.chunks(len(labels))
+            ]
+        ).of_group(head.group)
+        found = sums.statistics()
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        log_totals = sums.highest + sums.exponentials.log()
+        ctx.save_for_backward(hidden, weight, labels, log_totals, found.entropy)
+        assert found.greedy_matches is not None
+        ctx.mark_non_differentiable(found.greedy_matches)
+        return tuple(found)
+
+    @staticmethod
+    def backward(
+        ctx: Any, of_logprobs: Tensor | None, _: None, of_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        """Gradients of hidden states, this rank's part of them, and of the weight."""
+        head: _Head = ctx.head
+        hidden, weight, labels, log_totals, entropy = ctx.saved_tensors
+        of_logprobs = torch.zeros_like(log_totals) if of_logprobs is None else of_logprobs
+        for_hidden, for_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if for_hidden else None
+        # In bfloat16 the sum over the chunks would be rounded at each.
+        grad_weight = torch.zeros_like(weight, dtype=log_totals.dtype) if for_weight else None
+        for chunk in head.chunks(len(labels)):
+            of_logits = _gradient_of_logits(
+                head.logits(hidden[chunk], weight).sub_(log_totals[chunk, None]),
+                labels[chunk],
+                head,
+                of_logprobs[chunk],
+                None if of_entropy is None else of_entropy[chunk],
+                None if of_entropy is None else entropy[chunk],
+            ).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(of_logits, weight, out=grad_hidden[chunk])
+            if grad_weight is not None and grad_weight.dtype == weight.dtype:
+                grad_weight.addmm_(of_logits.T, hidden[chunk])
+            elif grad_weight is not None:
+                grad_weight += of_logits.T @ hidden[chunk]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _gradient_of_logits(
+    log_probabilities: Float[Tensor, "tokens local_vocabulary"],
+    labels: Int[Tensor, " tokens"],
+    head: _Head,
+    of_logprobs: Float[Tensor, " tokens"],
+    of_entropy: Float[Tensor, " tokens"] | None,
+    entropy: Float[Tensor, " tokens"] | None,
+) -> Float[Tensor, "tokens local_vocabulary"]:
+    """Gradient of the undivided logits; the log-probabilities are used up."""
+    of_logprobs = of_logprobs / head.temperature
+    if of_entropy is None or entropy is None:
+        gradient = log_probabilities.exp_().mul_(-of_logprobs[:, None])
+    else:
+        log_probabilities.clamp_(min=LOWEST_LOG_PROBABILITY)
+        gradient = log_probabilities.exp().neg_()
+        weights = log_probabilities.add_(entropy[:, None]).mul_((of_entropy / head.temperature)[:, None])
+        gradient *= weights.add_(of_logprobs[:, None])
+    local, held = local_labels(labels, gradient.shape[-1], head.group)
+    return gradient.scatter_add_(-1, local[:, None], of_logprobs.where(held, 0.0)[:, None])

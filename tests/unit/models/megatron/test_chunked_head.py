@@ -1,0 +1,193 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The output layer in chunks: numbers and gradients are those of whole logits, which never exist."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+from tests.unit.models.megatron.test_entropy_head import EntropyBonus
+
+# Columns times rows are no multiple of the chunk; a row of the vocabulary is padding.
+COLUMNS, ROWS, HIDDEN, VOCABULARY, CHUNK, TEMPERATURE = 8, 3, 6, 17, 7, 0.7
+PADDED = VOCABULARY + 1
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Random inputs of a head, and the gradients that come back to what it computes."""
+
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    of_logprobs: Tensor
+    of_entropy: Tensor
+
+
+def numbers(dtype: torch.dtype = torch.float64) -> Numbers:
+    generator = torch.Generator().manual_seed(8)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return Numbers(
+        2 * normal(COLUMNS, ROWS, HIDDEN),
+        normal(PADDED, HIDDEN),
+        torch.randint(0, VOCABULARY, (ROWS, COLUMNS), generator=generator),
+        normal(ROWS, COLUMNS),
+        normal(ROWS, COLUMNS),
+    )
+
+
+def by_autograd(given: Numbers) -> tuple[Any, ...]:
+    """Log-probabilities, greedy matches, entropies, gradients of hidden states and weight, all logits at a time."""
+    hidden, weight = (values.double().requires_grad_() for values in (given.hidden, given.weight))
+    log_p = (hidden @ weight[:VOCABULARY].T / TEMPERATURE).log_softmax(-1).transpose(0, 1)
+    logprobs = log_p.gather(-1, given.labels[..., None])[..., 0]
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    ((logprobs * given.of_logprobs).sum() + (entropy * given.of_entropy).sum()).backward()
+    found = (logprobs, log_p.argmax(-1) == given.labels, entropy, hidden.grad, weight.grad)
+    return tuple(values.detach().numpy() for values in found if values is not None)
+
+
+def masked(rank: int, world_size: int) -> Any:
+    def mask_logits(logits: Tensor) -> Tensor:
+        column = torch.arange(logits.shape[-1]) + rank * (PADDED // world_size)
+        return logits.masked_fill(column >= VOCABULARY, torch.finfo(logits.dtype).min)
+
+    return mask_logits
+
+
+def head_of_rank(rank: int, world_size: int, given: Numbers, *, sequence_parallel: bool) -> tuple[Any, Tensor, Tensor]:
+    """What `chunked_token_statistics` finds, with this rank's hidden states and weight, which carry the gradients."""
+    hidden = given.hidden.chunk(world_size)[rank] if sequence_parallel else given.hidden
+    hidden = hidden.clone().requires_grad_()
+    weight = given.weight.chunk(world_size)[rank].clone().requires_grad_()
+    model = SimpleNamespace(
+        config=SimpleNamespace(sequence_parallel=sequence_parallel),
+        share_embeddings_and_output_weights=False,
+        output_layer=SimpleNamespace(weight=weight),
+        mask_logits=masked(rank, world_size),
+        logprob_chunk_size=CHUNK,
+    )
+    return chunked_token_statistics(model, hidden, given.labels, TEMPERATURE, with_entropy=True), hidden, weight
+
+
+def in_chunks(world_size: int, dtype: torch.dtype, sequence_parallel: bool) -> tuple[Any, ...]:
+    with parallel_job(tiny_policy(world_size, **layout(tp=world_size))) as rank:
+        given = numbers(dtype)
+        found, hidden, weight = head_of_rank(rank, world_size, given, sequence_parallel=sequence_parallel)
+        assert found.entropy is not None
+        ((found.logprobs * given.of_logprobs).sum() + (found.entropy * given.of_entropy).sum()).backward()
+        values = (found.logprobs, found.greedy_matches, found.entropy, hidden.grad, weight.grad)
+        return tuple(value.detach().double().numpy() for value in values if value is not None)
+
+
+def joined(ranks: list[Any], *, sequence_parallel: bool) -> tuple[Any, ...]:
+    """Numbers of all ranks: those of tokens are the same on each, hidden states perhaps cut, weights cut."""
+    for others in ranks[1:]:
+        for ours, theirs in zip(ranks[0][: 3 if sequence_parallel else 4], others, strict=False):
+            np.testing.assert_array_equal(ours, theirs)
+    hidden = np.concatenate([rank[3] for rank in ranks]) if sequence_parallel else ranks[0][3]
+    return *ranks[0][:3], hidden, np.concatenate([rank[4] for rank in ranks])
+
+
+@pytest.mark.parametrize(("world_size", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_numbers_and_gradients_are_those_of_whole_logits(world_size: int, sequence_parallel: bool) -> None:
+    ranks = run_ranks(in_chunks, world_size, world_size, torch.float64, sequence_parallel)
+    expected = by_autograd(numbers())
+    assert 0 < expected[1].sum() < expected[1].size
+    for ours, theirs in zip(joined(ranks, sequence_parallel=sequence_parallel), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+def test_bfloat16_adds_chunks_up_in_float32() -> None:
+    (ours,) = run_ranks(in_chunks, 1, 1, torch.bfloat16, False)
+    expected = by_autograd(numbers(torch.bfloat16))
+    for found, wanted in zip(ours[3:], expected[3:], strict=True):
+        # Logits of up to 10 are rounded to 2^-8 of themselves, divided by 0.7, and stand in the exponent.
+        assert np.abs(found - wanted).max() < 0.03 * np.abs(wanted).max()
+
+
+class LargestOfVocabulary(TorchDispatchMode):
+    """Notes how many numbers the largest tensor with columns of the vocabulary holds."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] == PADDED:
+                self.largest = max(self.largest, tensor.numel())
+        return result
+
+
+def memory_of_head() -> tuple[int, int]:
+    """Numbers of the largest tensor of logits, forward and backward, and bytes kept for the backward pass."""
+    with parallel_job(tiny_policy()):
+        given, kept = numbers(), {}
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with LargestOfVocabulary() as watch:
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                found, hidden, weight = head_of_rank(0, 1, given, sequence_parallel=False)
+            found.logprobs.sum().backward()
+        kept_for_itself = sum(kept.values()) - hidden.nbytes - weight.nbytes
+        return watch.largest, kept_for_itself
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    # Of each token a label, the logarithm of its sum and its entropy stay, 8 bytes each.
+    assert run_ranks(memory_of_head, 1) == [(CHUNK * PADDED, 3 * 8 * COLUMNS * ROWS)]
+
+
+def updated(world_size: int, changes: dict[str, Any], tied: bool) -> list[tuple[list[Any], float, dict[str, float]]]:
+    """Weights after an update, the gradient's norm and all metrics, with whole logits and in chunks."""
+    found = []
+    with parallel_job(tiny_policy(world_size, **changes)) as rank:
+        for chunk in (None, 7):
+            policy = tiny_policy(world_size, logprob_chunk_size=chunk, **changes)
+            hf_config = tiny_hf_config(vocab_size=61, tie_word_embeddings=tied)
+            trainer = MegatronTrainer(policy, hf_config, None, num_steps=10)
+            place = trainer.coordinates
+            shard = shard_of_rank(tiny_batch(3, vocabulary_size=61), place.data_parallel_rank, place.data_parallel_size)
+            result = trainer.train([shard], EntropyBonus())
+            weights = [p.detach().float().numpy() for model in trainer.chunks for p in model.parameters()]
+            metrics = {name: value for name, value in result.moe_metrics.items() if not name.endswith("seconds")}
+            found.append((weights, result.grad_norm, metrics if rank == 0 else {}))
+    return found
+
+
+ROUTERS_GRADIENTS = {"router_gradients__every_n_steps": 1, "router_gradients__at_logits_every_n_steps": 1}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes", "tied"),
+    [
+        (1, {"sequence_packing__enabled": True, **ROUTERS_GRADIENTS}, True),
+        (2, layout(tp=2) | ROUTERS_GRADIENTS, False),
+        (2, layout(pp=2), True),
+        pytest.param(2, layout(ep=2), False, marks=pytest.mark.slow),
+        pytest.param(2, layout(tp=2), True, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_and_metrics_are_those_of_whole_logits(world_size: int, changes: dict[str, Any], tied: bool) -> None:
+    for whole, chunked in run_ranks(updated, world_size, world_size, changes, tied):
+        assert chunked[1] == pytest.approx(whole[1], rel=1e-5)
+        # Parts of a gradient that all but cancel, as cosines of sources, keep fewer digits.
+        assert chunked[2] == pytest.approx(whole[2], rel=1e-3, abs=1e-4)
+        for ours, theirs in zip(chunked[0], whole[0], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-5)
