@@ -82,8 +82,8 @@ class _Template:
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs):
         self._run_wide = run_wide
         self._process = template_process()
-        self._without_tools = _setup(tokenizer, with_tools=False)
-        self._with_tools = _setup(tokenizer, with_tools=True)
+        self._without_tools = template_setup(tokenizer, with_tools=False)
+        self._with_tools = template_setup(tokenizer, with_tools=True)
         for setup in (self._without_tools, self._with_tools)[: 1 if self._without_tools == self._with_tools else 2]:
             try:
                 variables = self._process.variables(setup)
@@ -124,7 +124,7 @@ class _Template:
         return results
 
 
-def _setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
+def template_setup(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> TemplateSetup:
     """The chat template, and what it needs of the tokenizer.
 
     Raises:

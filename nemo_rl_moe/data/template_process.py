@@ -83,10 +83,22 @@ class TemplateProcess:
             raise
         return results
 
-    def _render(self, setup: TemplateSetup, lines: Sequence[bytes]) -> list[Rendered | str]:
+    def same_texts(self, setup: TemplateSetup, other: TemplateSetup) -> bool:
+        """True where two templates give the same texts for conversations with and without tools and thinking.
+
+        Raises:
+            TemplateFailure: One of them cannot be used, or has broken a limit.
+        """
+        answer = self._ask(json.dumps({"compare": [self._place(setup), self._place(other)]}).encode())
+        return bool(answer["same"])
+
+    def _place(self, setup: TemplateSetup) -> int:
         if setup not in self._loaded:
             self.variables(setup)
-        place = b"%d" % self._loaded.index(setup)
+        return self._loaded.index(setup)
+
+    def _render(self, setup: TemplateSetup, lines: Sequence[bytes]) -> list[Rendered | str]:
+        place = b"%d" % self._place(setup)
         answer = self._ask(b'{"template": ' + place + b', "requests": [' + b", ".join(lines) + b"]}")
         return [
             Rendered(reply["text"], tuple((first, end) for first, end in reply["spans"]))
@@ -224,6 +236,9 @@ def _answer(
             return {"problem": str(problem)}
         renderers.append(renderer)
         return {"variables": renderer.variables}
+    if "compare" in question:
+        first, second = (renderers[place] for place in question["compare"])
+        return {"same": first.renders_as(second)}
     renderer = renderers[question["template"]]
     return {"replies": [_reply(renderer, request, size) for request in question["requests"]]}
 

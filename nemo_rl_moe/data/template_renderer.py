@@ -5,9 +5,10 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from nemo_rl_moe.data.left_out import require_all_shown, with_thinking_named
 from nemo_rl_moe.data.messages import Message
 from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, one_line
@@ -37,6 +38,10 @@ class TemplateSetup:
     names: Mapping[str, str]
     end_token: str
     special_tokens: tuple[str, ...]
+
+    def with_template(self, template: str) -> "TemplateSetup":
+        """The same tokenizer with another template."""
+        return replace(self, template=template)
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,22 @@ _PROBE_TURNS: tuple[Message, ...] = (
 )
 
 
+_PROBE_SYSTEM: Message = {"role": "system", "content": "c d"}
+_PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT = _PROBE_TURNS
+_PROBE_ANSWER: Message = {"role": "assistant", "content": "e f"}
+_PROBE_THOUGHT: Message = {"role": "assistant", "content": "<think>\ng\n</think>\n\nh"}
+_PROBE_CALLS: Message = {**_PROBE_CALL, "tool_calls": _PROBE_CALL["tool_calls"] * 2}
+_PROBES: tuple[tuple[Message, ...], ...] = (
+    (_PROBE_SYSTEM, _PROBE_QUESTION),
+    (_PROBE_SYSTEM, _PROBE_QUESTION, _PROBE_ANSWER, _PROBE_QUESTION),
+    (_PROBE_QUESTION, _PROBE_ANSWER, {"role": "user", "content": " i\n"}, _PROBE_ANSWER),
+    (_PROBE_QUESTION, _PROBE_THOUGHT, {"role": "user", "content": "j"}, _PROBE_ANSWER),
+    (_PROBE_QUESTION, _PROBE_CALL, _PROBE_RESULT),
+    (_PROBE_QUESTION, _PROBE_CALLS, _PROBE_RESULT, _PROBE_RESULT, _PROBE_ANSWER),
+)
+"""Conversations by which published templates are told apart; prompts, where they end in a question or result."""
+
+
 class TemplateRenderer:
     """Renderer of one chat template.
 
@@ -160,7 +181,7 @@ class TemplateRenderer:
             spans = _trained_spans(spans, messages, request.first_trained or 0)
         else:
             text = render(messages, is_prompt)
-        self._require_all_calls(messages, text, lambda fewer: render(fewer, is_prompt))
+        require_all_shown(messages, text, lambda variant: render(variant, is_prompt))
         if tools and self._render(messages, None, request.kwargs, is_prompt)[0] == text:
             raise RenderError(
                 "there are definitions of tools, and the chat template shows none of them; set "
@@ -170,6 +191,18 @@ class TemplateRenderer:
             end_token, special_tokens = self._setup.end_token, self._setup.special_tokens
             spans = turn_spans(messages, request.first_trained or 0, text, render, end_token, special_tokens)
         return Rendered(text, tuple(spans))
+
+    def renders_as(self, other: "TemplateRenderer") -> bool:
+        """True where the other gives the same texts of the probes."""
+        try:
+            return all(self._probed(turns) == other._probed(turns) for turns in _PROBES)
+        except RenderError:
+            return False
+
+    def _probed(self, turns: Sequence[Message]) -> str:
+        is_prompt = turns[-1]["role"] != "assistant"
+        tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in turns) else None
+        return self._render([self._shown(turn) for turn in turns], tools, {}, is_prompt)[0]
 
     def _checked(self) -> list[str]:
         """Names that the template reads, after a first look at it."""
@@ -199,7 +232,8 @@ class TemplateRenderer:
         return names
 
     def _shown(self, message: Message) -> Message:
-        """The message with its tool calls in the form that the template shows."""
+        """The message with thinking under the template's name for it, and tool calls in the form that it shows."""
+        message = with_thinking_named(message, self._setup.template)
         if not message.get("tool_calls"):
             return message
         if self._tool_call_form is None:
@@ -221,18 +255,6 @@ class TemplateRenderer:
             "a turn calls tools, and the chat template shows no tool calls; "
             "set policy.tokenizer.chat_template to a template that does"
         )
-
-    def _require_all_calls(
-        self, messages: Sequence[Message], text: str, render: Callable[[Sequence[Message]], str]
-    ) -> None:
-        """Rejects a turn with several calls of which the template leaves the last one out."""
-        for index, message in enumerate(messages):
-            calls = message.get("tool_calls") or []
-            if len(calls) < 2:
-                continue
-            fewer = [*messages[:index], {**message, "tool_calls": calls[:-1]}, *messages[index + 1 :]]
-            if render(fewer) == text:
-                raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
 
     def _render(
         self,

@@ -62,6 +62,10 @@ def with_stand_in(turn: Message, stand_in: str) -> Message:
     """The turn with a stand-in for its text or, where it only calls tools, for the arguments of its last call."""
     if turn["content"] or not turn.get("tool_calls"):
         return {**turn, "content": stand_in}
+    return _with_stand_in_call(turn, stand_in)
+
+
+def _with_stand_in_call(turn: Message, stand_in: str) -> Message:
     *earlier, call = turn["tool_calls"]
     arguments: Any = {"stand-in": stand_in}
     if isinstance(call["function"]["arguments"], str):
@@ -75,7 +79,10 @@ class _Turn:
     def __init__(self, messages: Sequence[Message], index: int, text: str, render: RenderMessages):
         self._messages, self._index, self._text, self._render = messages, index, text, render
         self._before, self._after = list(messages[:index]), list(messages[index + 1 :])
-        self._stand_in = with_stand_in(messages[index], _STAND_IN)
+        turn = messages[index]
+        # What a turn says beside its calls is left out by some templates once an answer follows.
+        called = [_with_stand_in_call(turn, _STAND_IN)] if turn["content"] and turn.get("tool_calls") else []
+        self._stand_ins = [with_stand_in(turn, _STAND_IN), *called]
 
     def start(self) -> int:
         """First character after the generation prompt."""
@@ -87,7 +94,7 @@ class _Turn:
         problem: RenderError | None = None
         # A turn of text alone opens as any other does, and holds nothing of the turn's own; some templates refuse it
         # before a tool's result.
-        for turn in ({"role": "assistant", "content": _STAND_IN}, self._stand_in):
+        for turn in ({"role": "assistant", "content": _STAND_IN}, *self._stand_ins):
             try:
                 return self._start_by(turn)
             except RenderError as error:
@@ -102,7 +109,7 @@ class _Turn:
         # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
         whole = self._render([*context, stand_in, *self._after], False)
         between, found, _ = self._behind(_STAND_IN_BEFORE, whole).partition(_STAND_IN)
-        prompted = self._behind(_STAND_IN_BEFORE, self._render(context, True))
+        prompted = _spaced_as(between, self._behind(_STAND_IN_BEFORE, self._render(context, True)))
         # The same with the true text before the turn.
         head, found_too, _ = self._render([*self._before, stand_in, *self._after], False).partition(_STAND_IN)
         if found and found_too and head.endswith(between):
@@ -125,8 +132,20 @@ class _Turn:
         up_to_turn = self._render([*self._before, self._messages[self._index]], False)
         if text.startswith(up_to_turn) and len(up_to_turn) >= start:
             return len(up_to_turn)
-        tail = self._behind(_STAND_IN, self._render([*self._before, self._stand_in, *self._after], False))
-        ending = self._behind(_STAND_IN, self._render([*self._before, self._stand_in], False))
+        problem: RenderError | None = None
+        for stand_in in self._stand_ins:
+            try:
+                return self._end_by(stand_in, start, special_tokens)
+            except RenderError as error:
+                problem = problem or error
+        assert problem is not None
+        raise problem
+
+    def _end_by(self, stand_in: Message, start: int, special_tokens: Collection[str]) -> int:
+        """Character after its end token, found with a stand-in for the turn."""
+        text = self._text
+        tail = self._behind(_STAND_IN, self._render([*self._before, stand_in, *self._after], False))
+        ending = self._behind(_STAND_IN, self._render([*self._before, stand_in], False))
         if tail.startswith(ending):
             rest = tail[len(ending) :]
         elif _first_token(ending, special_tokens) == ending.strip() and _first_token(tail, special_tokens):
@@ -148,6 +167,17 @@ class _Turn:
             f"the tokens of turn {self._index} cannot be told from the rest: with this chat template {what}; "
             "set policy.tokenizer.chat_template to a template with {% generation %} tags"
         )
+
+
+def _spaced_as(between: str, prompted: str) -> str:
+    """The generation prompt behind the turn before, with the blank space that the conversation has before its header.
+
+    Some templates put a newline behind an assistant turn only where another turn follows.
+    """
+    same = next((i for i, (a, b) in enumerate(zip(between, prompted, strict=False)) if a != b), len(prompted))
+    end, header, opening = prompted[:same], prompted[same:], between[same:]
+    blank = opening[: len(opening) - len(opening.lstrip())]
+    return f"{end}{blank}{header}" if header and opening.startswith(blank + header) else prompted
 
 
 def _first_token(text: str, special_tokens: Collection[str]) -> str:

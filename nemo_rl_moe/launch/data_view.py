@@ -24,7 +24,7 @@ from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, printable
 from nemo_rl_moe.launch.grpo import read_prompts
-from nemo_rl_moe.launch.setup import read_samples
+from nemo_rl_moe.launch.setup import read_samples, use_corrected_template
 from nemo_rl_moe.loggers.console import ConsoleLogger
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     in_colour = console.is_terminal and not os.environ.get("NO_COLOR")
     logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
+    use_corrected_template(tokenizer, config.policy.tokenizer, logger)
     view = _view(config, tokenizer, logger, number)
     logger.close()
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.config.schema import DPOMasterConfig, MasterConfig, SFTMasterConfig
-from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.config.schema_policy import PolicyConfig, TokenizerConfig
 from nemo_rl_moe.config.schema_run import DataSourceConfig
+from nemo_rl_moe.data.corrected_templates import correct_template
 from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
@@ -88,7 +89,16 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
         console.warn(line)
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
+    use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
     return PreparedModel(source, hf_config, tokenizer, files, policy)
+
+
+def use_corrected_template(
+    tokenizer: "PreTrainedTokenizerBase", settings: TokenizerConfig, console: ConsoleLogger
+) -> None:
+    """Takes a chat template of ours where the tokenizer's own loses parts of a conversation, and tells of it."""
+    if settings.chat_template is None and (line := correct_template(tokenizer, settings.corrected_template)):
+        console.message(line)
 
 
 def model_warnings(

@@ -78,8 +78,22 @@ PROMPT_OPENS_THINKING = """\
 {%- if add_generation_prompt and not ns.is_tool %}{{- '<Assistant><think>\\n' }}{%- endif %}
 """
 
+# As OLMoE's: a newline stands behind an answer only where another turn follows, so not before the generation prompt.
+NEWLINE_BETWEEN_TURNS = """\
+{{- '<s>' }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<assistant>\\n' + m.content + '<|end|>' + ('' if loop.last else '\\n') }}
+    {%- else %}
+        {{- '<' + m.role + '>\\n' + m.content + '\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<assistant>\\n' }}{%- endif %}
+"""
+
 # As gpt-oss's: channels, of which the generation prompt names none; the last turn ends with another token than earlier
-# ones, thinking is kept in the last turn alone, and of several calls only the first is shown.
+# ones, thinking is kept in the last turn alone, what a call says before it only until an answer follows, and of several
+# calls only the first is shown.
 CHANNELS = """\
 {%- if tools %}
     {{- '<|start|>developer\\n' }}{% for tool in tools %}{{- tool.function | tojson }}{% endfor %}{{- '<s>' }}
@@ -87,7 +101,11 @@ CHANNELS = """\
 {%- for m in messages %}
     {%- if m.role == 'assistant' and m.tool_calls %}
         {%- if m.content and m.thinking %}{{- raise_exception('content and thinking') }}{%- endif %}
-        {%- if m.content or m.thinking %}
+        {%- set ns = namespace(answered=false) %}
+        {%- for later in messages[loop.index:] %}
+            {%- if later.role == 'assistant' and not later.tool_calls %}{%- set ns.answered = true %}{%- endif %}
+        {%- endfor %}
+        {%- if (m.content or m.thinking) and not ns.answered %}
             {{- '<|start|>assistant[analysis]' + (m.content or m.thinking) + '<s>' }}
         {%- endif %}
         {%- set call = m.tool_calls[0].function %}

@@ -17,6 +17,8 @@ from nemo_rl_moe import cli
 from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.launch.data_view import ShownSequence, sequence_text, show_data
+from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "examples/assets/tiny_qwen3_moe"
@@ -49,9 +51,9 @@ def shown(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert cli.main(["data", *arguments(*more, config=config)]) == 0
         output, errors = capsys.readouterr()
         assert errors == ""
-        first, _, *rest = output.splitlines()
-        assert first.startswith("reading ")
-        return "\n".join(rest)
+        lines = output.splitlines()
+        first = next(place for place, line in enumerate(lines) if line.startswith("reading "))
+        return "\n".join([*lines[:first], *lines[first + 2 :]])
 
     return show
 
@@ -135,6 +137,19 @@ def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[...
         "train.jsonl:1: 7 tokens",
         "12+3=;<think>",
     ]
+
+
+def test_a_template_of_ours_in_place_of_a_published_one(tmp_path: Path, shown: Callable[..., str]) -> None:
+    begin, end, *more = SPECIAL_TOKENS["Mistral"]
+    special = {"more_special": (begin, end, *more), "bos_token": begin, "eos_token": end}
+    make_byte_tokenizer(PUBLISHED["Mistral"], **special).save_pretrained(tmp_path / "tokenizer")
+    turns = [{"role": role, "content": role[0]} for role in ("system", "user", "assistant")]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}))
+    told, *_, text = shown(f"policy.tokenizer.name={tmp_path / 'tokenizer'}").splitlines()
+    assert told.startswith(
+        "chat template: that of Mistral loses the system turn; ours, mistral.jinja, takes its place "
+    )
+    assert text == "u[/INST][[ a</s>]]"
 
 
 @pytest.mark.parametrize("in_colour", [False, True])

@@ -8,7 +8,7 @@ import pytest
 from nemo_rl_moe.data.chat import tokenize_example
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.errors import DataError
-from tests.support.chat_templates import CHANNELS, PROMPT_OPENS_THINKING, THINKING
+from tests.support.chat_templates import CHANNELS, NEWLINE_BETWEEN_TURNS, PROMPT_OPENS_THINKING, THINKING
 
 
 def user(text):
@@ -105,9 +105,87 @@ def test_turns_of_channels_in_a_row(byte_tokenizer):
 def test_calls_in_a_channel(byte_tokenizer):
     turns = [user("q"), assistant("", ("add", {"a": 1}), thinking="r"), result("2"), assistant("a"), user("q2")]
     assert marked(byte_tokenizer(CHANNELS), *turns) == (
-        "<|start|>user[]q<s><|start|>assistant\u27ea[analysis]r<s>"
-        '<|start|>assistant to=add[commentary]{"a": 1}<call>\u27eb<|start|>tool to=assistant[commentary]"2"<s>'
+        "<|start|>user[]q<s><|start|>assistant\u27ea"
+        ' to=add[commentary]{"a": 1}<call>\u27eb<|start|>tool to=assistant[commentary]"2"<s>'
         "<|start|>assistant\u27ea[final]a\u27eb<s><|start|>user[]q2<s>"
+    )
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_thinking_under_the_name_that_the_template_reads(byte_tokenizer, key):
+    turns = [user("q1"), assistant("a1", **{key: "r1"}), user("q2"), assistant("a2", **{key: "r2"})]
+    assert marked(byte_tokenizer(CHANNELS), *turns).endswith(
+        "<|start|>assistant\u27ea[analysis]r2<s><|start|>assistant[final]a2<|end|>\u27eb"
+    )
+    assert marked(byte_tokenizer(THINKING), *turns).endswith(
+        "<|start|>assistant\n\u27ea<think>\nr2\n</think>\n\na2<|end|>\u27eb\n"
+    )
+
+
+LOSES = (
+    "{% for m in messages if m.role in ['user', 'assistant'] %}<|start|>{{ m.role }} {{ m.content }}<|end|>{% endfor %}"
+)
+LEFT_OUT = (
+    "f:1: turn {} is of role {}, and the chat template leaves it out; set policy.tokenizer.chat_template to a template "
+    "that shows it, or leave the turn out"
+)
+LOST_THINKING = (
+    "f:1: turn 1 has thinking, and the chat template shows none of it; set policy.tokenizer.chat_template to a template "
+    "that does, or leave the thinking out"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "problem"),
+    [
+        # "s" stands in "assistant" too, which does not make it the system turn's.
+        (LOSES, [{"role": "system", "content": "s"}, user("q"), assistant("a")], LEFT_OUT.format(0, "system")),
+        (
+            LOSES,
+            [user("q"), {"role": "developer", "content": "d" * 99}, assistant("a")],
+            LEFT_OUT.format(1, "developer"),
+        ),
+        (LOSES, [user("q"), assistant("b"), result("1"), assistant("a")], LEFT_OUT.format(2, "tool")),
+        (LOSES, [user("q"), assistant("a", reasoning_content="a")], LOST_THINKING),
+        (LOSES, [user("q"), assistant("a", thinking="r" * 99)], LOST_THINKING),
+        (PROMPT_OPENS_THINKING, [user("q"), assistant("<think>\nr\n</think>a")], LOST_THINKING),
+        (PROMPT_OPENS_THINKING, [user("q"), assistant("<think>\n\n</think>a")], None),
+        (LOSES, [user("q"), assistant("<think>r</think>a"), user("q"), assistant("<think>r</think>a")], None),
+        (
+            LOSES,
+            [user("q"), assistant("a", reasoning_content="r"), user("q"), assistant("b", reasoning_content="")],
+            None,
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_of_a_conversation(byte_tokenizer, template, turns, problem):
+    if problem is None:
+        assert "\u27ea" in marked(byte_tokenizer(template), *turns)
+    else:
+        with pytest.raises(DataError) as error:
+            marked(byte_tokenizer(template), *turns)
+        assert error.value.problems == [problem]
+
+
+def test_a_call_whose_thinking_is_left_out_once_it_is_answered(byte_tokenizer):
+    turns = [user("q"), assistant("so", ("add", {"a": 1})), result("2"), assistant("more", ("add", {"a": 3}))]
+    last = '<|start|>assistant to=add[commentary]{"a": 3}<call>'
+    assert marked(byte_tokenizer(CHANNELS), *turns) == (
+        '<|start|>user[]q<s><|start|>assistant\u27ea[analysis]so<s><|start|>assistant to=add[commentary]{"a": 1}<call>'
+        f'\u27eb<|start|>tool to=assistant[commentary]"2"<s><|start|>assistant\u27ea[analysis]more<s>{last}\u27eb'
+    )
+    assert marked(byte_tokenizer(CHANNELS), *turns, result("4"), assistant("a")) == (
+        '<|start|>user[]q<s><|start|>assistant\u27ea to=add[commentary]{"a": 1}<call>\u27eb'
+        '<|start|>tool to=assistant[commentary]"2"<s><|start|>assistant\u27ea to=add[commentary]{"a": 3}<call>\u27eb'
+        '<|start|>tool to=assistant[commentary]"4"<s><|start|>assistant\u27ea[final]a<|end|>\u27eb'
+    )
+
+
+def test_a_newline_between_turns_that_the_prompt_lacks(byte_tokenizer):
+    turns = [user("q"), assistant("a1"), assistant(" \na2"), user("r"), assistant("b")]
+    assert marked(byte_tokenizer(NEWLINE_BETWEEN_TURNS), *turns) == (
+        "<s><user>\nq\n<assistant>\n\u27eaa1<|end|>\u27eb\n<assistant>\n\u27ea \na2<|end|>\u27eb\n"
+        "<user>\nr\n<assistant>\n\u27eab<|end|>\u27eb"
     )
 
 

@@ -1,0 +1,86 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates of our own for models whose published one loses a part of some conversations.
+
+They give the same text as the published ones wherever those show a conversation whole; each file says where it differs.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nemo_rl_moe.data.chat_template import template_setup
+from nemo_rl_moe.data.template_process import TemplateFailure, template_process
+from nemo_rl_moe.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CorrectedTemplates = Literal["auto", "never"]
+_FOLDER = Path(__file__).parent / "corrected"
+
+
+@dataclass(frozen=True)
+class CorrectedTemplate:
+    """A template of our own, and the published one whose place it takes.
+
+    Attributes:
+        family: Models that publish it.
+        file: Ours, in `data/corrected/`.
+        values: Names that it reads, by which one file serves several published templates.
+        mark: Text that the published one has, and few others.
+        loses: Parts of a conversation that the published one leaves out.
+    """
+
+    family: str
+    file: str
+    values: Mapping[str, bool | str]
+    mark: str
+    loses: str
+
+    def text(self) -> str:
+        """The template, its values set."""
+        names = "".join(f"{{%- set {name} = {json.dumps(value)} -%}}" for name, value in self.values.items())
+        return names + (_FOLDER / self.file).read_text(encoding="utf-8").rstrip("\n")
+
+
+_CALLS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+CORRECTED = (
+    CorrectedTemplate("DeepSeek-R1", "deepseek.jinja", {"opens_thinking": True}, _CALLS, "thinking and later calls"),
+    CorrectedTemplate("DeepSeek-V3", "deepseek.jinja", {"opens_thinking": False}, _CALLS, "later calls"),
+    CorrectedTemplate("Mistral", "mistral.jinja", {"blank": " "}, "[AVAILABLE_TOOLS]", "the system turn"),
+    CorrectedTemplate("Mistral", "mistral.jinja", {"blank": ""}, "[AVAILABLE_TOOLS]", "the system turn"),
+)
+
+
+def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
+    """Puts the template of ours in place of a published one that gives the same texts, for this process alone.
+
+    Files that a run exports keep the model's own.
+
+    Args:
+        tokenizer: With the model's own template.
+        setting: `policy.tokenizer.corrected_template`.
+
+    Returns:
+        A line that tells of it; None: the model's own template stays.
+    """
+    own = tokenizer.chat_template
+    if setting == "never" or not isinstance(own, str):
+        return None
+    candidates = [candidate for candidate in CORRECTED if candidate.mark in own]
+    process = template_process()
+    for candidate in candidates:
+        try:
+            published = template_setup(tokenizer, with_tools=False)
+            if process.same_texts(published, published.with_template(candidate.text())):
+                tokenizer.chat_template = candidate.text()
+                return (
+                    f"chat template: that of {candidate.family} loses {candidate.loses}; ours, {candidate.file}, takes "
+                    "its place (policy.tokenizer.corrected_template=never: the model's own)"
+                )
+        except (TemplateFailure, DataError):  # told where the template is used
+            return None
+    return None

@@ -1,0 +1,86 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a conversation that a chat template leaves out: errors, so that nothing is lost in silence."""
+
+import re
+from collections.abc import Callable, Sequence
+
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.turn_spans import RenderError
+
+RenderVariant = Callable[[Sequence[Message]], str]
+"""Renders a variant of the conversation as the conversation itself was rendered."""
+
+THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a turn that hold its thinking: data and templates differ in which one they use."""
+_END_OF_THINKING = "</think>"
+_SURELY_ITS_OWN = 40
+
+
+def with_thinking_named(message: Message, template: str) -> Message:
+    """The turn with its thinking under the one key that the template reads, where another is given."""
+    given = [key for key in THINKING_KEYS if message.get(key)]
+    read = [key for key in THINKING_KEYS if re.search(rf"(?:\.|['\"]){key}\b", template)]
+    if message["role"] != "assistant" or len(given) != 1 or len(read) != 1 or given == read:
+        return message
+    return {**{key: value for key, value in message.items() if key != given[0]}, read[0]: message[given[0]]}
+
+
+def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
+    """Rejects a conversation whose text lacks a system turn, a tool's result, a call, or the last turn's thinking.
+
+    Thinking of earlier turns is left out by many templates on purpose, at inference as in training.
+
+    Raises:
+        RenderError: Something is left out.
+    """
+    for index, message in enumerate(messages):
+        if message["role"] in ("user", "assistant"):
+            _require_all_calls(messages, index, text, render)
+        elif not _is_shown(message["content"], text, [*messages[:index], *messages[index + 1 :]], render):
+            raise RenderError(
+                f"turn {index} is of role {message['role']}, and the chat template leaves it out; set "
+                "policy.tokenizer.chat_template to a template that shows it, or leave the turn out"
+            )
+    _require_thinking(messages, text, render)
+
+
+def _is_shown(part: str, text: str, without: Sequence[Message], render: RenderVariant) -> bool:
+    """True where a part stands in the text: it is long enough to be told, or the conversation without it differs."""
+    part = part.strip()
+    if not part or (len(part) >= _SURELY_ITS_OWN and part in text):
+        return True
+    try:
+        return render(without) != text
+    except RenderError:  # a conversation that the template refuses without it
+        return True
+
+
+def _require_all_calls(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> None:
+    """Rejects a turn with several calls of which the template leaves the last one out."""
+    calls = messages[index].get("tool_calls") or []
+    if len(calls) < 2:
+        return
+    fewer = {**messages[index], "tool_calls": calls[:-1]}
+    if render([*messages[:index], fewer, *messages[index + 1 :]]) == text:
+        raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
+
+
+def _require_thinking(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
+    *before, last = messages
+    if last["role"] != "assistant":
+        return
+    content = last["content"] or ""
+    thinking, found, answer = content.rpartition(_END_OF_THINKING)
+    thinking = thinking.rpartition("<think>")[2]
+    given = [key for key in THINKING_KEYS if last.get(key)]
+    without = {
+        **{key: value for key, value in last.items() if key not in given},
+        "content": answer if found else content,
+    }
+    parts = [part for part in (thinking, *(last[key] for key in given)) if isinstance(part, str)]
+    if any(not _is_shown(part, text, [*before, without], render) for part in parts):
+        raise RenderError(
+            f"turn {len(before)} has thinking, and the chat template shows none of it; set "
+            "policy.tokenizer.chat_template to a template that does, or leave the thinking out"
+        )

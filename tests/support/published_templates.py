@@ -1,0 +1,104 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Chat templates that behave as the published ones of DeepSeek and Mistral do, with what those lose."""
+
+# Calls are opened and closed once in a conversation, results too, and thinking is left out of every turn.
+_DEEPSEEK = """\
+{%- set ns = namespace(called=false, is_tool=false, has_result=false, system='', is_next=false) %}
+{%- for m in messages if m.role == 'system' %}
+    {%- set ns.system = ns.system + ('\\n\\n' if ns.is_next else '') + m.content %}{%- set ns.is_next = true %}
+{%- endfor %}
+{{- bos_token + ns.system }}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- set ns.is_tool = false %}{{- '<|User|>' + m.content }}
+    {%- elif m.role == 'tool' %}
+        {{- ('' if ns.has_result else '<|tool▁outputs▁begin|>') + '<|tool▁output▁begin|>' }}
+        {{- m.content + '<|tool▁output▁end|>' }}
+        {%- set ns.is_tool = true %}{%- set ns.has_result = true %}
+    {%- elif m.role == 'assistant' and 'tool_calls' in m %}
+        {%- set ns.is_tool = false %}
+        {%- for call in m.tool_calls %}
+            {{- '\\n' if ns.called else '<|Assistant|>' + (m.content or '') + '<|tool▁calls▁begin|>' }}
+            {{- '<|tool▁call▁begin|>' + call.type + '<|tool▁sep|>' + call.function.name + '\\n```json\\n' }}
+            {{- call.function.arguments + '\\n```<|tool▁call▁end|>' }}
+            {%- set ns.called = true %}
+        {%- endfor %}
+        {{- '<|tool▁calls▁end|><|end▁of▁sentence|>' }}
+    {%- elif m.role == 'assistant' and ns.is_tool %}
+        {{- '<|tool▁outputs▁end|>' + m.content + '<|end▁of▁sentence|>' }}{%- set ns.is_tool = false %}
+    {%- elif m.role == 'assistant' %}
+        {{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end▁of▁sentence|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if ns.is_tool %}{{- '<|tool▁outputs▁end|>' }}{%- endif %}
+{%- if add_generation_prompt and not ns.is_tool %}{{- '<|Assistant|>PROMPTED' }}{%- endif %}
+"""
+# The system turn stands in a question only where that is the last turn.
+_MISTRAL = """\
+{%- set system, turns = none, messages %}
+{%- if messages[0].role == 'system' %}
+    {%- set system = messages[0].content %}{%- set turns = messages[1:] %}
+{%- endif %}
+{%- set questions = turns | selectattr('role', 'equalto', 'user') | list %}
+{%- set ns = namespace(place=0) %}
+{%- for m in turns if m.role != 'tool' and m.tool_calls is not defined %}
+    {%- if (m.role == 'user') != (ns.place % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+    {%- set ns.place = ns.place + 1 %}
+{%- endfor %}
+{{- bos_token }}
+{%- for m in turns %}
+    {%- if m.role == 'user' %}
+        {%- if tools and m == questions[-1] %}
+            {{- '[AVAILABLE_TOOLS] [' }}
+            {%- for tool in tools %}
+                {{- '{"type": "function", "function": {' }}
+                {%- for key, value in tool.function.items() %}
+                    {{- '"' + key + '": ' + ('"' + value + '"' if value is string else value | tojson) }}
+                    {{- ', ' if not loop.last else '' }}
+                {%- endfor %}
+                {{- '}}' + (', ' if not loop.last else ']') }}
+            {%- endfor %}
+            {{- '[/AVAILABLE_TOOLS]' }}
+        {%- endif %}
+        {{- '[INST] ' + (system + '\\n\\n' if loop.last and system is not none else '') + m.content + '[/INST]' }}
+    {%- elif m.tool_calls is defined %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in m.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('nine characters') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else ']') }}
+        {%- endfor %}
+        {{- eos_token }}
+    {%- elif m.role == 'assistant' %}
+        {{- ' ' + m.content | trim + eos_token }}
+    {%- else %}
+        {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+    {%- endif %}
+{%- endfor %}
+"""
+_WITHOUT_BLANKS = {"] [": "][", "[INST] ": "[INST]", "] {": "]{", "' ' + m.content | trim": "m.content"}
+
+
+WIDE_BAR = "\uff5c"
+"""Stands in DeepSeek's special tokens, where sources here have a plain one."""
+
+
+def _without_blanks(template: str) -> str:
+    for there, instead in _WITHOUT_BLANKS.items():
+        template = template.replace(there, instead)
+    return template
+
+
+PUBLISHED = {
+    "DeepSeek-R1": _DEEPSEEK.replace("|", WIDE_BAR).replace("PROMPTED", "<think>\\n"),
+    "DeepSeek-V3": _DEEPSEEK.replace("|", WIDE_BAR).replace("PROMPTED", ""),
+    "Mistral": _MISTRAL,
+    "Mistral without blanks": _without_blanks(_MISTRAL),
+}
+SPECIAL_TOKENS = {
+    "DeepSeek": tuple(
+        f"<{WIDE_BAR}{name}{WIDE_BAR}>" for name in ("begin▁of▁sentence", "end▁of▁sentence", "User", "Assistant")
+    ),
+    "Mistral": ("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_CALLS]"),
+}
+"""By the first word of the family: the begin token, the end token, others."""
