@@ -11,6 +11,21 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MOST_NAMES = 20
 TEXT_PART = "text"
+CALL = "function_call"
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    CALL: "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Role of each value that `from` may have in a message of the form of ShareGPT, `{"from": ..., "value": ...}`."""
 _CONTENT_FORM = "expected a string, or a list of parts of type text"
 
 Message = dict[str, Any]
@@ -63,6 +78,9 @@ def _message(value: object, name: str) -> Message:
     if not isinstance(value, Mapping):
         raise RecordError(f"{name} is {kind_of(value)}, expected an object with role and content")
     message: Message = without_nulls(value)
+    said = "content"
+    if "from" in message and "role" not in message:
+        message, said = _from_sharegpt(message, name), "value"
     role = message.get("role")
     if role is None:
         raise RecordError(f"{name}.role is null, expected a string" if "role" in value else f"{name} has no role")
@@ -76,15 +94,35 @@ def _message(value: object, name: str) -> Message:
             f"{name}.tool_calls stand in a turn of role {role}, expected assistant: the model calls tools"
         )
     if "content" in message:
-        message["content"] = _content(message["content"], f"{name}.content")
+        message["content"] = _content(message["content"], f"{name}.{said}")
     elif calls:
         message["content"] = ""
     else:
-        missing = f"{name}.content is null, {_CONTENT_FORM}" if "content" in value else f"{name} has no content"
+        missing = f"{name}.{said} is null, {_CONTENT_FORM}" if said in value else f"{name} has no {said}"
         raise RecordError(missing + (", and no tool_calls" if role == "assistant" else ""))
     if role == "assistant" and not message["content"] and not calls:
-        raise RecordError(f"{name}.content is empty: an assistant turn needs text or tool_calls to train on")
+        raise RecordError(f"{name}.{said} is empty: an assistant turn needs text or tool_calls to train on")
     return {**message, "tool_calls": calls} if calls else message
+
+
+def _from_sharegpt(message: Message, name: str) -> Message:
+    """The message with role and content, or with `tool_calls` where it is a call; what else it has stays."""
+    message = dict(message)
+    speaker = message.pop("from")
+    if not isinstance(speaker, str):
+        raise RecordError(f"{name}.from is {kind_of(speaker)}, expected a string")
+    if speaker not in SPEAKERS:
+        hint = did_you_mean(nearest(speaker, SPEAKERS))
+        raise RecordError(f"{name}.from is {speaker!r}, expected {', '.join(SPEAKERS)}{hint}")
+    message["role"] = SPEAKERS[speaker]
+    if "value" in message:
+        value = message.pop("value")
+        if speaker == CALL:
+            calls = decoded_json(value, f"{name}.value")
+            message["tool_calls"] = [{"function": call} for call in (calls if is_list(calls) else [calls])]
+        else:
+            message["content"] = value
+    return message
 
 
 def _content(value: object, name: str) -> str:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Records of conversations: their two forms (messages, or prompt and completion) and the errors in them."""
+"""Records of conversations: their forms (messages, conversations, or prompt and completion) and the errors in them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any
 from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_messages, parse_turns
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
+CONVERSATIONS, SYSTEM = "conversations", "system"
 _LONGEST_REASON = 1000
 
 
@@ -51,18 +52,22 @@ class BadLine:
 def parse_record(record: object, sample_id: str) -> Example:
     """Parses one decoded record of a conversation.
 
-    `messages` wins where a record has it beside `prompt`; of further keys, `tools` and `chat_template_kwargs` are for
-    the chat template, and all others are ignored.
+    `messages` wins over `conversations`, the form of ShareGPT, and that over `prompt`. Beside conversations, a text
+    under `system` is the system turn. `tools` and `chat_template_kwargs` are for the chat template; other keys are
+    ignored.
 
     Raises:
         RecordError: The record cannot be used.
     """
     if not isinstance(record, Mapping):
         raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
-    if record.get("messages") is not None:
-        messages = parse_messages(record["messages"], "messages")
-        _require_assistant(messages, "messages")
-        return Example(sample_id, tuple(messages), inputs=parse_template_inputs(record))
+    for name in ("messages", CONVERSATIONS):
+        if record.get(name) is not None:
+            messages = parse_messages(record[name], name)
+            _require_assistant(messages, name)
+            if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
+                messages = [*parse_turns(record[SYSTEM], SYSTEM, SYSTEM), *messages]
+            return Example(sample_id, tuple(messages), inputs=parse_template_inputs(record))
     return _prompt_and_completion(record, sample_id)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.messages import RecordError, names_in
-from nemo_rl_moe.data.records import BadLine, Example, parse_record
+from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, tell
 from nemo_rl_moe.models.hub import hub_or_cache_alone, hub_silence
@@ -219,7 +219,7 @@ def _load(path: str, split: str) -> Any:
     return loaded[split]
 
 
-EXAMPLE_COLUMNS = ("messages", "prompt", "completion")
+EXAMPLE_COLUMNS = ("messages", CONVERSATIONS, "prompt", "completion")
 
 Parse = Callable[[object, str], Parsed]
 ChooseColumns = Callable[[str, Sequence[str]], Sequence[str]]
@@ -289,7 +289,8 @@ def _example_columns(path: str, names: Sequence[str]) -> list[str]:
     columns = [name for name in EXAMPLE_COLUMNS if name in names]
     if not columns:
         raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {names_in(names)}")
-    return [*columns, *(name for name in TEMPLATE_COLUMNS if name in names)]
+    more = (SYSTEM, *TEMPLATE_COLUMNS) if CONVERSATIONS in names else TEMPLATE_COLUMNS
+    return [*columns, *(name for name in more if name in names)]
 
 
 GRACE_S = 5.0

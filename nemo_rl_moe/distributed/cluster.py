@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.config.schema_run import ClusterConfig
 from nemo_rl_moe.distributed.local_ray import LocalRay, preserved_handlers
-from nemo_rl_moe.distributed.node_tools import usable_cores
+from nemo_rl_moe.distributed.node_tools import chosen_threads, usable_cores
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
 
 JOIN_TIMEOUT_S = 10.0
@@ -86,14 +86,16 @@ class RayCluster:
         config: The `cluster` section.
         placement_group: One bundle for each machine.
         is_local: True when every worker runs on this machine.
+        num_threads: Threads of each worker, as the environment's `OMP_NUM_THREADS` says; None: it says nothing.
 
     Raises:
-        ConfigurationError: The cluster cannot be reached or lacks resources; names them.
+        ConfigurationError: The cluster cannot be reached or lacks resources; names them. Or `OMP_NUM_THREADS` is none.
         WorkerDiedError: A local Ray does not start.
     """
 
     def __init__(self, config: ClusterConfig, *, beside: "RayCluster | None" = None, placement_timeout_s: float = 60.0):
         self.config = config
+        self.num_threads = chosen_threads(os.environ)
         self._beside = beside
         self.placement_group: PlacementGroup | None = None
         self._has_joined = False

@@ -6,12 +6,14 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from nemo_rl_moe.errors import ConfigurationError
 
 CGROUP_CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 LARGEST_TAIL_BYTES = 64 * 1024
@@ -19,6 +21,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _OWN_PREFIX = "nemo_rl_moe-"
 _LONGEST_TEMPORARY = 16
 _ENDING_S = 5.0
+MOST_THREADS = 1024
 RAY_MARKERS = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a worker's log for its own use."""
 
@@ -121,9 +124,34 @@ def usable_cores() -> int:
     return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
 
 
-def threads_per_worker(cores: int, workers: int) -> int:
-    """An equal share of a machine's cores, at least one."""
-    return max(1, cores // workers)
+THREADS = "OMP_NUM_THREADS"
+SHORTEST_WAIT = {"OMP_WAIT_POLICY": "passive"}
+"""Threads of a worker that wait for each other sleep. Where they spin, as they do by default, they take the cores from
+those that they wait for: on two cores with a load of eight, two threads took 100 times as long as one, asleep no longer."""
+
+
+def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> int:
+    """The number of threads that the user has chosen, or an equal share of a machine's cores, at least one."""
+    return chosen or max(1, cores // workers)
+
+
+def chosen_threads(environment: Mapping[str, str]) -> int | None:
+    """Number of threads that the user has set in `OMP_NUM_THREADS`; None: not set.
+
+    Of a list, which OpenMP takes for nested regions, the first number.
+
+    Raises:
+        ConfigurationError: It is no number of threads.
+    """
+    value = environment.get(THREADS, "").strip()
+    if not value:
+        return None
+    first = value.partition(",")[0].strip()
+    if not first.isdecimal() or not 1 <= int(first) <= MOST_THREADS:
+        raise ConfigurationError(
+            f"the environment's {THREADS}: got {value!r}, expected a number from 1 to {MOST_THREADS}"
+        )
+    return int(first)
 
 
 def read_tail(path: Path | None, num_lines: int) -> str:

@@ -22,6 +22,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.memory_shortage import memory_shortage
 from nemo_rl_moe.distributed.node_tools import (
+    SHORTEST_WAIT,
+    THREADS,
     ProcessIdentity,
     end_families,
     find_families,
@@ -57,6 +59,7 @@ def worker_environment(
     *,
     is_local: bool,
     network_interface: str | None = None,
+    num_threads: int | None = None,
 ) -> list[dict[str, str]]:
     """The environment variables of each rank.
 
@@ -66,12 +69,13 @@ def worker_environment(
         master_port: A free port on the node of rank 0.
         is_local: True when all ranks run on the driver's machine.
         network_interface: Over which ranks of several machines talk; None: what gloo and NCCL choose.
+        num_threads: Threads of each worker; None: an equal share of its machine's cores.
     """
     environments = []
     for rank, place in enumerate(places):
         local_rank = rank % workers_per_node
         on_this_node = places[rank - local_rank : rank - local_rank + workers_per_node]
-        threads = str(threads_per_worker(place.num_cores, workers_per_node))
+        threads = str(threads_per_worker(place.num_cores, workers_per_node, num_threads))
         environment = {
             "RANK": str(rank),
             "WORLD_SIZE": str(len(places)),
@@ -79,8 +83,9 @@ def worker_environment(
             "LOCAL_WORLD_SIZE": str(workers_per_node),
             "MASTER_ADDR": "127.0.0.1" if is_local else places[0].node_ip,
             "MASTER_PORT": str(master_port),
-            "OMP_NUM_THREADS": threads,
+            THREADS: threads,
             "MKL_NUM_THREADS": threads,
+            **{name: os.environ.get(name, value) for name, value in SHORTEST_WAIT.items()},
             "TOKENIZERS_PARALLELISM": "false",
             # Every worker sees all GPUs of the run on its node, so that LOCAL_RANK is the CUDA device and NCCL finds
             # the direct ways between them. Empty on CPUs: GPUs that happen to be there stay out of it.
@@ -262,6 +267,7 @@ class WorkerGroup:
             port,
             is_local=self._cluster.is_local,
             network_interface=config.network_interface,
+            num_threads=self._cluster.num_threads,
         )
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         remaining_s = deadline - time.monotonic()

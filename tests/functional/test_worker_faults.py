@@ -77,6 +77,11 @@ class Ranks:  # pragma: no cover  (runs in other processes)
     def environment(self) -> dict[str, str]:
         return dict(os.environ)
 
+    def num_threads(self) -> int:
+        import torch
+
+        return torch.get_num_threads()
+
     def identity_of(self, first: Any, second: Any) -> tuple[int, list[int]]:
         return os.getpid(), [sum(first), sum(second)]
 
@@ -183,6 +188,7 @@ def cluster() -> Iterator[RayCluster]:
     """One Ray for the whole file."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("OMP_NUM_THREADS", "3")
         cluster = RayCluster(cluster_config(1, 0, NUM_WORKERS))
         yield cluster
         cluster.shutdown()
@@ -248,6 +254,8 @@ def test_calls_environment_and_shared_arguments(group: WorkerGroup):
     assert {each["MASTER_ADDR"] for each in environments} == {"127.0.0.1"}
     assert {each["CUDA_VISIBLE_DEVICES"] for each in environments} == {""}
     assert {each["NCCL_DEBUG"] for each in environments} == {"WARN"}
+    assert {each["OMP_NUM_THREADS"] for each in environments} == {"3"}, "what the user has set"
+    assert group.call_all("num_threads") == [3, 3]
 
 
 def test_raise_at_start(cluster: RayCluster, tmp_path: Path):

@@ -14,8 +14,8 @@ TEXT = (REPOSITORY_ROOT / "docs/data.md").read_text(encoding="utf-8")
 
 def test_the_lines_are_records() -> None:
     lines = "".join(re.findall(r"^```json\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)).splitlines()
-    plain, parts, calls = (parse_record(json.loads(line), "f:1") for line in lines)
-    assert plain.messages == parts.messages
+    plain, parts, sharegpt, calls = (parse_record(json.loads(line), "f:1") for line in lines)
+    assert plain.messages == parts.messages == sharegpt.messages
     assert calls.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 228, "b": 378}
     assert calls.inputs.tools is not None
 

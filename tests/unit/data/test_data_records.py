@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.data.messages import SPEAKERS
 from nemo_rl_moe.data.records import Example, RecordError, parse_record
 
 USER = {"role": "user", "content": "hi"}
@@ -37,6 +38,34 @@ def test_a_string_and_a_list_mix():
 
 def test_messages_win_beside_a_prompt():
     assert parse_record({"prompt": "x", "messages": [USER, ASSISTANT]}, "f:1").messages == (USER, ASSISTANT)
+
+
+def test_conversations_of_sharegpt():
+    call = {"name": "add", "arguments": '{"a": 1}'}
+    said = [("human", "q"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "a")]
+    record = {"system": "s", "conversations": [{"from": who, "value": what, "weight": None} for who, what in said]}
+    called = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    expected = (
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "a"},
+    )
+    assert parse_record(record, "f:1") == Example("f:1", expected)
+    two = [
+        {**turn, "value": [call, call]} if turn["from"] == "function_call" else turn for turn in record["conversations"]
+    ]
+    own = [{"from": "system", "value": [{"type": "text", "text": "t"}]}, *two]
+    found = parse_record({**record, "conversations": own}, "f:1").messages
+    assert found[0] == {"role": "system", "content": "t"}
+    assert found[2]["tool_calls"] == [called, called]
+    assert parse_record({**record, "messages": [USER, ASSISTANT]}, "f:1").messages == (USER, ASSISTANT)
+
+
+def test_messages_of_sharegpt_wherever_messages_stand():
+    human, gpt = {"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}
+    assert parse_record({"prompt": [human], "completion": [gpt]}, "f:1").messages == (USER, ASSISTANT)
 
 
 def test_nulls_that_a_table_fills_in_are_absent():
@@ -85,6 +114,33 @@ def test_nulls_that_a_table_fills_in_are_absent():
             {"messages": [USER, {"role": "assisstant", "content": "a"}]},
             f"messages[1].role is 'assisstant', expected {ROLES}; did you mean assistant?",
         ),
+        (
+            {"conversations": [{"from": "humann", "value": "a"}]},
+            f"conversations[0].from is 'humann', expected {', '.join(SPEAKERS)}; did you mean human?",
+        ),
+        ({"conversations": [{"from": 3, "value": "a"}]}, "conversations[0].from is a number, expected a string"),
+        ({"conversations": [{"value": "a"}]}, "conversations[0] has no role"),
+        ({"conversations": [{"from": "human"}]}, "conversations[0] has no value"),
+        (
+            {"conversations": [{"from": "gpt", "value": None}]},
+            "conversations[0].value is null, expected a string, or a list of parts of type text, and no tool_calls",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},
+            "conversations[1].value is empty: an assistant turn needs text or tool_calls to train on",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add(1)"}]},
+            "conversations[0].value is a string that is not valid JSON: Expecting value at character 1",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": 3}]},
+            "conversations[0].tool_calls[0] has no function, expected an object with name and arguments",
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "q"}]},
+            "conversations has no assistant turn: there is nothing to train on",
+        ),
         ({"messages": [{"role": "gpt", "content": "a"}]}, f"messages[0].role is 'gpt', expected {ROLES}"),
         (
             {"messages": [USER, {"role": "assistant", "content": ""}]},
@@ -110,13 +166,15 @@ JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["messages", "prompt", "completion", "role", "content"]), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["messages", "prompt", "completion", "role", "content", "from", "value"]), inner, max_size=3
+        )
     ),
     max_leaves=8,
 )
 
 
-@given(st.dictionaries(st.sampled_from(["messages", "prompt", "completion"]), JSON_VALUES))
+@given(st.dictionaries(st.sampled_from(["messages", "conversations", "prompt", "completion"]), JSON_VALUES))
 def test_any_json_either_parses_or_gives_one_line(record):
     record = json.loads(json.dumps(record))
     try:

@@ -107,3 +107,14 @@ def test_fast_enough_for_30000_examples_in_half_a_minute(write_jsonl, demo_token
     start = time.process_time()
     load_sft_dataset(path, "train", demo_tokenizer, 64)
     assert time.process_time() - start < 3.0  # measured: 0.3
+
+
+def test_a_table_of_sharegpt(demo_tokenizer, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    said = [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]
+    pq.write_table(pa.Table.from_pylist([{"id": "a", "conversations": said, "system": "3"}]), tmp_path / "data.parquet")
+    (example,) = load_sft_dataset(str(tmp_path / "data.parquet"), "train", demo_tokenizer, 64)
+    assert demo_tokenizer.decode(example.input_ids) == "31+1=2<eos>"
+    assert demo_tokenizer.decode(example.input_ids[example.token_mask]) == "2<eos>"

@@ -130,8 +130,8 @@ LEFT_OUT = (
     "that shows it, or leave the turn out"
 )
 LOST_THINKING = (
-    "f:1: turn 1 has thinking, and the chat template shows none of it; set policy.tokenizer.chat_template to a template "
-    "that does, or leave the thinking out"
+    "f:1: turn 1 has thinking, and the chat template shows none of it; set policy.tokenizer.chat_template to a "
+    "template that does, or leave the thinking out"
 )
 
 

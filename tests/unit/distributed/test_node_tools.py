@@ -13,6 +13,7 @@ import pytest
 from nemo_rl_moe.distributed import node_tools
 from nemo_rl_moe.distributed.node_tools import (
     ProcessIdentity,
+    chosen_threads,
     end_families,
     families,
     find_families,
@@ -26,7 +27,7 @@ from nemo_rl_moe.distributed.node_tools import (
 )
 from nemo_rl_moe.distributed.worker_group import worker_environment
 from nemo_rl_moe.distributed.worker_process import WorkerPlace, describe_failure
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import ConfigurationError, DataError
 
 
 @pytest.mark.parametrize(("cores", "workers", "threads"), [(2, 1, 2), (2, 2, 1), (2, 4, 1), (64, 6, 10)])
@@ -79,7 +80,8 @@ def place(gpu_ids: tuple[str, ...] = (), ip: str = "10.0.0.1") -> WorkerPlace:
     return WorkerPlace(ProcessIdentity(1, 0.0), "node", ip, num_cores=8, gpu_ids=gpu_ids, stderr_path=None)
 
 
-def test_environment_on_one_machine_without_gpus():
+def test_environment_on_one_machine_without_gpus(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     first, second = worker_environment([place(), place()], 2, 1234, is_local=True)
     assert first == {
         "RANK": "0",
@@ -90,10 +92,24 @@ def test_environment_on_one_machine_without_gpus():
         "MASTER_PORT": "1234",
         "OMP_NUM_THREADS": "4",
         "MKL_NUM_THREADS": "4",
+        "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
     assert {key for key in first if first[key] != second[key]} == {"RANK", "LOCAL_RANK"}
+
+
+def test_threads_that_the_user_has_chosen(monkeypatch):
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    (environment,) = worker_environment([place()], 1, 1234, is_local=True, num_threads=3)
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY")
+    assert [environment[name] for name in names] == ["3", "3", "active"]
+    for value, expected in (("3", 3), (" 4,2 ", 4), ("", None), (None, None)):
+        assert chosen_threads({} if value is None else {"OMP_NUM_THREADS": value}) == expected
+    for value in ("0", "-1", "two", "1.5", "9" * 30):
+        with pytest.raises(ConfigurationError) as error:
+            chosen_threads({"OMP_NUM_THREADS": value})
+        assert str(error.value) == f"the environment's OMP_NUM_THREADS: got {value!r}, expected a number from 1 to 1024"
 
 
 def test_environment_on_two_machines_with_gpus():
