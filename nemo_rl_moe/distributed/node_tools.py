@@ -127,7 +127,7 @@ def usable_cores() -> int:
 THREADS = "OMP_NUM_THREADS"
 SHORTEST_WAIT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of a worker that wait for each other sleep. Where they spin, as they do by default, they take the cores from
-those that they wait for: on two cores with a load of eight, two threads took 100 times as long as one, asleep no longer."""
+those that they wait for: on two cores with a load of eight, two threads took 100 times as long as one."""
 
 
 def threads_per_worker(cores: int, workers: int, chosen: int | None = None) -> int:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Losses, gradients, metrics and advantages against what functions of NeMo-RL, verl and TRL give for the same inputs.
+"""Losses, gradients, advantages and learning rates against what functions of the peers give for the same inputs.
 
 `peer_values.json` holds the inputs, and for each peer its release and what each of its functions returned, in float64.
 The numbers were made by importing these functions from an unchanged checkout (TRL: from PyPI) in a process of its own,
@@ -13,6 +13,9 @@ with empty stand-ins for what they import and do not call (Ray, workers, hydra),
 - `preference`: pairs of neighbours, chosen first; TRL got the chosen ones first and the reference's sums.
 - `rewards`: `[groups, generations]` of two named rewards; `accuracy` alone where one is compared. verl got responses of
   one token each, as its REINFORCE++ counts tokens.
+- `schedule`: Megatron-LM's scheduler from 0 to 3e-4 and down to 2e-5, the rate at each tick from 0 on, one tick a step.
+  Its training loop does the first step at tick 0, at a rate of 0 where there is a warm-up; ours then begins at tick 1.
+
 
 Means of theirs divide by a count plus 1e-8, advantages by a standard deviation with another floor or none.
 """
@@ -31,7 +34,10 @@ from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, sft_loss
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
+from nemo_rl_moe.config.schema_policy import SchedulerConfig
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
+from nemo_rl_moe.models.megatron.training.optimizer import build_scheduler
+from tests.support.tiny_model import tiny_policy
 from tests.unit.algorithms import policy_loss_reference, preference_reference
 
 VALUES = json.loads((Path(__file__).parent / "peer_values.json").read_text())
@@ -125,12 +131,27 @@ def test_advantages(case: dict[str, Any]) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.parametrize("case", cases("schedule"))
+def test_learning_rates(case: dict[str, Any]) -> None:
+    expected = case["rates"][1:] if case["settings"]["lr_warmup_iters"] else case["rates"]
+    policy = tiny_policy(optimizer__lr=3e-4, optimizer__min_lr=2e-5)
+    chosen = policy.megatron_cfg.model_copy(update={"scheduler": SchedulerConfig(**case["settings"])})
+    optimizer: Any = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    scheduler = build_scheduler(policy.model_copy(update={"megatron_cfg": chosen}), optimizer, num_steps=99)
+    found = []
+    for _ in expected:
+        found.append(optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def test_every_peer_and_every_kind_has_cases() -> None:
     kinds = {peer: {case["kind"] for case in found["cases"]} for peer, found in VALUES["peers"].items()}
     assert kinds == {
         "NeMo-RL": {"policy", "preference", "sft", "advantages", "divergence"},
         "verl": {"policy", "advantages", "divergence"},
         "TRL": {"policy", "preference"},
+        "Megatron-LM": {"schedule"},
     }
     assert all(found["release"] for found in VALUES["peers"].values())
 
