@@ -16,7 +16,6 @@ with empty stand-ins for what they import and do not call (Ray, workers, hydra),
 - `schedule`: Megatron-LM's scheduler from 0 to 3e-4 and down to 2e-5, the rate at each tick from 0 on, one tick a step.
   Its training loop does the first step at tick 0, at a rate of 0 where there is a warm-up; ours then begins at tick 1.
 
-
 Means of theirs divide by a count plus 1e-8, advantages by a standard deviation with another floor or none.
 """
 
