@@ -201,3 +201,19 @@ def test_no_dead_flags(algorithm: str) -> None:
     dead = [key for key in own_keys(ALGORITHMS[algorithm].config_class) if key.rpartition(".")[2] not in read]
     assert not dead, f"keys that nothing reads: {', '.join(dead)}"
     assert "moe_transformer_fields" in read
+
+
+@pytest.mark.parametrize("exemplar", ["sft_tiny_moe.yaml", "dpo_tiny_moe.yaml", "grpo_tiny_moe.yaml", "sft.yaml"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "LOOP.max_num_steps=1",  # the warm-up is longer
+        "policy.megatron_cfg.optimizer.lr=1e-9",  # below any min_lr of its own
+        "data.validation=null",
+        "data.validation.path=${data.train.path}",
+    ],
+)
+def test_a_smoke_run_is_one_override(exemplar: str, override: str) -> None:
+    needed = ["policy.model_name=m", "data.train.path=t", "data.validation.path=v"] if exemplar == "sft.yaml" else []
+    loop = exemplar.partition("_")[0].partition(".")[0]
+    load_any_config(exemplar, [*needed, override.replace("LOOP", loop)], check_paths=False)
