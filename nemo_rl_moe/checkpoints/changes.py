@@ -83,11 +83,12 @@ def wrong_changes(
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
     """First change that makes a run another experiment: key and both values, or None.
 
-    A change of the model, the tokenizer, the training data, their order, or the seed of the loop.
+    A change of the model, the tokenizer, the training data, their order, or the seed of the loop. A key that the
+    checkpoint's release did not have yet has not been changed.
     """
     for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():
-            if key == name or key.startswith(f"{name}."):
+            if old != _ABSENT and (key == name or key.startswith(f"{name}.")):
                 return key, old, new
     return None
 

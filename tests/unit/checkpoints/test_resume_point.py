@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from nemo_rl_moe.checkpoints.changes import changed_keys
+from nemo_rl_moe.checkpoints.changes import changed_keys, other_experiment
+from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.errors import CheckpointError
 from tests.support.place_of_runs import NEVER, Place, saved
 
@@ -201,3 +202,15 @@ def test_damage_alone_is_no_reason_to_start_anew(place: Place, shared: bool) -> 
         place.find(shared=shared)
     assert len(place.warnings) == 2
     assert place.find(NEVER, shared=shared) is None
+
+
+def test_a_key_that_an_older_release_did_not_have_makes_no_other_experiment() -> None:
+    old = {"policy": {"tokenizer": {"name": "m", "chat_template": None}}}
+    new = {"policy": {"tokenizer": {"name": "m", "chat_template": None, "corrected_template": "auto"}}}
+    changes = changed_keys(old, new)
+    assert changes == {"policy.tokenizer.corrected_template": ("not set", "auto")}
+    assert other_experiment(ALGORITHMS["sft"], changes) is None
+    changes = changed_keys(
+        new, {"policy": {"tokenizer": {**new["policy"]["tokenizer"], "corrected_template": "never"}}}
+    )
+    assert other_experiment(ALGORITHMS["sft"], changes) == ("policy.tokenizer.corrected_template", "auto", "never")
