@@ -3,7 +3,8 @@
 """Every metric of the first five steps is what it was: `tests/golden_curves.json` holds what earlier code gave.
 
 A change that is meant to give other numbers writes the file anew with `tests/make_golden_curves.py`, in a commit that
-says why. On one machine the numbers are equal to the bit; the tolerance is for the rounding of other processors.
+says why. On one machine the numbers are equal to the bit; the tolerances are for the rounding of other processors, which
+Adam makes larger: where a gradient is nearly 0, its first updates are as large as anywhere.
 """
 
 import json
@@ -15,6 +16,13 @@ from tests.functional import shared_ray
 from tests.support.golden_runs import ALGORITHMS, REWARD, curves_of, golden_words
 
 pytestmark = pytest.mark.shared_ray
+
+BEFORE_UPDATES, AFTER_UPDATES = 1e-6, 3e-4
+"""Relative. Seen between two kinds of processors: 1.5e-7 up to the first update, 4e-5 behind it."""
+ABSOLUTE = 5e-6
+"""Of differences of nearly equal numbers, such as a mismatch or GRPO's loss: their rounding is that of the numbers."""
+TIE = 1e-6
+"""A reward margin below this is rounding, and so is which response counts as preferred."""
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -29,7 +37,12 @@ def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, reposi
     assert found.keys() == golden.keys()
     for step, metrics in golden.items():
         assert found[step].keys() == metrics.keys(), f"step {step}"
-        # A loss of GRPO is a difference of nearly equal sums: its absolute error is what rounding bounds.
-        assert found[step] == pytest.approx(metrics, rel=1e-6, abs=1e-8), f"step {step}"
+        relative = BEFORE_UPDATES if int(step) <= 1 else AFTER_UPDATES
+        tied = {
+            f"{split}/accuracy" for split in ("train", "val") if abs(metrics.get(f"{split}/reward_margin", 1)) < TIE
+        }
+        expected = {name: value for name, value in metrics.items() if name not in tied}
+        compared = {name: found[step][name] for name in expected}
+        assert compared == pytest.approx(expected, rel=relative, abs=ABSOLUTE), f"step {step}"
     changed = [name for step in golden for name, value in golden[step].items() if found[step][name] != value]
     print(f"{algorithm}: {len(changed)} of {sum(map(len, golden.values()))} values differ in their last bits")
