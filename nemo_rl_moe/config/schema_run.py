@@ -29,7 +29,8 @@ class CheckpointingConfig(StrictModel):
     `logger.log_dir` that has one; never: start anew, and remove the older checkpoints once there is a new one."""
     metric_name: Text | None
     """Metric that chooses the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
-    the checkpoint's step; null, or `val:NAME` without data.validation: keep the newest."""
+    the checkpoint's step; auto: `val:accuracy`, and `val:reward` where rewards may be graded, as those of functions
+    of your own and partial credit; null, or `val:NAME` without data.validation: keep the newest."""
     higher_is_better: bool
     """true: more of `metric_name` is better; false: less."""
     keep_top_k: PositiveInt | None
