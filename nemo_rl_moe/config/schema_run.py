@@ -8,6 +8,7 @@ from typing import Any, Literal
 from nemo_rl_moe.config.schema_base import (
     DurationText,
     NonNegativeInt,
+    OwnCode,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -146,6 +147,9 @@ class LoggerConfig(StrictModel):
     """Write a Weights & Biases run; offline unless the user is logged in."""
     mlflow_enabled: bool
     """Write an MLflow run."""
+    backends: list[OwnCode]
+    """More loggers, each a class or function of your own, `package.module:name`, that is called with the run's folder;
+    []: none."""
     expert_load_pictures: ExpertLoadPicturesConfig
     """Pictures of the expert load."""
     alerts: AlertsConfig

@@ -40,7 +40,7 @@ from nemo_rl_moe.launch.setup import (
     summarise,
 )
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
+from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
@@ -119,6 +119,7 @@ class TrainingRun(ModelRun):
 
     def __enter__(self) -> "TrainingRun":
         try:
+            find_own_backends(self.config.logger)
             self._claim_checkpoints()
         except BaseException:
             self._opened.close()
