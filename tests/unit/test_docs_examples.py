@@ -204,6 +204,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("routing-replay.md", "grpo"),
         ("adding-an-algorithm.md", "run"),
         ("adding-a-logger.md", "sft"),
+        *(("faq.md", command) for command in ("sft", "grpo", "data", "plan", "evaluate")),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
         ("migrating.md", "config"),
