@@ -102,9 +102,9 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 
 trl: $(TRL_STAMP) ## TRL beside .venv, for the tests of the callback in its trainers
 
-test-trl: $(STAMP) $(TRL_STAMP) ## the callback in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
+test-trl: $(STAMP) $(TRL_STAMP) ## what runs in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
-		tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
+		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
 test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 from small_model import positive
 
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
 EXAMPLES = """\
 examples:

@@ -14,15 +14,8 @@ import numpy as np
 from planted_faults import FAULTS, Site
 
 from nemo_rl_moe.cli import main as run_command
-from nemo_rl_moe.run_folder.tape_folder import (
-    UNKNOWN,
-    TapeDescription,
-    TapeSequence,
-    TapeWriter,
-    read_description,
-    read_step,
-    steps_of,
-)
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter, read_description, read_step, steps_of
+from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeSequence
 
 NUM_WRITERS = 2
 OF_RUNS = ("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert")

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.own_advantages import own_advantages
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig, RewardShapingConfig
+from nemo_rl_moe.config.user_code import is_own
 from nemo_rl_moe.rollouts.source import informative_groups
 
 
@@ -48,6 +50,7 @@ def compute_advantages(
 ) -> Float[Tensor, "groups generations"]:
     """Advantages of responses over others.
 
+    - `package.module:function`: what the user's own function returns (`own_advantages`).
     - `reinforce`: than nothing: the reward itself (REINFORCE, Williams 1992, without a baseline).
     - `grpo`: than the group, the other responses to the same prompt. The baseline is the mean reward of the group
       (GRPO, arXiv:2402.03300) or, leaving one out, the mean of the group's other responses (RLOO, arXiv:2402.14740),
@@ -79,6 +82,8 @@ def compute_advantages(
     Raises:
         ValueError: A response can be compared with nothing.
     """
+    if is_own(config.name):
+        return own_advantages(rewards, config)
     if config.name == "reinforce":
         return rewards.clone()
     # Float32 sums of a large batch would lose digits, and this is little work.

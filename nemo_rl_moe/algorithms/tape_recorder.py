@@ -17,7 +17,8 @@ from nemo_rl_moe.distributed.stored_rows import Fetch, fetch_rows
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.trajectory import Trajectory
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
 _WRITER = "driver"
 PerToken = Float[Tensor, "sequences tokens"]

@@ -18,7 +18,7 @@ from nemo_rl_moe.report.run_findings import episodes_of, findings_of
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.run_folder.routing import RoutingHistory
 from nemo_rl_moe.run_folder.run_data import RunData, Series
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription
 
 ROLLOUT, TRAINING = "rollout", "training"
 _OF_TAPE, _OF_ROLLOUT_LOAD = "moe/routing/", "rollout_moe/"

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
 
 from nemo_rl_moe.metrics import with_prefix
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
@@ -25,7 +24,8 @@ from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport, row_anomali
 from nemo_rl_moe.moe.tape_ranks import SLOTS, rows_by_rank
 from nemo_rl_moe.moe.tape_repeats import RepeatedRows
 from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
-from nemo_rl_moe.run_folder.tape_folder import LOGPROBS, UNKNOWN, TapeDescription, TapeRows
+from nemo_rl_moe.run_folder.tape_sequences import LOGPROBS, UNKNOWN, TapeDescription, TapeRows
+from nemo_rl_moe.shapes import Float, Int
 
 _TOKENS_AT_A_TIME = 4096
 _SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48

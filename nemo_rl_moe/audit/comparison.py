@@ -18,7 +18,7 @@ from nemo_rl_moe.audit.auditor import AuditedStep, audit_step
 from nemo_rl_moe.audit.sources import Source
 from nemo_rl_moe.audit.summary import SHOWN, anomalies_of, counted, number_text
 from nemo_rl_moe.moe.load_arrays import load_distance
-from nemo_rl_moe.run_folder.tape_folder import UNKNOWN, TapeDescription, TapeRows, TapeSequence, rows_of
+from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeRows, TapeSequence, rows_of
 
 _MOST_TOKENS = 65536
 """Of the other run's sequences of a step that are held in memory."""

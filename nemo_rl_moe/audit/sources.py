@@ -19,18 +19,13 @@ from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.run_folder.tape_folder import (
     DESCRIPTION_FILE,
-    EXPERTS,
     TAPE_FOLDER,
-    UNKNOWN,
-    TapeDescription,
-    TapeRows,
-    TapeSequence,
     read_description,
     read_step,
-    rows_of,
     steps_of,
     writers_of,
 )
+from nemo_rl_moe.run_folder.tape_sequences import EXPERTS, UNKNOWN, TapeDescription, TapeRows, TapeSequence, rows_of
 
 AUTO, TAPE = "auto", "tape"
 FORMATS = (AUTO, TAPE, *ADAPTERS)

@@ -50,16 +50,16 @@ class BestMetric:
         )
 
 
-def choice_in_force(settings: CheckpointingConfig, *, validates: bool) -> CheckpointingConfig:
+def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
     """The settings by which checkpoints are chosen: of a run without validation the newest, whatever `val:` asks for.
 
     Args:
         settings: The `checkpointing` section.
+        metric: What its `metric_name` comes to (`config.algorithm.metric_in_force`).
         validates: The run has data to validate with.
     """
-    if validates or settings.metric_name is None or not settings.metric_name.startswith("val:"):
-        return settings
-    return settings.model_copy(update={"metric_name": None})
+    is_measured = validates or metric is None or not metric.startswith("val:")
+    return settings.model_copy(update={"metric_name": metric if is_measured else None})
 
 
 def steps_to_remove(

@@ -21,6 +21,8 @@ from nemo_rl_moe.errors import ConfigurationError
 
 ALGORITHM_KEY = "algorithm"
 """Top-level key that names the algorithm of a configuration; without it, the section of a built-in one says it."""
+AUTO_METRIC = "auto"
+"""Value of `checkpointing.metric_name` that leaves the choice to the algorithm."""
 POSITION_IN_THE_DATA = "the checkpoint counts its place in the data in units of it"
 ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that it gives"
 
@@ -49,6 +51,7 @@ class Algorithm:
         optional_places: Roles without a model of their own that `cluster.roles` may place, by the role's name with what
             they are; those that it does not name share the policy's machines.
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
+        best_metric: Metric that `checkpointing.metric_name: auto` means; more of it is better.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
     """
 
@@ -65,6 +68,7 @@ class Algorithm:
     roles: Callable[[Any], Mapping[str, RoleModelConfig]] = lambda config: {}
     optional_places: Callable[[Any], Mapping[str, str]] = lambda config: {}
     responses_at_a_time: Callable[[Any], int] | None = None
+    best_metric: Callable[[Any], str] = lambda config: "val:accuracy"
     reference: str | None = None
 
     @property
@@ -99,6 +103,17 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
     if config.data.validation is not None and config.grpo.max_val_samples is not None:
         validation = config.grpo.max_val_samples * config.grpo.val_num_generations
     return max(config.responses_per_step, validation)
+
+
+def grpo_best_metric(config: GRPOMasterConfig) -> str:
+    """Accuracy where rewards only say right or wrong; the reward where they may be graded.
+
+    Of functions of the user's own the reward: of one that says right or wrong, it is the accuracy.
+    """
+    env = config.env
+    partial_credit = env.reasoning_gym is not None and env.reasoning_gym.partial_credit
+    says_right_or_wrong = env.name == "math" or (env.name == "reasoning_gym" and not partial_credit)
+    return "val:accuracy" if says_right_or_wrong and env.rollout is None else "val:reward"
 
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
@@ -137,6 +152,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             needs_reference=lambda config: config.loss_fn.reference_policy_kl_penalty > 0,
             optional_places=places_of_engines,
             responses_at_a_time=grpo_responses_at_a_time,
+            best_metric=grpo_best_metric,
         ),
     )
 }
@@ -151,6 +167,12 @@ def algorithm_of(config: MasterConfig) -> Algorithm:
             if algorithm.config_class is kind:
                 return algorithm
     raise LookupError(f"{type(config).__name__} is the configuration of no algorithm that is registered")
+
+
+def metric_in_force(config: MasterConfig) -> str | None:
+    """Metric that chooses the best checkpoints, with `auto` as what the algorithm means by it; None: the newest."""
+    name = config.checkpointing.metric_name
+    return algorithm_of(config).best_metric(config) if name == AUTO_METRIC else name
 
 
 def find_algorithm(name: str) -> Algorithm:

@@ -7,6 +7,7 @@ from math import gcd
 
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+from nemo_rl_moe.config.user_code import is_own
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
@@ -93,7 +94,7 @@ def length_normalizer_has_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[
 def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
     """Dual clip, which only the clipped surrogate has something to bound by."""
     loss = config.loss_fn
-    if loss.objective != "clipped" and loss.ratio_clip_c is not None:
+    if loss.objective in ("cispo", "reinforce") and loss.ratio_clip_c is not None:
         yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective {loss.objective}"
 
 
@@ -121,7 +122,7 @@ def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[s
     loss = config.loss_fn
     if not loss.sequence_level_importance_ratios:
         return
-    if loss.objective != "clipped":
+    if loss.objective in ("cispo", "reinforce"):
         reason = "weighs each token by its own ratio" if loss.objective == "cispo" else "has no ratio"
         yield (
             "loss_fn.sequence_level_importance_ratios: got true, expected false with loss_fn.objective"
@@ -139,7 +140,7 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
     loop, name = config.grpo, config.grpo.adv_estimator.name
     if loop.num_generations_per_prompt > 1:
         return
-    if name not in ("reinforce_plus_plus", "reinforce"):
+    if name not in ("reinforce_plus_plus", "reinforce") and not is_own(name):
         yield (
             f"grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name {name}, which"
             " compares the responses to one prompt; reinforce_plus_plus and reinforce take 1"
@@ -159,8 +160,14 @@ def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Itera
 
 def environment_has_its_section(config: GRPOMasterConfig) -> Iterator[str]:
     """Section of the named environment."""
-    if config.env.name != "math" and getattr(config.env, config.env.name) is None:
-        yield f"env.{config.env.name}: null, but env.name is {config.env.name}, which reads that section"
+    name = config.env.name
+    if name in ("reasoning_gym", "callable") and getattr(config.env, name) is None:
+        yield f"env.{name}: null, but env.name is {name}, which reads that section"
+    if config.env.parameters and not is_own(name):
+        yield (
+            f"env.parameters: got {', '.join(map(str, config.env.parameters))}, expected {{}} with env.name {name}:"
+            " they are the arguments of an environment of your own"
+        )
 
 
 def prompts_have_a_source(config: GRPOMasterConfig) -> Iterator[str]:
@@ -212,7 +219,8 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
 def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
     """Leave-one-out baseline, which only the estimators `grpo` and `gdpo` have."""
     estimator = config.grpo.adv_estimator
-    if estimator.use_leave_one_out_baseline and estimator.name not in ("grpo", "gdpo"):
+    reads_it = estimator.name in ("grpo", "gdpo") or is_own(estimator.name)
+    if estimator.use_leave_one_out_baseline and not reads_it:
         yield (
             "grpo.adv_estimator.use_leave_one_out_baseline: got true, expected false with grpo.adv_estimator.name"
             f" {estimator.name}, which does not read it; grpo and gdpo do"
@@ -228,7 +236,7 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
         yield f"{key}: got no name, expected a weight for each reward, such as {{accuracy: 1.0, format: 0.5}}, or null"
     elif not any(weights.values()):
         yield f"{key}: all weights are 0, so that nothing would be trained"
-    if config.env.name != "callable" and config.env.rollout is None:
+    if not config.env.is_own and config.env.rollout is None:
         yield (
             f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
             " callable gives several"
@@ -258,7 +266,7 @@ def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
             "grpo.adv_estimator.normalize_rewards: got true, expected false with grpo.adv_estimator.name reinforce,"
             " whose advantage is the reward itself; reinforce_plus_plus normalises over the step"
         )
-    if estimator.name != "grpo" and estimator.normalize_over == "batch":
+    if estimator.name != "grpo" and not is_own(estimator.name) and estimator.normalize_over == "batch":
         yield (
             "grpo.adv_estimator.normalize_over: got batch, expected group with grpo.adv_estimator.name"
             f" {estimator.name}, which does not read it; grpo does"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.algorithm import AUTO_METRIC, algorithm_of, metric_in_force
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.schema_base import SupervisedLoopConfig
 from nemo_rl_moe.config.schema_grpo import GRPOConfig, PromptSourceConfig
@@ -27,29 +27,33 @@ _SECTION = "checkpointing"
 
 
 def metric_has_a_source(config: MasterConfig) -> Iterator[str]:
-    """Form of the best metric's name: `val:NAME` or `train:NAME`."""
+    """Form of the best metric's name: `auto`, `val:NAME` or `train:NAME`."""
     name = config.checkpointing.metric_name
-    if name is None or re.fullmatch(r"(val|train):[^\s:]+", name):
+    if name == AUTO_METRIC and not config.checkpointing.higher_is_better:
+        yield (
+            f"{_SECTION}.higher_is_better: false needs a metric of which less is better, such as {_SECTION}.metric_name"
+            f" val:loss; got {AUTO_METRIC}, which is {metric_in_force(config)}"
+        )
+    if name in (None, AUTO_METRIC) or re.fullmatch(r"(val|train):[^\s:]+", str(name)):
         return
     yield (
-        f"{_SECTION}.metric_name: got {name!r}, expected val:NAME or train:NAME, or null"
-        f"{did_you_mean(_nearest_metric(name))}"
+        f"{_SECTION}.metric_name: got {name!r}, expected {AUTO_METRIC}, val:NAME or train:NAME, or null"
+        f"{did_you_mean(_nearest_metric(str(name)))}"
     )
 
 
 def metric_is_measured(config: LoopMasterConfig) -> Iterator[str]:
     """Best metric: one that the run measures."""
     settings = config.checkpointing
-    if not settings.enabled or settings.keep_top_k is None or settings.metric_name is None:
-        return  # nothing is chosen
-    if not settings.metric_name.startswith("val:"):
-        return
+    metric = metric_in_force(config)
+    if not settings.enabled or settings.keep_top_k is None or metric is None or not metric.startswith("val:"):
+        return  # nothing is chosen, or by what every step has
     if config.data.validation is None:
         return  # the newest are kept, as `notices.validation_is_off` tells
     name, loop = loop_section(config)
     if loop.val_period == 0 and not loop.val_at_end:
         yield (
-            f"{_SECTION}.metric_name: {settings.metric_name} needs a validation, but {name}.val_period is 0 and"
+            f"{_SECTION}.metric_name: {metric} needs a validation, but {name}.val_period is 0 and"
             f" {name}.val_at_end false; switch one on, or set null (keep the newest) or train:NAME"
         )
 
@@ -94,7 +98,7 @@ def _nearest_metric(name: str) -> str | None:
     """`val/accuracy`, as the metrics file has it, means `val:accuracy`."""
     match = re.match(r"\s*(val\w*|train\w*)\s*[:/.]+\s*(\S+)", name)
     if match is None:
-        return None
+        return nearest(name, [AUTO_METRIC])
     return f"{'val' if match[1].startswith('val') else 'train'}:{match[2].replace(':', '/')}"
 
 

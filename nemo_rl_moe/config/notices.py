@@ -7,7 +7,7 @@ Each is a pure function that yields its lines; errors are the rules' (`checks.py
 
 from collections.abc import Iterator
 
-from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
 from nemo_rl_moe.config.schema import DPOMasterConfig
 
@@ -41,7 +41,7 @@ def validation_is_off(config: LoopMasterConfig, num_steps: int) -> Iterator[str]
     idle = [f"{name}.{key}" for key in ("val_period", "val_at_start", "val_at_end") if getattr(loop, key)]
     consequence = ""
     if _chooses_by_validation(config):
-        idle.append(f"checkpointing.metric_name {config.checkpointing.metric_name}")
+        idle.append(f"checkpointing.metric_name {metric_in_force(config)}")
         consequence = "; the newest checkpoints are kept"
     if idle:
         yield f"data.validation is null: there is no validation; without effect: {', '.join(idle)}{consequence}"
@@ -59,7 +59,7 @@ def checkpoints_without_the_metric(config: LoopMasterConfig, num_steps: int) -> 
     if period < num_steps or (period == num_steps and not loop.val_at_end):
         yield (
             f"checkpointing.save_period: {period} saves at steps such as {period} where there is no"
-            f" {config.checkpointing.metric_name} ({name}.val_period: {loop.val_period}): those checkpoints rank below"
+            f" {metric_in_force(config)} ({name}.val_period: {loop.val_period}): those checkpoints rank below"
             " the ones that have it; a multiple of val_period gives it to all"
         )
 
@@ -77,7 +77,7 @@ def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
 
 def _chooses_by_validation(config: LoopMasterConfig) -> bool:
     settings = config.checkpointing
-    name = settings.metric_name
+    name = metric_in_force(config)
     return settings.enabled and settings.keep_top_k is not None and name is not None and name.startswith("val:")
 
 

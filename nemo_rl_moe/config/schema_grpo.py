@@ -10,6 +10,7 @@ from nemo_rl_moe.config.schema_base import (
     ExpectedWords,
     NonNegativeFloat,
     NonNegativeInt,
+    OwnCode,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -19,6 +20,7 @@ from nemo_rl_moe.config.schema_base import (
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.config.schema_run import LoggerConfig
+from nemo_rl_moe.config.user_code import is_own
 
 NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1)]
@@ -34,10 +36,12 @@ RewardName = Annotated[
 class AdvantageConfig(StrictModel):
     """Estimator of advantages from rewards."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce"]
+    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce"] | OwnCode
     """grpo: against the other responses to the same prompt; gdpo: so for each reward of `env.reward_weights` apart,
     their weighted sum normalised over the step; reinforce_plus_plus: against all responses of the step;
-    reinforce_plus_plus_baseline: against the same prompt's, normalised over the step; reinforce: the reward itself."""
+    reinforce_plus_plus_baseline: against the same prompt's, normalised over the step; reinforce: the reward itself;
+    otherwise `package.module:function`, which takes the rewards `[groups, generations]` and this section, and returns
+    as many advantages."""
     use_leave_one_out_baseline: bool
     """With grpo and gdpo: compare a response with the mean of the others of its group, not with the mean that includes
     it."""
@@ -116,9 +120,10 @@ class PolicyGradientLossConfig(StrictModel):
     """The probability ratio is clipped from above at 1 plus this."""
     ratio_clip_c: AtLeastOne | None
     """Dual clip: with a negative advantage the loss is at most this times its size; null: no such limit."""
-    objective: Literal["clipped", "cispo", "reinforce"]
+    objective: Literal["clipped", "cispo", "reinforce"] | OwnCode
     """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability;
-    reinforce: the log-probability alone, without a ratio."""
+    reinforce: the log-probability alone, without a ratio; otherwise `package.module:function`, which takes
+    `ObjectiveInputs` and returns the loss of each token."""
     sequence_level_importance_ratios: bool
     """One ratio for each sequence, the geometric mean of its tokens' (GSPO); with `token_level_loss: false`."""
     token_level_loss: bool
@@ -201,7 +206,7 @@ class RefitCheckConfig(StrictModel):
 class GenerationConfig(StrictModel):
     """Sampling of responses."""
 
-    backend: Literal["megatron", "vllm"] | Annotated[str, Field(pattern=":"), ExpectedWords("package.module:function")]
+    backend: Literal["megatron", "vllm"] | OwnCode
     """megatron: the training workers themselves, with the weights that they train; vllm: engines of vLLM, with a copy
     of the weights; otherwise a function that makes an engine of your own."""
     vllm: VllmConfig
@@ -310,8 +315,11 @@ class CallableConfig(StrictModel):
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
-    name: Literal["math", "reasoning_gym", "callable"]
-    """math: math-verify against the record's answer; reasoning_gym: the task's verifier; callable: a function."""
+    name: Literal["math", "reasoning_gym", "callable"] | OwnCode
+    """math: math-verify against the record's answer; reasoning_gym: the task's verifier; callable: a function;
+    otherwise `package.module:name`, a class or function that makes an environment of your own."""
+    parameters: dict[str, Any]
+    """Named arguments of an environment of your own; {}: none."""
     num_workers: PositiveInt
     """Processes that score."""
     timeout_s: Seconds
@@ -330,6 +338,11 @@ class EnvironmentConfig(StrictModel):
     rollout: Text | None
     """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
     prompt, scored by the scorer that `name` names."""
+
+    @property
+    def is_own(self) -> bool:
+        """True where code of the user's own scores: it may read a whole record, and give several rewards by name."""
+        return self.name == "callable" or is_own(self.name)
 
 
 class PromptSourceConfig(StrictModel):

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from nemo_rl_moe.config.schema_base import (
     DurationText,
     NonNegativeInt,
+    OwnCode,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -29,7 +30,8 @@ class CheckpointingConfig(StrictModel):
     `logger.log_dir` that has one; never: start anew, and remove the older checkpoints once there is a new one."""
     metric_name: Text | None
     """Metric that chooses the best checkpoints: `val:NAME` or `train:NAME` for the metric `val/NAME` or `train/NAME` of
-    the checkpoint's step; null, or `val:NAME` without data.validation: keep the newest."""
+    the checkpoint's step; auto: `val:accuracy`, and `val:reward` where rewards may be graded, as those of functions
+    of your own and partial credit; null, or `val:NAME` without data.validation: keep the newest."""
     higher_is_better: bool
     """true: more of `metric_name` is better; false: less."""
     keep_top_k: PositiveInt | None
@@ -145,6 +147,9 @@ class LoggerConfig(StrictModel):
     """Write a Weights & Biases run; offline unless the user is logged in."""
     mlflow_enabled: bool
     """Write an MLflow run."""
+    backends: list[OwnCode]
+    """More loggers, each a class or function of your own, `package.module:name`, that is called with the run's folder;
+    []: none."""
     expert_load_pictures: ExpertLoadPicturesConfig
     """Pictures of the expert load."""
     alerts: AlertsConfig

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Objects of the user's own modules, named in a configuration as `package.module:attribute`."""
 
+import inspect
 import sys
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,43 @@ def import_attribute(key: str, reference: str, form: str = "package.module:funct
             raise ConfigurationError(f"{key}: {reference}: {name} has no {part}{did_you_mean(nearest(part, known))}")
         found = getattr(found, part)
     return found
+
+
+def is_own(name: str) -> bool:
+    """True of a name in a configuration that means code of the user's own, `package.module:name`."""
+    return ":" in name
+
+
+def import_function(
+    key: str, reference: str, takes: str, *, number: int = 1, names: Iterable[str] = ()
+) -> Callable[..., Any]:
+    """Imports what is to be called: a function, or a class. The working folder is searched too, after all else.
+
+    Args:
+        key: The configuration's key, for error messages.
+        reference: Its value.
+        takes: What it is called with, for error messages, such as `one ScoringItem`.
+        number: Its positional arguments.
+        names: Its named arguments.
+
+    Raises:
+        ConfigurationError: There is no such thing, or it cannot be called so.
+    """
+    found = import_attribute(key, reference)
+    if not callable(found):
+        raise ConfigurationError(f"{key}: {reference} is {described(found)}, expected a function")
+    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
+        raise ConfigurationError(f"{key}: {reference} is a coroutine or a generator, expected a function that returns")
+    function: Callable[..., Any] = found
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some that are written in C have none
+        return function
+    try:
+        signature.bind(*[None] * number, **dict.fromkeys(names))
+    except TypeError as error:
+        raise ConfigurationError(f"{key}: {reference}{signature} cannot be called with {takes}: {error}") from None
+    return function
 
 
 def described(value: Any) -> str:

@@ -67,7 +67,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
         A function of a decoded record and where it is, which raises `RecordError`.
     """
 
-    env_name = "callable" if env is None else env.name
+    env_name = "callable" if env is None or env.is_own else env.name
 
     def parse(record: object, sample_id: str) -> PromptRecord:
         if not isinstance(record, Mapping):
@@ -98,7 +98,7 @@ def prompt_columns(
 ) -> Callable[[str, Sequence[str]], Sequence[str]]:
     """Makes the function that checks the columns of a table, all of which are read."""
     keys = {"data.prompt_key": data.prompt_key}
-    if env is not None and env.name != "callable":
+    if env is not None and not env.is_own:
         keys["data.answer_key"] = data.answer_key
 
     def choose(path: str, names: Sequence[str]) -> Sequence[str]:

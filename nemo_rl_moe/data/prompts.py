@@ -140,7 +140,7 @@ def load_prompts(
     lines, num_redrawn = (
         _drawn(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
     )
-    repeats = RepeatFilter(env.name) if env is not None else None
+    repeats = RepeatFilter("callable" if env.is_own else env.name) if env is not None else None
     kind = ItemKind(
         WORDS,
         _prompt_tokenizer(tokenizer, max_prompt_length, run_wide_inputs(data.tools, data.chat_template_kwargs)),

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
+from nemo_rl_moe.config.user_code import described, import_function, is_own
 from nemo_rl_moe.environments.interface import Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.math import MathEnvironment
 from nemo_rl_moe.environments.reasoning_gym import ReasoningGymEnvironment
 from nemo_rl_moe.environments.user_callable import CallableEnvironment
+from nemo_rl_moe.errors import ConfigurationError, one_line
 
 
 class AnswerEnvironment:
@@ -49,9 +51,28 @@ def make_scorer(config: EnvironmentConfig) -> Scorer:
     Raises:
         ConfigurationError: A library, a task, a parameter, a module or a function is missing or wrong.
     """
-    environment = ENVIRONMENTS[config.name](config)
-    names = tuple(config.reward_weights or ()) if config.name == "callable" else ()
+    environment = _make_own(config) if is_own(config.name) else ENVIRONMENTS[config.name](config)
+    names = tuple(config.reward_weights or ()) if config.is_own else ()
     return AnswerEnvironment(environment, config.answer_after, config.score_truncated, names)
+
+
+def _make_own(config: EnvironmentConfig) -> Scorer:
+    """An environment of the user's own: what a class or a function makes of `env.parameters`."""
+    names = [str(name) for name in config.parameters]
+    takes = f"env.parameters ({', '.join(names)})" if names else "no argument; env.parameters names its arguments"
+    make = import_function("env.name", config.name, takes, number=0, names=names)
+    try:
+        environment: Scorer = make(**config.parameters)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(f"env.name: {config.name} raised while it was made: {one_line(error)}") from error
+    if not callable(getattr(environment, "score", None)):
+        raise ConfigurationError(
+            f"env.name: {config.name} makes {described(environment)}, expected an environment with a method score,"
+            " which takes a ScoringItem and returns a Score; a function that scores is env.name callable"
+        )
+    return environment
 
 
 def _make_math(config: EnvironmentConfig) -> Scorer:

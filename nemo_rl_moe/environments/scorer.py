@@ -153,7 +153,7 @@ class EnvironmentScorer:
                 if isinstance(result, list):
                     self._idle.append(doing.worker)
                     # Environments of this project give one number, also within a rollout that gives several.
-                    weights = self._config.reward_weights if self._config.name == "callable" else None
+                    weights = self._config.reward_weights if self._config.is_own else None
                     checked = (checked_score(score, weights) for score in result)
                     scores.update(zip(doing.share.indices, checked, strict=True))
                 else:

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Python function of the user's own as environment."""
 
-import inspect
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import CallableConfig
-from nemo_rl_moe.config.user_code import described, import_attribute
+from nemo_rl_moe.config.user_code import described, import_function
 from nemo_rl_moe.environments.interface import Score, ScoringItem
-from nemo_rl_moe.errors import ConfigurationError
 
 KEY = "env.callable.function"
 FULL_REWARD = 1.0
@@ -63,25 +61,8 @@ def find_function(name: str) -> Callable[[ScoringItem], Any]:
     Raises:
         ConfigurationError: There is no such module or function, or it does not take one argument.
     """
-    found = import_attribute(KEY, name)
-    _require_usable(found, name)
-    function: Callable[[ScoringItem], Any] = found
+    function: Callable[[ScoringItem], Any] = import_function(KEY, name, "one ScoringItem")
     return function
-
-
-def _require_usable(found: Any, name: str) -> None:
-    if not callable(found):
-        raise ConfigurationError(f"{KEY}: {name} is {described(found)}, expected a function")
-    if inspect.iscoroutinefunction(found) or inspect.isgeneratorfunction(found):
-        raise ConfigurationError(f"{KEY}: {name} is a coroutine or a generator, expected a function that returns")
-    try:
-        signature = inspect.signature(found)
-    except (TypeError, ValueError):  # some that are written in C have none
-        return
-    try:
-        signature.bind(object())
-    except TypeError as error:
-        raise ConfigurationError(f"{KEY}: {name}{signature} cannot be called with one ScoringItem: {error}") from None
 
 
 def _is_number(value: Any) -> bool:

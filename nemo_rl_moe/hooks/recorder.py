@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from nemo_rl_moe.moe.load_balance_tracking import ForwardWatcher, known_routers, watch_model
 from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts
+from nemo_rl_moe.shapes import Bool, Float, Int
 
 
 class PassKind(NamedTuple):

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from nemo_rl_moe.audit.auditor import AuditedStep
@@ -33,6 +32,7 @@ from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_order, 
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies, foreign_tape
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport, agreement_metrics, row_anomalies
+from nemo_rl_moe.shapes import Bool, Int
 
 _SAMPLED_SEQUENCES, _SAMPLED_TOKENS = 16, 48
 _RECOMPUTED, _RECOMPUTED_WRONG = 0, 1

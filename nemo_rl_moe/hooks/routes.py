@@ -31,7 +31,7 @@ from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.recorder import add_assignments
 from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, foreign_tape
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter, rows_of
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence, rows_of
 
 _ALONE = f"process-{uuid.uuid4().hex[:12]}"
 """Writer of a process that belongs to no job."""
@@ -99,6 +99,8 @@ class Routes:
             rollout: As of `tape`.
         """
         sequences = self.tape(rollout)
+        from nemo_rl_moe.run_folder.tape_folder import TapeWriter  # files need pyarrow, metrics do not
+
         return TapeWriter(folder, self.description, _writer()).write(step, sequences) if sequences else None
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
 
 from nemo_rl_moe.hooks.recorder import RoutedPass
 from nemo_rl_moe.moe.metric_keys import indices_of_layers
 from nemo_rl_moe.moe.routers import RouterLayer
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
+from nemo_rl_moe.shapes import Float, Int
 
 
 @dataclass(frozen=True)

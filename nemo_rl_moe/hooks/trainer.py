@@ -31,7 +31,7 @@ from nemo_rl_moe.moe.load_balance_metrics import (
 )
 from nemo_rl_moe.moe.load_statistics import LayerLoad
 from nemo_rl_moe.moe.metric_keys import OUTLIER_PREFIX, indices_of_layers, with_moe_prefix
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 THRESHOLDS = Thresholds(dead_expert_steps=20, excess_cv=1.0, overload_factor=None, sustained_steps=20, sudden_steps=2)
 """Limits of findings, in logged steps; a finding needs them in a row."""

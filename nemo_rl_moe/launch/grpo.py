@@ -10,6 +10,8 @@ from typing import Any
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.losses.own_objective import check_objective
+from nemo_rl_moe.algorithms.own_advantages import check_estimator
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
@@ -116,6 +118,8 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
     make_scorer(config.env)  # so that what is wrong with it is told before a worker starts
+    check_estimator(config.grpo.adv_estimator, config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
+    check_objective(config.loss_fn)
     environment = make_environment(config.env)
     make_engine = find_engine(config.policy.generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
     model = run.prepare_model()

@@ -22,7 +22,7 @@ from nemo_rl_moe.checkpoints.resume import (
 from nemo_rl_moe.checkpoints.state import LoopState, RunDescription, layout_of
 from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
 from nemo_rl_moe.checksums import InventoryError, add_to_inventory
-from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
@@ -40,7 +40,7 @@ from nemo_rl_moe.launch.setup import (
     summarise,
 )
 from nemo_rl_moe.loggers.console import ConsoleLogger
-from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
+from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
@@ -119,6 +119,7 @@ class TrainingRun(ModelRun):
 
     def __enter__(self) -> "TrainingRun":
         try:
+            find_own_backends(self.config.logger)
             self._claim_checkpoints()
         except BaseException:
             self._opened.close()
@@ -414,7 +415,9 @@ class TrainingRun(ModelRun):
         checkpointer = Checkpointer(
             store,
             policy,
-            choice_in_force(config.checkpointing, validates=loop_config.data.validation is not None),
+            choice_in_force(
+                config.checkpointing, metric_in_force(config), validates=loop_config.data.validation is not None
+            ),
             partial(self._describe, loggers, folder),
             self.console.warn,
             self.console.message,

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from nemo_rl_moe.config.schema_run import AlertsConfig, LoggerConfig
+from nemo_rl_moe.config.user_code import import_function
 from nemo_rl_moe.loggers.alerts import AlertWatch
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
@@ -104,6 +105,8 @@ def build_loggers(
         isolate(WandbLogger.name, open_wandb, abandon_service)
     if logger_config.mlflow_enabled:
         isolate(MlflowLogger.name, partial(_open_mlflow, logger_config, run_ids.get(MlflowLogger.name)))
+    for name, make in find_own_backends(logger_config).items():
+        isolate(name, partial(make, run_folder))
     loggers = FanOutLogger(
         [JsonlLogger(run_folder, notices.warn, notices.message), console],
         notices,
@@ -118,6 +121,16 @@ def build_loggers(
         with suppress(OSError):
             store_logger_run_ids(run_folder, loggers.run_ids)
     return loggers
+
+
+def find_own_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path], Backend]]:
+    """Loggers of the user's own by the name that the configuration gives them, imported.
+
+    Raises:
+        ConfigurationError: There is no such thing, or it does not take a folder.
+    """
+    key = "logger.backends"
+    return {name: import_function(key, name, "the run's folder") for name in logger_config.backends}
 
 
 def mlflow_tracking_uri(logger_config: LoggerConfig) -> str:

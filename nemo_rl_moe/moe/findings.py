@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Bool, Int
 
 from nemo_rl_moe.moe.learning_signal import IdleKind, LearningSignal
 from nemo_rl_moe.moe.load_arrays import (
@@ -29,6 +28,7 @@ from nemo_rl_moe.moe.routing_signal import RoutingKind, RoutingSignal
 from nemo_rl_moe.moe.running_level import RunningLevel
 from nemo_rl_moe.moe.tape_findings import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.shapes import Bool, Int
 
 FindingKind = (
     Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing", "missing_routes"]

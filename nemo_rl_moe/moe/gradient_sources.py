@@ -8,8 +8,9 @@ All of it follows from the parts' inner products, layer by layer, so that nothin
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
+
+from nemo_rl_moe.shapes import Float
 
 POLICY, AUXILIARY, Z = "policy", "aux", "z"
 """Sources: the algorithm's own loss, all load balancing losses together, the z-loss."""

@@ -11,8 +11,9 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
+
+from nemo_rl_moe.shapes import Bool, Float, Int
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,13 +9,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from nemo_rl_moe.moe.load_statistics import LayerLoad
 from nemo_rl_moe.moe.recorder import add_assignments
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, padding_mask_of_call, routed_experts, routers_of
+from nemo_rl_moe.shapes import Int
 
 
 class ForwardWatcher:

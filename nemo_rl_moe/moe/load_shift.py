@@ -9,10 +9,10 @@ One that had its share a moment ago and gets nothing now does not.
 from collections import deque
 
 import numpy as np
-from jaxtyping import Bool, Int
 
 from nemo_rl_moe.moe.load_arrays import dead, utilization
 from nemo_rl_moe.moe.running_level import LEAST_VALUES, WINDOW
+from nemo_rl_moe.shapes import Bool, Int
 
 LEAST_SHARE = 0.5
 """Utilization that an expert had before; one that had less may miss a step or two."""

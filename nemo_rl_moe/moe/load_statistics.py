@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
-from jaxtyping import Float, Int
 from torch import Tensor
 from typing_extensions import NotRequired  # noqa: UP035  (Python 3.10 has none of its own)
 
@@ -20,6 +19,7 @@ from nemo_rl_moe.moe.load_arrays import (
     null_variance,
     utilization,
 )
+from nemo_rl_moe.shapes import Float, Int
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+
+from nemo_rl_moe.shapes import Float
 
 LARGEST_LOG_RATIO = 20.0
 """Largest exponent, as in the losses: e^20 is half a billion."""

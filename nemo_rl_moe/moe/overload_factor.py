@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int, Num
 from torch import Tensor
 
 from nemo_rl_moe.moe.metric_keys import WHAT_IF_PREFIX
+from nemo_rl_moe.shapes import Float, Int, Num
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.shapes import Bool, Int
 
 
 def add_assignments(

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from nemo_rl_moe.shapes import Bool, Float, Int
 
 ROUTED_EXPERTS = "routed_experts"
 """Column of a batch: experts of each token in each MoE layer, `[batch, sequence, moe_layers, topk]`, int16."""

@@ -11,10 +11,10 @@ from enum import Enum
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor, nn
 
 from nemo_rl_moe.moe.metric_keys import natural_order, number_in_name
+from nemo_rl_moe.shapes import Bool, Int
 
 
 class RouterKind(Enum):

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from nemo_rl_moe.shapes import Bool, Float, Int
 
 _MOST_COUNTS = 1 << 18
 """Counts of which scores are worked out at once."""

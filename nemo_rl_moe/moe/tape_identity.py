@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+
+from nemo_rl_moe.shapes import Float, Int
 
 AnomalyKind = Literal["rows", "layer", "token", "sequence", "repeated", "rank"]
 SHIFTS = (-1, 0, 1)

@@ -13,13 +13,13 @@ from math import inf, nan
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.recorder import sum_over_ranks
 from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, all_of, in_planes, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
+from nemo_rl_moe.shapes import Bool, Float, Int
 
 _COMPARED, _DIFFERS = 1, 2
 _NARROW = MARGIN_EDGES.index(1e-2)

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes
+from nemo_rl_moe.shapes import Bool
 
 MOST_ENTRIES = 1 << 18
 """Experts on the tapes of passes that are joined. A larger pass is counted at once: no memory is held for it."""

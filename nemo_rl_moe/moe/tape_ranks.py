@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import Row
+from nemo_rl_moe.shapes import Int
 
 SLOTS = 64
 _LEAST_MISSING, _OTHERS_AT_MOST = 0.05, 0.25

@@ -10,11 +10,11 @@ agrees better with such a tape.
 from enum import IntEnum
 
 import torch
-from jaxtyping import Bool, Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.replay import TapeRoutes, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.shapes import Bool, Int
 
 _MOST_LAYERS = 4
 """Layers of a chunk that are compared: rows that stand twice do so in all of them."""

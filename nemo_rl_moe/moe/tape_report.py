@@ -5,13 +5,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxtyping import Int
 from torch import Tensor
 
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies, foreign_tape
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeReport, agreement_metrics, row_anomalies
 from nemo_rl_moe.moe.tape_ranks import missing_in_one_rank, rank_anomalies, rank_name
 from nemo_rl_moe.moe.tape_repeats import repeat_anomalies
+from nemo_rl_moe.shapes import Int
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.report.arrays import ArrayPool, narrowest, thinned
-from nemo_rl_moe.report.charts import MISMATCH, ROUTING, charts_of
+from nemo_rl_moe.report.charts import charts_of
 from nemo_rl_moe.report.load_view import load_view
+from nemo_rl_moe.report.routing_charts import MISMATCH, ROUTING
 from nemo_rl_moe.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of, thresholds_of
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
@@ -22,6 +23,7 @@ from nemo_rl_moe.run_folder.samples import LONGEST_TEXT, evenly_spaced, read_sam
 
 _LATEST = (
     ("train/reward", "reward"),
+    ("val/reward", "validation reward"),
     ("val/accuracy", "validation accuracy"),
     ("train/loss", "loss"),
     ("train/moe/cv_excess_mean", "cv beyond chance"),

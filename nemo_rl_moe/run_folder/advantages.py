@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Int
 
 from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.shapes import Float, Int
 
 if TYPE_CHECKING:
     # The report reads these files without torch.

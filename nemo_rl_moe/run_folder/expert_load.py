@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Int
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.shapes import Int
 
 if TYPE_CHECKING:
     # The report and the terminal view read these files without torch.

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pyarrow as pa
-from jaxtyping import Float, Int
 
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.moe.tape_identity import AnomalyKind, TapeAnomaly
@@ -27,6 +26,7 @@ from nemo_rl_moe.run_folder.line_tail import LineTail
 from nemo_rl_moe.run_folder.lines import LineFile
 from nemo_rl_moe.run_folder.metrics import LAST_STEP
 from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.shapes import Float, Int
 
 if TYPE_CHECKING:
     # The report reads these files without torch.

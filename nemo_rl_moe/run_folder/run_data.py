@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import yaml
-from jaxtyping import Float, Int
 
 from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
@@ -25,6 +24,7 @@ from nemo_rl_moe.run_folder.routing import (
     anomalies_by_step,
     read_routing,
 )
+from nemo_rl_moe.shapes import Float, Int
 
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import numpy as np
-from jaxtyping import Int
 
 from nemo_rl_moe.run_folder.lines import LineFile
+from nemo_rl_moe.shapes import Int
 
 SAMPLES_FILE_NAME = "samples.jsonl"
 _LONGEST_PRINTED = 400

@@ -22,10 +22,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from jaxtyping import Int
 from numpy.typing import NDArray
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.shapes import Int
 
 STEPS_OF_A_FILE = 100
 MAX_DELAY_S = 2.0

@@ -50,6 +50,7 @@ def environment(name: str = "callable", num_workers: int = 1, **changes: object)
         "reasoning_gym": ReasoningGymConfig(task="basic_arithmetic", parameters={}, partial_credit=False),
         "callable": CallableConfig(function="tests.support.broken_environments:score"),
         "reward_weights": None,
+        "parameters": {},
         "rollout": None,
     }
     return EnvironmentConfig(**(settings | changes))

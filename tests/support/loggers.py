@@ -21,6 +21,7 @@ def settings_for(
     tracking_uri: str | None = None,
     pictures_every: int | None = None,
     alerts: bool = False,
+    backends: Sequence[str] = (),
 ) -> LoggerConfig:
     """The `logger` section with some backends enabled; alerts after three steps."""
     return LoggerConfig.model_validate(
@@ -28,6 +29,7 @@ def settings_for(
             "log_dir": str(log_dir),
             "console": {"live": "auto"},
             **{f"{name}_enabled": name in enabled for name in ("tensorboard", "wandb", "mlflow")},
+            "backends": list(backends),
             "expert_load_pictures": {"every_steps": pictures_every},
             "alerts": {
                 "enabled": alerts,

@@ -9,9 +9,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.checkpoints.store import Checkpoint, CheckpointStore
+from nemo_rl_moe.config.algorithm import metric_in_force
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from tests.support.checkpoint_writer import ThreadedWriter, description
@@ -41,7 +43,7 @@ class Run:
         self.messages: list[str] = []
         self.records_are_on_disk = True
         self.policy = ThreadedWriter(shard_bytes, may_write)
-        settings = self.config.checkpointing
+        settings = choice_in_force(self.config.checkpointing, metric_in_force(self.config), validates=True)
         self.store = CheckpointStore(Path(settings.checkpoint_dir or folder / "checkpoints"), self.warnings.append)
         self.describe = lambda: description(self.config, folder, **changes)
         self.checkpointer = Checkpointer(

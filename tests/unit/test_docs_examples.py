@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from nemo_rl_moe.algorithms.losses.own_objective import ObjectiveInputs
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.environments.interface import Score, ScoringItem
@@ -194,7 +195,8 @@ def test_excerpts_of_the_algorithm_are_its_code() -> None:
 def test_there_are_commands_and_code_to_test() -> None:
     found = {(page.name, words[0]) for page, words in COMMANDS}
     assert found == {
-        *(("README.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
+        *(("README.md", command) for command in ("sft", "data", "plan")),
+        *(("what-you-can-do.md", command) for command in ("sft", "dpo", "grpo", "config", "data", "evaluate", "plan")),
         *(("dpo.md", command) for command in ("sft", "dpo", "config", "plan")),
         *(("grpo.md", command) for command in ("sft", "grpo", "config", "plan")),
         *(("sft.md", command) for command in ("sft", "config", "data")),
@@ -202,6 +204,9 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("vllm.md", "grpo"),
         ("routing-replay.md", "grpo"),
         ("adding-an-algorithm.md", "run"),
+        ("adding-a-logger.md", "sft"),
+        *(("from-trl.md", command) for command in ("sft", "dpo", "grpo")),
+        *(("faq.md", command) for command in ("sft", "grpo", "data", "plan", "evaluate")),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
         ("migrating.md", "config"),
@@ -212,7 +217,7 @@ def test_there_are_commands_and_code_to_test() -> None:
     }
     # None is missed for standing in a form that `commands` does not know.
     assert len(COMMANDS) == sum(page.read_text(encoding="utf-8").count("--config ") for page in PAGES)
-    assert len(PYTHON_BLOCKS) == 14
+    assert len(PYTHON_BLOCKS) == 15
 
 
 def write_demo_run() -> None:
@@ -265,6 +270,23 @@ def test_several_rewards_by_name(tmp_path: Path) -> None:
         f"reward_weights: {{{', '.join(f'{name}: {w}' for name, w in zip(found, (1.0, 0.2, 0.0), strict=True))}}}"
         in page
     )
+
+
+def test_own_estimator_and_objective(tmp_path: Path) -> None:
+    found = run_block(PYTHON_BLOCKS[MODULES["my_parts"]], tmp_path)
+    estimator, objective = found["from_median"], found["soft_clip"]
+    assert callable(estimator)
+    assert callable(objective)
+    config = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False)
+    rewards = torch.tensor([[1.0, 0.0, 0.0]])
+    assert estimator(rewards, config.grpo.adv_estimator).tolist() == [[1.0, 0.0, 0.0]]
+    logprobs = torch.zeros(1, 2, requires_grad=True)
+    ratio = torch.exp(logprobs - torch.tensor([[0.0, -5.0]]))
+    tokens = ObjectiveInputs(logprobs, ratio, torch.ones(1, 2), torch.ones(1, 2, dtype=torch.bool), config.loss_fn)
+    loss = objective(tokens)
+    assert loss.tolist() == [[-1.0, pytest.approx(-1 - config.loss_fn.ratio_clip_max)]]
+    gradient = torch.autograd.grad(loss.sum(), logprobs)[0]
+    assert gradient.tolist() == [[-1.0, pytest.approx(0.0, abs=1e-4)]]
 
 
 def test_environment_that_is_added_scores(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from nemo_rl_moe import cli, training_cli
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
 # A package stands for what it is imported as; the standard library and what torch, pyarrow and jaxtyping bring go free.
 ONLY = """
@@ -81,6 +82,38 @@ def test_files_of_a_framework_are_read_without_pandas(of_training: str, reposito
     done = run_without(f"{of_training},pandas", f"from nemo_rl_moe.cli import main; sys.exit(main({paths!r}))")
     assert done.returncode == 1, done.stderr
     assert "layer 1 carries layer 2's routes" in done.stderr
+
+
+def modules_of(names: set[str]) -> str:
+    """What distributions are imported as."""
+    from importlib.metadata import packages_distributions
+
+    found = {module for module, owners in packages_distributions().items() if {o.lower() for o in owners} & names}
+    assert {"jaxtyping", "pyarrow", "omegaconf"} <= found
+    return ",".join(found)
+
+
+def test_metrics_need_torch_and_numpy_alone(of_training: str, repository_root: Path) -> None:
+    """Not even what the package alone depends on; typing_extensions comes with torch."""
+    project = tomllib.loads((repository_root / "pyproject.toml").read_text())["project"]
+    others = modules_of(distributions(project["dependencies"]) - {"torch", "numpy", "typing-extensions"})
+    code = """
+import torch
+from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
+from nemo_rl_moe.moe.load_statistics import ExpertLoad
+import nemo_rl_moe.moe.findings, nemo_rl_moe.moe.load_balance_tracking, nemo_rl_moe.hooks.routes
+import nemo_rl_moe.hooks.router_replay
+print(load_balance_metrics(ExpertLoad((0,), torch.tensor([[4, 0]])), router_topk=1)["dead_expert_frac_mean"])
+"""
+    done = run_without(f"{of_training},{others}", code)
+    assert (done.stdout, done.returncode) == ("0.5\n", 0), done.stderr
+
+
+def test_the_callback_needs_transformers_besides(repository_root: Path) -> None:
+    others = modules_of({"jaxtyping", "msgpack", "omegaconf", "plotly", "pyarrow", "xxhash", "pydantic", "ray"})
+    code = "from nemo_rl_moe.hooks.trainer import RoutingCallback; print(RoutingCallback().findings)"
+    done = run_without(others, code)
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr
 
 
 def test_hooks_load_without_their_hosts(of_training: str) -> None:

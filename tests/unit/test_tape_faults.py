@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 

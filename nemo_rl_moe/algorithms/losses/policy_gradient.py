@@ -14,7 +14,9 @@ from nemo_rl_moe.algorithms.losses.divergence import (
     kl_estimate,
     reference_divergence,
 )
+from nemo_rl_moe.algorithms.losses.own_objective import ObjectiveInputs, own_surrogate
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.config.user_code import is_own
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 
@@ -331,7 +333,11 @@ class PolicyGradientLoss:
         mismatch, bounded = importance_ratios(prev, generation, mask, config)
         weights = importance_weights(mismatch, bounded, config)
 
-        loss = _global_mean(weights * policy_surrogate(logprobs, ratio, bounds, advantages, config), inputs, config)
+        if is_own(config.objective):
+            surrogate = own_surrogate(ObjectiveInputs(logprobs, ratio, advantages, mask, config))
+        else:
+            surrogate = policy_surrogate(logprobs, ratio, bounds, advantages, config)
+        loss = _global_mean(weights * surrogate, inputs, config)
         metrics: dict[str, tuple[Tensor, Reduction]] = {"num_valid_tokens": (mask.sum(), Reduction.SUM)}
         if config.reference_policy_kl_penalty > 0 and not config.use_kl_in_reward:
             divergence = reference_divergence(logprobs, prev, _column(inputs, "reference_logprobs"), config)
@@ -352,8 +358,8 @@ class PolicyGradientLoss:
 
 
 def ratio_bounds(advantages: Float[Tensor, "sequences targets"], config: PolicyGradientLossConfig) -> RatioBounds:
-    """Bounds of each token's ratio in the objective."""
-    if config.objective == "reinforce":
+    """Bounds of each token's ratio in the objective; none of one of the user's own, which is not known."""
+    if config.objective == "reinforce" or is_own(config.objective):
         return RatioBounds(torch.zeros_like(advantages), torch.full_like(advantages, float("inf")))
     return both_bounds(advantages, config) if config.objective == "cispo" else surrogate_bounds(advantages, config)
 

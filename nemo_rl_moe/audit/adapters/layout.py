@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int, Shaped
 
 from nemo_rl_moe.audit.adapters.inert_pickle import PickledArray
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import EXPERTS, UNKNOWN, TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import EXPERTS, UNKNOWN, TapeSequence
+from nemo_rl_moe.shapes import Bool, Float, Int, Shaped
 
 _MOST_TOKENS = 2**24
 _FLOATS = ("rollout_logprobs", "training_logprobs", "advantages")

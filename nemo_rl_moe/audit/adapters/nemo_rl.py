@@ -16,7 +16,7 @@ from nemo_rl_moe.audit.adapters.inert_pickle import Inert
 from nemo_rl_moe.audit.adapters.layout import array, padded_column, sequence
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _COLUMNS = {
     "rollout_experts": "routed_experts",

@@ -16,7 +16,7 @@ import numpy as np
 from nemo_rl_moe.audit.adapters.layout import array, sequence
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _FIELDS = ("input_ids", "loss_mask", "advantages", "inference_logprobs", "position_ids")
 _ROUTE_TYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")

@@ -13,7 +13,7 @@ from nemo_rl_moe.audit.adapters import nemo_rl, prime_rl, router_logits, sglang,
 from nemo_rl_moe.audit.adapters.inert_pickle import read_pickle
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError, one_line
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _Read = Callable[[Any, str, RouterShape | None], Iterator[TapeSequence]]
 

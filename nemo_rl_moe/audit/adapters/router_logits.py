@@ -18,7 +18,7 @@ import torch
 from nemo_rl_moe.audit.adapters.layout import array, padded_column, real_tokens, sequence
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _PREFIX = "router_logits."
 

@@ -14,7 +14,7 @@ from typing import Any
 from nemo_rl_moe.audit.adapters.layout import sequence
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _COLUMNS = {
     "loss_mask": ("loss_mask", "loss_masks"),

@@ -17,7 +17,7 @@ from nemo_rl_moe.audit.adapters.inert_pickle import Inert, read_pickle
 from nemo_rl_moe.audit.adapters.layout import padded_column, real_tokens, sequence, token_rewards
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _COLUMNS = {
     "loss_mask": "response_mask",

@@ -18,7 +18,7 @@ import numpy as np
 from nemo_rl_moe.audit.adapters.layout import array, sequence
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 
 def claims(content: Any) -> bool:

@@ -28,7 +28,8 @@ from nemo_rl_moe.audit.adapters.router_shape import read_router_shape
 from nemo_rl_moe.audit.sources import open_source
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import TapeSequence, read_description, read_step, steps_of
+from nemo_rl_moe.run_folder.tape_folder import read_description, read_step, steps_of
+from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 from tests.conftest import REPOSITORY_ROOT
 
 EXAMPLES = REPOSITORY_ROOT / "examples" / "audit"

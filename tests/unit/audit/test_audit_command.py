@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_rl_moe.cli import main
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence, TapeWriter
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
 DESCRIPTION = TapeDescription((0, 1, 2), 8, 2, "a test")
 

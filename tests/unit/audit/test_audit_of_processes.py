@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from nemo_rl_moe.hooks.routes import anomalies_of, audit_sequences
-from nemo_rl_moe.run_folder.tape_folder import TapeDescription, TapeSequence
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 from tests.support.gloo_ranks import run_ranks
 
 DESCRIPTION = TapeDescription((0, 1, 2), 8, 2)

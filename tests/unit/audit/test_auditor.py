@@ -9,15 +9,8 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.audit.auditor import AuditedStep, audit_step
-from nemo_rl_moe.run_folder.tape_folder import (
-    TapeDescription,
-    TapeSequence,
-    TapeWriter,
-    read_description,
-    read_step,
-    steps_of,
-    writers_of,
-)
+from nemo_rl_moe.run_folder.tape_folder import TapeWriter, read_description, read_step, steps_of, writers_of
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
 DESCRIPTION = TapeDescription((0, 2, 3, 5), NUM_EXPERTS, TOPK)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe.config.algorithm import metric_in_force
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_grpo_config
 from nemo_rl_moe.config.schema_run import format_duration, parse_duration
 from nemo_rl_moe.errors import ConfigurationError
@@ -25,13 +26,26 @@ NO_VALIDATION = ("sft.val_period=0", "sft.val_at_end=false")
     [
         (
             (f"{C}.metric_name=val/accuracy",),
-            f"{C}.metric_name: got 'val/accuracy', expected val:NAME or train:NAME, or null;"
+            f"{C}.metric_name: got 'val/accuracy', expected auto, val:NAME or train:NAME, or null;"
             " did you mean val:accuracy?",
         ),
-        ((f"{C}.metric_name=accuracy",), f"{C}.metric_name: got 'accuracy', expected val:NAME or train:NAME, or null"),
+        (
+            (f"{C}.metric_name=accuracy",),
+            f"{C}.metric_name: got 'accuracy', expected auto, val:NAME or train:NAME, or null",
+        ),
+        (
+            (f"{C}.metric_name=atuo",),
+            f"{C}.metric_name: got 'atuo', expected auto, val:NAME or train:NAME, or null; did you mean auto?",
+        ),
+        (
+            (f"{C}.higher_is_better=false",),
+            f"{C}.higher_is_better: false needs a metric of which less is better, such as {C}.metric_name val:loss;"
+            " got auto, which is val:accuracy",
+        ),
         (
             (f"{C}.metric_name=training.loss",),
-            f"{C}.metric_name: got 'training.loss', expected val:NAME or train:NAME, or null; did you mean train:loss?",
+            f"{C}.metric_name: got 'training.loss', expected auto, val:NAME or train:NAME, or null;"
+            " did you mean train:loss?",
         ),
         (
             NO_VALIDATION,
@@ -108,7 +122,22 @@ def test_exemplars_keep_the_best_of_what_they_measure(name: str) -> None:
     loop = getattr(config, name.split("_")[0].removesuffix(".yaml"))
     # Each checkpoint but a stopped run's last one is saved at a step that is validated.
     assert config.checkpointing.save_period % loop.val_period == 0
-    assert config.checkpointing.metric_name == "val:accuracy"
+    assert metric_in_force(config) == "val:accuracy"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "metric"),
+    [
+        (("env.name=math",), "val:accuracy"),
+        (("env.reasoning_gym.partial_credit=true",), "val:reward"),
+        (("env.name=callable", "env.callable={function: 'a:b'}"), "val:reward"),
+        (("env.rollout='a:b'",), "val:reward"),
+        (("env.name=callable", "env.callable={function: 'a:b'}", f"{C}.metric_name=val:accuracy"), "val:accuracy"),
+        ((f"{C}.metric_name=null",), None),
+    ],
+)
+def test_graded_rewards_choose_by_the_reward(overrides: tuple[str, ...], metric: str | None) -> None:
+    assert metric_in_force(load_grpo_config("grpo_tiny_moe.yaml", overrides, check_paths=False)) == metric
 
 
 @given(st.integers(0, 1000 * 86400 - 1))

@@ -47,7 +47,7 @@ Problems = Callable[..., list[str]]
         (
             "grpo.adv_estimator.name=rloo",
             "grpo.adv_estimator.name: got 'rloo' (str), expected one of grpo, gdpo, reinforce_plus_plus,"
-            " reinforce_plus_plus_baseline, reinforce",
+            " reinforce_plus_plus_baseline, reinforce or package.module:name",
         ),
         ("env.reward_weight={a: 1.0}", "env.reward_weight: unknown key; did you mean env.reward_weights?"),
         ("env.reward_weights=[1.0]", "env.reward_weights: got [1.0] (list), expected a section or null"),
@@ -60,7 +60,8 @@ Problems = Callable[..., list[str]]
         ),
         (
             "loss_fn.objective=cipso",
-            "loss_fn.objective: got 'cipso' (str), expected one of clipped, cispo, reinforce; did you mean cispo?",
+            "loss_fn.objective: got 'cipso' (str), expected one of clipped, cispo, reinforce or package.module:name;"
+            " did you mean cispo?",
         ),
         (
             "loss_fn.ratio_clip_min=1.1",
@@ -101,12 +102,13 @@ Problems = Callable[..., list[str]]
         ),
         (
             "policy.generation.backend=megatorn",
-            "policy.generation.backend: got 'megatorn' (str), expected megatron or vllm or package.module:function;"
+            "policy.generation.backend: got 'megatorn' (str), expected megatron or vllm or package.module:name;"
             " did you mean megatron?",
         ),
         (
             "env.name=maths",
-            "env.name: got 'maths' (str), expected one of math, reasoning_gym, callable; did you mean math?",
+            "env.name: got 'maths' (str), expected one of math, reasoning_gym, callable or package.module:name;"
+            " did you mean math?",
         ),
         ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),
         (

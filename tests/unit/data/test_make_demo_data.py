@@ -218,6 +218,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "reasoning_gym": task,
             "callable": None,
             "reward_weights": None,
+            "parameters": {},
             "rollout": None,
         }
     )

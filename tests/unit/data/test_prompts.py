@@ -57,6 +57,7 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
             "reasoning_gym": task,
             "callable": None,
             "reward_weights": None,
+            "parameters": {},
             "rollout": None,
         }
     )

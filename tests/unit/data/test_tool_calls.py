@@ -231,6 +231,7 @@ def prompts_of(path, tokenizer, **data):
             "reasoning_gym": None,
             "callable": None,
             "reward_weights": None,
+            "parameters": {},
             "rollout": None,
         }
     )

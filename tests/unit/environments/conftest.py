@@ -36,6 +36,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "reasoning_gym": None,
             "callable": None,
             "reward_weights": None,
+            "parameters": {},
             "rollout": None,
         }
         return EnvironmentConfig.model_validate(settings | changes)

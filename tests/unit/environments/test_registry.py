@@ -10,12 +10,21 @@ from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.environments.interface import Score
 from nemo_rl_moe.environments.registry import ENVIRONMENTS, make_scorer
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support.own_parts import NAME
 
 ARITHMETIC = {"task": "basic_arithmetic", "parameters": {}, "partial_credit": False}
+SIGNATURE = f"env.name: {NAME}:Digits(least: int, step: float = 0.25) -> None"
 
 
 def test_every_name_of_the_schema_is_registered():
-    assert set(ENVIRONMENTS) == set(get_args(EnvironmentConfig.model_fields["name"].annotation))
+    names, _ = get_args(EnvironmentConfig.model_fields["name"].annotation)
+    assert set(ENVIRONMENTS) == set(get_args(names))
+
+
+def test_one_of_ones_own_is_made_of_its_parameters(env_config, item_of):
+    environment = make_scorer(env_config(f"{NAME}:Digits", parameters={"least": 2}))
+    assert environment.score(item_of("a 12")) == Score(0.5, True)
+    assert environment.score(item_of("a 1")) == Score(0.25, False)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +52,25 @@ def test_weights_by_name_are_those_of_a_rollout_where_the_environment_gives_one_
     [
         ("reasoning_gym", {"reasoning_gym": {**ARITHMETIC, "task": "x"}}, "env.reasoning_gym.task: "),
         ("callable", {"callable": {"function": "no_such:score"}}, "env.callable.function: "),
+        ("no_such:Digits", {}, "env.name: no_such:Digits: there is no module no_such, "),
+        (f"{NAME}:Digit", {}, f"env.name: {NAME}:Digit: {NAME} has no Digit; did you mean Digits?"),
+        (f"{NAME}:NOT_CALLABLE", {}, f"env.name: {NAME}:NOT_CALLABLE is 3 (int), expected a function"),
+        (
+            f"{NAME}:Digits",
+            {},
+            f"{SIGNATURE} cannot be called with no argument; env.parameters names its arguments: missing",
+        ),
+        (
+            f"{NAME}:Digits",
+            {"parameters": {"lest": 2}},
+            f"{SIGNATURE} cannot be called with env.parameters (lest):",
+        ),
+        (
+            f"{NAME}:makes_a_number",
+            {},
+            f"env.name: {NAME}:makes_a_number makes 3 (int), expected an environment with",
+        ),
+        (f"{NAME}:raising", {}, f"env.name: {NAME}:raising raised while it was made: KeyError: 'no such key'"),
     ],
 )
 def test_what_the_driver_finds(env_config, name, sections, problem):

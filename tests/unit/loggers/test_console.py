@@ -62,11 +62,13 @@ def test_validation_has_its_own_line_after_the_step() -> None:
     console = ConsoleLogger(200, stream=stream)
     console.log_step(0, {"val/loss": 6.1, "val/accuracy": 0.002})
     console.log_step(50, {"train/loss": 0.5, "val/loss": 0.81, "val/accuracy": 0.74})
-    console.log_step(51, {"timing/train/step_seconds": 1.0})
+    console.log_step(60, {"val/reward": 0.28, "val/accuracy": 0.0})
+    console.log_step(61, {"timing/train/step_seconds": 1.0})
     assert stream.getvalue().splitlines() == [
         "step 0  validation: loss 6.1  accuracy 0.002",
         "step 50/200  loss 0.5000",
         "step 50  validation: loss 0.81  accuracy 0.74",
+        "step 60  validation: reward 0.28  accuracy 0",
     ]
 
 

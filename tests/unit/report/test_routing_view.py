@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nemo_rl_moe.report.charts import ROUTING, charts_of
+from nemo_rl_moe.report.charts import charts_of
 from nemo_rl_moe.report.page_data import page_data
 from nemo_rl_moe.report.routing_view import layer_tables
 from nemo_rl_moe.run_folder.run_data import Series, read_run
@@ -87,17 +87,6 @@ def test_a_layer_that_no_step_knows_is_a_gap(tmp_path: Path) -> None:
     routing = json.loads(data.text)["runs"][0]["routing"]
     differing = unpacked(routing["by_layer"]["differing"], dict(data.blobs))
     np.testing.assert_array_equal(differing, [[0, np.nan]])
-
-
-def test_charts_of_routing_are_those_of_runs_with_a_tape() -> None:
-    mismatch = ["train/gen_kl_error", "train/token_mult_prob_error"]
-    assert not [chart for chart in charts_of(mismatch) if chart["section"] == ROUTING]
-    charts = charts_of([*mismatch, "train/moe/routing/agreement"])
-    assert [chart["title"] for chart in charts] == [
-        "Agreement with the rollouts",
-        "Mismatch of log-probabilities: divergence",
-        "Mismatch of log-probabilities: factor",
-    ]
 
 
 def test_parts_of_the_mismatch_stand_in_the_order_of_their_sum() -> None:

@@ -11,16 +11,8 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.tape_folder import (
-    SCHEMA,
-    TapeDescription,
-    TapeRows,
-    TapeSequence,
-    TapeWriter,
-    read_description,
-    read_step,
-    steps_of,
-)
+from nemo_rl_moe.run_folder.tape_folder import SCHEMA, TapeWriter, read_description, read_step, steps_of
+from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeRows, TapeSequence
 
 DESCRIPTION = TapeDescription((1, 3), 8, 2, "a test")
 

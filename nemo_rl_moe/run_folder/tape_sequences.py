@@ -1,0 +1,136 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Sequences of a tape in memory: what their columns are called and mean, whoever wrote them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_rl_moe.shapes import Shaped
+
+UNKNOWN = -1
+
+EXPERTS = ("rollout_experts", "training_experts", "repeated_experts")
+"""`[tokens, layers, topk]` int16, -1 where unknown: of the rollout, of training, and of training once more with another
+composition of its batches."""
+LOGPROBS = ("rollout_logprobs", "training_logprobs", "replayed_logprobs", "repeated_logprobs")
+"""Of each token given those before it, nats: by the engine that drew it; by the trainer with the experts of its own
+routers, with those of the rollout, and once more with another composition of its batches."""
+TOKEN_TYPES: Mapping[str, type[np.generic]] = {
+    "token_ids": np.int32,
+    "loss_mask": np.bool_,
+    **dict.fromkeys(EXPERTS, np.int16),
+    **dict.fromkeys(LOGPROBS, np.float32),
+    "weight_versions": np.int32,
+    "advantages": np.float32,
+    "margins": np.float32,
+}
+"""Columns on the token axis. `margins`, `[tokens, layers]`: score of the last expert that a router of training chose
+less that of the first one that it left out."""
+
+
+@dataclass(frozen=True)
+class TapeDescription:
+    """Meaning of the numbers of a folder.
+
+    Attributes:
+        layers: Indices of the MoE layers in the whole model, ascending.
+        num_experts: Routed experts of a layer.
+        topk: Experts of each token.
+        made_by: Who wrote it, for the eye.
+        is_exact: Rollout and training had the same weights and computed in float32: their routes differ by near ties
+            alone.
+    """
+
+    layers: tuple[int, ...]
+    num_experts: int
+    topk: int
+    made_by: str = ""
+    is_exact: bool = False
+
+    @property
+    def row_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        """Axes behind the token's, of columns that have any."""
+        experts = dict.fromkeys(EXPERTS, (len(self.layers), self.topk))
+        return {**experts, "margins": (len(self.layers),)}
+
+
+@dataclass(frozen=True)
+class TapeSequence:
+    """One sequence as it is written.
+
+    Attributes:
+        name: Where it came from.
+        num_tokens: Its length.
+        columns: Of those on the token axis; experts may end with the token before the last, which no engine feeds.
+        reward: What it is worth.
+    """
+
+    name: str
+    num_tokens: int
+    columns: Mapping[str, Shaped[np.ndarray, "tokens ..."]]
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class TapeRows:
+    """Some sequences of one step, one behind the other.
+
+    Attributes:
+        step: Of the run.
+        names: Of each sequence.
+        lengths: Tokens of each.
+        columns: Of all tokens, `[tokens, ...]`; only those that all of these sequences have.
+        rewards: Of each sequence; None where any has none.
+        writer: Who wrote them, such as one rank of several; empty where nobody says.
+    """
+
+    step: int
+    names: tuple[str, ...]
+    lengths: Shaped[np.ndarray, " sequences"]
+    columns: Mapping[str, Shaped[np.ndarray, "tokens ..."]]
+    rewards: Shaped[np.ndarray, " sequences"] | None
+    writer: str = ""
+
+
+def checked_column(
+    description: TapeDescription, sequence: TapeSequence, name: str
+) -> Shaped[np.ndarray, "tokens ..."] | None:
+    """A column as a tape has it: with a row for the last token too; None where the sequence has none."""
+    if name not in sequence.columns:
+        return None
+    values = np.asarray(sequence.columns[name])
+    row = description.row_sizes.get(name, ())
+    expected = (sequence.num_tokens, *row)
+    if name in EXPERTS and values.shape == (sequence.num_tokens - 1, *row):
+        values = np.concatenate([values, np.full((1, *row), UNKNOWN, dtype=values.dtype)])
+    if values.shape != expected:
+        raise ValueError(f"{sequence.name}: {name} has the shape {values.shape}, expected {expected}")
+    return values
+
+
+def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSequence]) -> TapeRows:
+    """Sequences that are in memory as a reader of a folder gives them.
+
+    Args:
+        description: Meaning of their numbers.
+        step: Of the run.
+        sequences: At least one.
+
+    Raises:
+        ValueError: A column has another shape than the description says.
+    """
+    columns = {}
+    for name, kind in TOKEN_TYPES.items():
+        values = [checked_column(description, sequence, name) for sequence in sequences]
+        if all(part is not None for part in values):
+            columns[name] = np.concatenate([part for part in values if part is not None]).astype(kind)
+    rewards = [sequence.reward for sequence in sequences if sequence.reward is not None]
+    return TapeRows(
+        step,
+        tuple(sequence.name for sequence in sequences),
+        np.array([sequence.num_tokens for sequence in sequences], dtype=np.int64),
+        columns,
+        np.array(rewards, dtype=np.float32) if len(rewards) == len(sequences) else None,
+    )

@@ -1,0 +1,28 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Shapes in annotations, as `Float[Tensor, "tokens experts"]`: jaxtyping's, or words where it is not installed.
+
+For the rooms that are useful in training loops of others (`moe`, `hooks`, `audit`, `run_folder`), so that the metrics
+need torch and numpy alone. Nothing reads a shape when the code runs.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool as Bool
+    from jaxtyping import Float as Float
+    from jaxtyping import Int as Int
+    from jaxtyping import Num as Num
+    from jaxtyping import Shaped as Shaped
+else:
+    try:
+        from jaxtyping import Bool, Float, Int, Num, Shaped
+    except ModuleNotFoundError:
+
+        class Shaped:
+            """Array of any type: `Shaped[Tensor, "tokens"]` is `Tensor`."""
+
+            def __class_getitem__(cls, item: Any) -> Any:
+                return item[0]
+
+        Bool = Float = Int = Num = Shaped
