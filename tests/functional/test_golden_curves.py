@@ -3,8 +3,8 @@
 """Every metric of the first five steps is what it was: `tests/golden_curves.json` holds what earlier code gave.
 
 A change that is meant to give other numbers writes the file anew with `tests/make_golden_curves.py`, in a commit that
-says why. On one machine the numbers are equal to the bit; the tolerances are for the rounding of other processors, which
-Adam makes larger: where a gradient is nearly 0, its first updates are as large as anywhere.
+says why. On one machine the numbers are equal to the bit; the tolerances are for the rounding of other processors. Adam
+makes it larger: where a gradient is nearly 0, its first updates are as large as anywhere.
 """
 
 import json
@@ -18,7 +18,7 @@ from tests.support.golden_runs import ALGORITHMS, REWARD, curves_of, golden_word
 pytestmark = pytest.mark.shared_ray
 
 BEFORE_UPDATES, AFTER_UPDATES = 1e-6, 3e-4
-"""Relative. Seen between two kinds of processors: 1.5e-7 up to the first update, 4e-5 behind it."""
+"""Relative. Seen between two kinds of processors: 1.5e-7 up to the first update, 6.4e-5 behind it."""
 ABSOLUTE = 5e-6
 """Of differences of nearly equal numbers, such as a mismatch or GRPO's loss: their rounding is that of the numbers."""
 TIE = 1e-6
@@ -37,7 +37,8 @@ def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, reposi
     assert found.keys() == golden.keys()
     for step, metrics in golden.items():
         assert found[step].keys() == metrics.keys(), f"step {step}"
-        relative = BEFORE_UPDATES if int(step) <= 1 else AFTER_UPDATES
+        # A step of GRPO is several updates, and its metrics are of all of them.
+        relative = BEFORE_UPDATES if int(step) < (1 if algorithm == "grpo" else 2) else AFTER_UPDATES
         tied = {
             f"{split}/accuracy" for split in ("train", "val") if abs(metrics.get(f"{split}/reward_margin", 1)) < TIE
         }
