@@ -128,6 +128,38 @@ def test_models_are_built_of_its_modules(tmp_path: Path) -> None:
     assert found["gpt_oss"][1] == on | {"bias_dropout_fusion": False}
 
 
+def problems_with_packing(folder: str, versions: list[tuple[int, int]]) -> list[list[str]]:
+    """What each release of Transformer Engine is told of a model with packed sequences."""
+    from nemo_rl_moe.errors import ConfigurationError
+    from nemo_rl_moe.models.megatron.model import transformer_config
+
+    hf_config = plain_config(load_hf_config(folder))
+    problems = []
+    for version in versions:
+        transformer_config._transformer_engine_version = lambda version=version: version  # type: ignore[assignment]
+        transformer_config.build_transformer_config(tiny_policy(), hf_config)
+        try:
+            transformer_config.build_transformer_config(tiny_policy(sequence_packing__enabled=True), hf_config)
+            problems.append([])
+        except ConfigurationError as error:
+            problems.append(list(error.problems))
+    return problems
+
+
+def test_packed_sinks_need_a_kernel(tmp_path: Path) -> None:
+    FAMILY_MODELS["gpt_oss"].hf_config().save_pretrained(tmp_path / "gpt_oss")
+    FAMILY_MODELS["qwen3_moe"].hf_config().save_pretrained(tmp_path / "qwen3_moe")
+    versions = [(2, 9), (2, 11), (2, 12), (0, 0)]
+    (found,) = run_ranks_with_engine(problems_with_packing, 1, str(tmp_path / "gpt_oss"), versions)
+    refused = (
+        "policy.sequence_packing.enabled: got true, which the model's attention sinks have no kernel for in Transformer"
+        " Engine 2.{}; expected false, or Transformer Engine 2.12 or newer"
+    )
+    assert found == [[refused.format(9)], [refused.format(11)], [], []]
+    (others,) = run_ranks_with_engine(problems_with_packing, 1, str(tmp_path / "qwen3_moe"), versions)
+    assert others == [[]] * 4
+
+
 SAVE_AFTER, NUM_STEPS = 1, 3
 
 

@@ -52,8 +52,11 @@ def moe_unpermute(
     merging_probs: Tensor | None = None,
     restore_shape: torch.Size | None = None,
     map_type: str = "mask",
+    pad_offsets: Tensor | None = None,
 ) -> Tensor:
     """`[tokens, hidden]`: the sum of each token's rows, weighed by `merging_probs` `[tokens, experts]`."""
+    if map_type != "mask" or pad_offsets is not None:
+        raise NotImplementedError("padding of experts, which 8-bit formats need")
     token, expert = row_id_map
     weighed = inp if merging_probs is None else inp * merging_probs[token, expert, None]
     return inp.new_zeros(restore_shape).index_add(0, token, weighed.to(inp.dtype))

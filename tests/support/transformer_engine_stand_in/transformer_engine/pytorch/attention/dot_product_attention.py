@@ -49,8 +49,12 @@ class DotProductAttention(TransformerEngineBaseModule):
             raise NotImplementedError("no dropout, no cross-attention")
         self.num_heads = num_attention_heads // tp_size
         self.num_groups = (num_gqa_groups or num_attention_heads) // tp_size
-        self.key_size, self.value_size = kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
-        self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.key_size)
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
+            kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
+        )
+        self.scale = (
+            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.hidden_size_per_attention_head_k)
+        )
         self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
         self.softmax_offset: nn.Parameter | None = None
         if softmax_type == "learnable":
@@ -98,8 +102,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         if any(tensor.stride(-1) != 1 for tensor in (query_layer, key_layer, value_layer)):
             raise AssertionError("q, k and v must have stride 1 in their last dimension!")
         if (key_layer.shape[-2:], value_layer.shape[-2:]) != (
-            (self.num_groups, self.key_size),
-            (self.num_groups, self.value_size),
+            (self.num_groups, self.hidden_size_per_attention_head_k),
+            (self.num_groups, self.hidden_size_per_attention_head_v),
         ):
             raise AssertionError("Keys and values have wrong head_dim or number of gqa groups!")
         window = window_size or self.window_size
@@ -129,7 +133,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         if ends is None or ends.dtype != torch.int32:
             raise AssertionError("cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!")
         lengths = ends.diff().tolist()
-        found = query.new_zeros((*query.shape[:-1], self.value_size))
+        found = query.new_zeros((*query.shape[:-1], self.hidden_size_per_attention_head_v))
         for begin, length in zip((ends if starts is None else starts).tolist(), lengths, strict=False):
             rows = slice(begin, begin + length)
             one = self._one(*(t[None, rows] for t in (query, key, value)), mask.removeprefix("padding_"), window)
