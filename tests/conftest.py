@@ -28,7 +28,11 @@ os.environ.update(
 )
 
 _TESTS = REPOSITORY_ROOT / "tests"
-_MODULES_WITH_RANKS = {"tests.support.gloo_ranks", "tests.support.family_parity"}
+_MODULES_WITH_RANKS = {
+    "tests.support.gloo_ranks",
+    "tests.support.family_parity",
+    "tests.support.with_transformer_engine",
+}
 
 # On a busy machine the clock says nothing about a property; and what passes once is to pass again.
 hypothesis.settings.register_profile(

@@ -75,10 +75,36 @@ def ipo_by_sums(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
         )
 
 
+MOST_BFLOAT16_PARTS = 16
+"""Microbatches whose gradients may add up in bfloat16: of its 8 bits, one of 16 equal parts has 4 left."""
+
+
+def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Gradients of many microbatches in a number format of 8 bits, to which each part of a sum is rounded."""
+    policy = config.policy
+    if policy.precision != "bfloat16" or policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32:
+        return
+    if policy.sequence_packing.enabled or policy.dynamic_batching.enabled:
+        return  # how many there are depends on the lengths
+    parts = policy.train_global_batch_size // (policy.train_micro_batch_size * max(config.data_parallel_size, 1))
+    if parts > MOST_BFLOAT16_PARTS:
+        yield (
+            f"gradients of {parts} microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
+            " policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true keeps them, at 2 bytes"
+            " a parameter"
+        )
+
+
 def _chooses_by_validation(config: LoopMasterConfig) -> bool:
     settings = config.checkpointing
     name = metric_in_force(config)
     return settings.enabled and settings.keep_top_k is not None and name is not None and name.startswith("val:")
 
 
-NOTICES = (warmup_outlasts_the_run, validation_is_off, checkpoints_without_the_metric, ipo_by_sums)
+NOTICES = (
+    warmup_outlasts_the_run,
+    validation_is_off,
+    checkpoints_without_the_metric,
+    ipo_by_sums,
+    gradients_add_up_in_bfloat16,
+)

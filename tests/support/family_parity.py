@@ -37,6 +37,7 @@ from tests.support.tiny_model import (
     shard_of_rank,
     tiny_batch,
 )
+from tests.support.with_transformer_engine import run_ranks_with_engine
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,13 @@ class ParityJobs:
     Args:
         wanted: Keys of `FAMILY_MODELS` with keys of `LAYOUTS`; on one rank every model runs that runs anywhere.
         root: A folder for the models' folders.
+        with_engine: With Transformer Engine's modules; then on one rank nothing runs that is not asked for.
     """
 
-    def __init__(self, wanted: Collection[tuple[str, str]], root: Path):
+    def __init__(self, wanted: Collection[tuple[str, str]], root: Path, *, with_engine: bool = False):
         self._names, self._root = sorted({name for name, _ in wanted}), root
-        self._wanted = {*wanted, *((name, "one_rank") for name in self._names)}
+        self._wanted = {*wanted, *((name, "one_rank") for name in self._names if not with_engine)}
+        self._run_ranks = run_ranks_with_engine if with_engine else run_ranks
         self._references: dict[str, Any] = {}
         self._runs: dict[tuple[str, bool], dict[str, Any]] = {}
         self._exports: dict[tuple[str, bool], dict[str, Any]] = {}
@@ -254,7 +257,7 @@ class ParityJobs:
         arguments = (str(self._root / "references"), policy, str(self._root / layout_name))
         world_size = LAYOUTS[layout_name].world_size
         try:
-            found: dict[str, Any] = run_ranks(run_families, world_size, names, *arguments, timeout_s=240)[0]
+            found: dict[str, Any] = self._run_ranks(run_families, world_size, names, *arguments, timeout_s=240)[0]
         except RankError as error:
             # A rank that fails alone leaves the others waiting; the other models are still to be heard of.
             if len(names) == 1:

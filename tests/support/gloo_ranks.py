@@ -62,13 +62,15 @@ class _Rank:
         self.stack_file.unlink(missing_ok=True)
 
 
-# Of this process (a pytest-xdist worker has its own): ranks that wait for a call.
-_idle: list[_Rank] = []
+# Of this process (a pytest-xdist worker has its own): ranks that wait for a call, by how they were prepared.
+_idle: dict[str, list[_Rank]] = {}
 
 
-def _serve_calls(connection: Connection, stack_file: str) -> None:
+def _serve_calls(connection: Connection, stack_file: str, prepared_by: str) -> None:
     """What a rank's process does: run functions, one after the other, and send what each returned."""
     from tests.support import rank_state
+
+    first_on_path: list[str] = importlib.import_module(prepared_by).prepare() if prepared_by else []
 
     with open(stack_file, "w") as stacks:  # noqa: PTH123  (one process start a test: no more imports)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -83,7 +85,7 @@ def _serve_calls(connection: Connection, stack_file: str) -> None:
             except BaseException:
                 connection.send(_Failure(traceback.format_exc()))
                 break
-            sys.path[:] = call.search_path
+            sys.path[:] = [*first_on_path, *call.search_path]
             try:
                 function = getattr(importlib.import_module(call.module), call.function)
                 state.note_new_modules()
@@ -101,7 +103,12 @@ def _serve_calls(connection: Connection, stack_file: str) -> None:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0, fresh: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    *arguments: Any,
+    timeout_s: float = 120.0,
+    fresh: bool = False,
+    prepared_by: str = "",
 ) -> list[Any]:
     """Calls a module-level function on every rank of a job.
 
@@ -113,6 +120,8 @@ def run_ranks(
         timeout_s: After so long the ranks are stopped.
         fresh: Run in processes that have run nothing yet and will run nothing else, for functions that measure memory
             or threads.
+        prepared_by: A module whose `prepare` the ranks' processes have called before all else; it returns what is to
+            stand first on their module search path.
 
     Returns:
         What each rank returned, in rank order.
@@ -123,7 +132,7 @@ def run_ranks(
     from torch.distributed import TCPStore
 
     fresh = fresh or _ALWAYS_FRESH
-    ranks = _start(world_size) if fresh else _take(world_size)
+    ranks = _start(world_size, prepared_by) if fresh else _take(world_size, prepared_by)
     call = _Call(list(sys.path), function.__module__, function.__name__, {}, arguments)
     problems = ["no answer was waited for"]
     # Ranks meet in a store that listens already: one of rank 0's own may come after the others have asked for it, and
@@ -140,7 +149,7 @@ def run_ranks(
             for rank in ranks:
                 rank.end()
         else:
-            _idle.extend(ranks)
+            _idle.setdefault(prepared_by, []).extend(ranks)
     if problems:
         raise RankError("\n".join(problems))
     return [answers[index] for index in range(world_size)]
@@ -150,11 +159,12 @@ def run_ranks(
 _ALWAYS_FRESH = os.environ.get("TESTS_FRESH_RANKS") == "1"
 
 
-def _take(count: int) -> list[_Rank]:
+def _take(count: int, prepared_by: str) -> list[_Rank]:
     """Ranks that wait, once they have put their state back, and new ones where there are too few."""
     taken: list[_Rank] = []
-    while _idle and len(taken) < count:
-        rank = _idle.pop(0)
+    waiting = _idle.get(prepared_by, [])
+    while waiting and len(taken) < count:
+        rank = waiting.pop(0)
         try:
             may_be_used = rank.connection.poll(30.0) and rank.connection.recv()
         except (EOFError, OSError):
@@ -163,13 +173,14 @@ def _take(count: int) -> list[_Rank]:
             taken.append(rank)
         else:
             rank.end()
-    return taken + _start(count - len(taken))
+    return taken + _start(count - len(taken), prepared_by)
 
 
 def end_idle_ranks() -> None:
     """Ends the processes that wait for a call."""
-    while _idle:
-        _idle.pop().end()
+    for waiting in _idle.values():
+        while waiting:
+            waiting.pop().end()
 
 
 atexit.register(end_idle_ranks)
@@ -187,7 +198,7 @@ def _send(call: _Call, ranks: Sequence[_Rank], port: int) -> None:
         rank.connection.send(call)
 
 
-def _start(count: int) -> list[_Rank]:
+def _start(count: int, prepared_by: str) -> list[_Rank]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     ranks: list[_Rank] = []
@@ -199,7 +210,7 @@ def _start(count: int) -> list[_Rank]:
             ours, theirs = context.Pipe()
             file, stack_file = tempfile.mkstemp(prefix="gloo_rank_")
             os.close(file)
-            process = context.Process(target=_serve_calls, args=(theirs, stack_file), daemon=True)
+            process = context.Process(target=_serve_calls, args=(theirs, stack_file, prepared_by), daemon=True)
             process.start()
             theirs.close()
             ranks.append(_Rank(process, ours, Path(stack_file)))

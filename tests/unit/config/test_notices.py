@@ -95,3 +95,17 @@ def test_ipo_on_sums_is_told() -> None:
 def test_a_learning_rate_is_one_override(algorithm: str) -> None:
     config = load_any_config(OF_ALGORITHM[algorithm], ["policy.megatron_cfg.optimizer.lr=2.0e-8"], check_paths=False)
     assert config.policy.megatron_cfg.optimizer.end_lr == 2.0e-9
+
+
+def test_gradients_of_many_microbatches_in_bfloat16_are_told() -> None:
+    ddp = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32"
+    many = ("policy.precision=bfloat16", "policy.train_global_batch_size=34", "policy.train_micro_batch_size=1")
+    ranks = ("cluster.cpu_workers_per_node=2",)
+    (line,) = lines("sft", *many, *ranks, f"{ddp}=false")
+    assert line == (
+        "gradients of 17 microbatches a rank add up in bfloat16, whose 8 bits each part is rounded to;"
+        f" {ddp}=true keeps them, at 2 bytes a parameter"
+    )
+    assert lines("sft", *many, *ranks, f"{ddp}=true") == []
+    assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.precision=float32") == []
+    assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.train_global_batch_size=32") == []

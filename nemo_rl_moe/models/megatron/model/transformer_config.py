@@ -112,6 +112,10 @@ def _transformer_engine_version() -> tuple[int, ...]:
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
+FIRST_ENGINE_WITH_PACKED_SINKS = (2, 12)
+"""First release of Transformer Engine with a kernel for packed sequences and attention sinks (cuDNN 9.18 and newer)."""
+
+
 def use_transformer_engine(policy: PolicyConfig) -> bool:
     """True where this policy's layers are Transformer Engine's."""
     return policy.megatron_cfg.layer_spec == "auto" and has_transformer_engine()
@@ -192,6 +196,8 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
     problems += _problems_with_layers(fields)
+    if fields.get("softmax_type") == "learnable":
+        problems += _problems_with_packed_sinks(policy)
     if "num_moe_experts" in fields:
         if chosen.get("moe_aux_loss_coeff") and fields["moe_router_load_balancing_type"] == "none":
             # The model trains without; who asks for a coefficient asks for a loss.
@@ -217,6 +223,20 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     for name, value in added.items():
         setattr(config, name, value)
     return config
+
+
+def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
+    """Packed sequences with attention sinks, for which older releases of Transformer Engine have no kernel at all."""
+    found, first = _transformer_engine_version(), FIRST_ENGINE_WITH_PACKED_SINKS
+    # A release that does not tell its number may be any.
+    is_too_old = use_transformer_engine(policy) and (0, 0) < found < first
+    if not policy.sequence_packing.enabled or not is_too_old:
+        return []
+    return [
+        "policy.sequence_packing.enabled: got true, which the model's attention sinks have no kernel for in"
+        f" Transformer Engine {found[0]}.{found[1]}; expected false, or Transformer Engine {first[0]}.{first[1]} or"
+        " newer"
+    ]
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:

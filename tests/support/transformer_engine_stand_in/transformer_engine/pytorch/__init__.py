@@ -1,0 +1,29 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The modules that Megatron-Core builds its layers of."""
+
+from transformer_engine.pytorch import attention, distributed, fp8, ops, optimizers, permutation, router, tensor
+from transformer_engine.pytorch.attention import DotProductAttention
+from transformer_engine.pytorch.fp8 import fp8_autocast, fp8_model_init
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear
+from transformer_engine.pytorch.module.linear import LayerNormLinear, Linear
+from transformer_engine.pytorch.module.norms import LayerNorm, RMSNorm
+
+__all__ = [
+    "DotProductAttention",
+    "GroupedLinear",
+    "LayerNorm",
+    "LayerNormLinear",
+    "Linear",
+    "RMSNorm",
+    "attention",
+    "distributed",
+    "fp8",
+    "fp8_autocast",
+    "fp8_model_init",
+    "ops",
+    "optimizers",
+    "permutation",
+    "router",
+    "tensor",
+]

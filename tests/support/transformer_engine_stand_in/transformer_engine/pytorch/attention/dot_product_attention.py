@@ -1,0 +1,160 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over sequences of one length (`sbhd`) or of many in a row (`thd`)."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, new_parameter
+
+_MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal")
+
+
+class DotProductAttention(TransformerEngineBaseModule):
+    """Attention of this rank's heads; grouped queries, sinks, windows, and keys that are longer than values.
+
+    Args:
+        num_attention_heads: Of the whole layer.
+        kv_channels: Numbers a head, or of keys and of values.
+        num_gqa_groups: Heads of keys and values of the whole layer.
+        softmax_type: `vanilla`, or `learnable` with `softmax_offset`, a logit that takes part and is then left out.
+        window_size: How many tokens to the left and to the right are seen; -1: all.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int | tuple[int, int],
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: tuple[int, int] | None = None,
+        sequence_parallel: bool = False,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        tp_group: ProcessGroup | None = None,
+        layer_number: int | None = None,
+        attention_type: str = "self",
+        softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
+    ):
+        super().__init__()
+        if attention_dropout or attention_type != "self" or softmax_type not in ("vanilla", "learnable"):
+            raise NotImplementedError("no dropout, no cross-attention")
+        self.num_heads = num_attention_heads // tp_size
+        self.num_groups = (num_gqa_groups or num_attention_heads) // tp_size
+        self.hidden_size_per_attention_head_k, self.hidden_size_per_attention_head_v = (
+            kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
+        )
+        self.scale = (
+            softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(self.hidden_size_per_attention_head_k)
+        )
+        self.qkv_format, self.attn_mask_type, self.window_size = qkv_format, attn_mask_type, window_size
+        self.softmax_offset: nn.Parameter | None = None
+        if softmax_type == "learnable":
+            # In float32 whatever the model's format is, and without a mark of tensor parallelism.
+            self.softmax_offset = new_parameter(
+                self.num_heads,
+                dtype=torch.float32,
+                device=torch.cuda.current_device(),
+                init_method=nn.init.zeros_,
+                get_rng_state_tracker=get_rng_state_tracker,
+                rng_tracker_name=None,
+            )
+
+    def forward(
+        self,
+        query_layer: Tensor,
+        key_layer: Tensor,
+        value_layer: Tensor,
+        attention_mask: Tensor | None = None,
+        qkv_format: str | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_kv: Tensor | None = None,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
+        max_seqlen_q: int | None = None,
+        max_seqlen_kv: int | None = None,
+        attn_mask_type: str | None = None,
+        window_size: tuple[int, int] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of each query; the heads of the result lie on one axis.
+
+        Args:
+            query_layer: `[sequence, batch, heads, size]`, or `[tokens, heads, size]` with `thd`.
+            key_layer: The same with the heads of keys.
+            value_layer: The same with the values' size.
+            cu_seqlens_q: For `thd`: ends of the sequences, `[sequences + 1]`, int32.
+            cu_seqlens_q_padded: Where they begin, if there is padding between them.
+        """
+        form, mask = qkv_format or self.qkv_format, attn_mask_type or self.attn_mask_type
+        if mask not in _MASKS or any(kwargs.values()):
+            raise NotImplementedError(f"mask {mask}, {sorted(name for name, value in kwargs.items() if value)}")
+        if len({tensor.dtype for tensor in (query_layer, key_layer, value_layer)}) != 1:
+            raise AssertionError("Queries, keys and values must have the same data type!")
+        if any(tensor.stride(-1) != 1 for tensor in (query_layer, key_layer, value_layer)):
+            raise AssertionError("q, k and v must have stride 1 in their last dimension!")
+        if (key_layer.shape[-2:], value_layer.shape[-2:]) != (
+            (self.num_groups, self.hidden_size_per_attention_head_k),
+            (self.num_groups, self.hidden_size_per_attention_head_v),
+        ):
+            raise AssertionError("Keys and values have wrong head_dim or number of gqa groups!")
+        window = window_size or self.window_size
+        if form == "sbhd":
+            if "padding" in mask:
+                raise NotImplementedError("padding masks of sbhd")
+            parts = [self._one(*(t.transpose(0, 1) for t in (query_layer, key_layer, value_layer)), mask, window)]
+            found = parts[0].transpose(0, 1)
+        else:
+            found = self._many(query_layer, key_layer, value_layer, mask, window, cu_seqlens_q, cu_seqlens_q_padded)
+            if max_seqlen_q is None or max_seqlen_kv is None:
+                raise AssertionError("max_seqlen is read from the device, which waits for it")
+        return found.flatten(-2).contiguous()
+
+    def _many(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: str,
+        window: tuple[int, int] | None,
+        ends: Tensor | None,
+        starts: Tensor | None,
+    ) -> Tensor:
+        if "padding" not in mask:
+            raise AssertionError("Attention mask type must be padding or padding_causal for qkv_format=thd!")
+        if ends is None or ends.dtype != torch.int32:
+            raise AssertionError("cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!")
+        lengths = ends.diff().tolist()
+        found = query.new_zeros((*query.shape[:-1], self.hidden_size_per_attention_head_v))
+        for begin, length in zip((ends if starts is None else starts).tolist(), lengths, strict=False):
+            rows = slice(begin, begin + length)
+            one = self._one(*(t[None, rows] for t in (query, key, value)), mask.removeprefix("padding_"), window)
+            found[rows] = one[0]
+        return found
+
+    def _one(self, query: Tensor, key: Tensor, value: Tensor, mask: str, window: tuple[int, int] | None) -> Tensor:
+        """`[batch, sequence, heads, size]`."""
+        shared = self.num_heads // self.num_groups
+        key, value = (tensor.repeat_interleave(shared, dim=2) for tensor in (key, value))
+        scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) * self.scale
+        queries, keys = scores.shape[-2:]
+        ahead = keys - queries if mask == "causal_bottom_right" else 0
+        offset = torch.arange(keys)[None, :] - torch.arange(queries)[:, None] - ahead
+        left, right = window or (-1, -1)
+        hidden = offset > 0 if "causal" in mask else torch.zeros_like(offset, dtype=torch.bool)
+        hidden = hidden | (offset > right if right >= 0 else False) | (offset < -left if left >= 0 else False)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if self.softmax_offset is not None:
+            sink = self.softmax_offset.float().reshape(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        return torch.einsum("bhqk,bkhd->bqhd", weights, value.float()).to(query.dtype)
