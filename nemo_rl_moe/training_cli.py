@@ -75,6 +75,15 @@ examples:
   nemo-rl-moe config --from-nemo-rl RL/examples/configs/grpo_math_1B.yaml > my_run.yaml
   nemo-rl-moe config --config my_run.yaml
 """
+_PLAN_HELP = """\
+--target GPUSxCARD or NODESxGPUSxCARD plans for these machines, whatever this one has: it sets cluster.num_nodes and
+cluster.gpus_per_node, takes Transformer Engine for granted, and says whether the run fits the card's memory.
+
+examples:
+  nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
+  nemo-rl-moe plan --config grpo_qwen3_30b_a3b_80gb.yaml --target 8xH100
+  nemo-rl-moe plan --config grpo_qwen3_30b_a3b_80gb.yaml --target 4x8xA100-80GB policy.train_global_batch_size=512
+"""
 _CONVERT_DESCRIPTION = """\
 Convert a model's folder between Hugging Face's format and Megatron-Core's.
 
@@ -106,7 +115,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
         ("config", "check a configuration and print it resolved, as YAML; the files that it names need not exist"),
         (
-            "plan",
+            _PLAN,
             "layout, parameters and memory of a run by arithmetic, without starting it; of the files that the "
             "configuration names, only the model's config.json must exist",
         ),
@@ -131,6 +140,10 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         if name == _DATA:
             command.add_argument(
                 "--show", type=_number, default=3, metavar="N", help="samples to show, from the first on (default: 3)"
+            )
+        elif name == _PLAN:
+            command.add_argument(
+                "--target", metavar="MACHINES", help="plan for other machines than this one; see below"
             )
         elif name not in _COMMANDS:
             _add_run_id(command)
@@ -211,6 +224,9 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> i
         raise ConfigurationError(_config_is_missing(options.command))
     if options.command == _DATA:
         _show_data(options.config, overrides, options.show)
+        return 0
+    if options.command == _PLAN:
+        _print_plan(options.config, overrides, options.target)
         return 0
     if options.command in _COMMANDS:
         _COMMANDS[options.command](options.config, overrides)
@@ -359,13 +375,16 @@ def _print_translation(path: str) -> int:
     return 0
 
 
-def _print_plan(config_path: str, overrides: Sequence[str]) -> None:
+def _print_plan(config_path: str, overrides: Sequence[str], machines: str | None) -> None:
     from nemo_rl_moe.config.loading import load_any_config
+    from nemo_rl_moe.distributed.accelerators import parse_target
 
-    config = load_any_config(config_path, overrides, check_paths=False)
+    target = None if machines is None else parse_target(machines)
+    placed = [] if target is None else target.overrides
+    config = load_any_config(config_path, [*overrides, *placed], check_paths=False)
     from nemo_rl_moe.launch.plan import print_plan
 
-    print_plan(config)
+    print_plan(config, target)
 
 
 def _show_data(config_path: str, overrides: Sequence[str], number: int) -> None:
@@ -388,7 +407,8 @@ _CONFIG = "config"
 _CONVERT = "convert"
 _DATA = "data"
 _VERIFY = "verify"
-_COMMANDS = {_CONFIG: _print_config, "plan": _print_plan}
+_PLAN = "plan"
+_COMMANDS = {_CONFIG: _print_config}
 _WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}
 _RUN = "run"
-_HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP}
+_HELP_OF = {_RUN: _RUN_HELP, _CONFIG: _CONFIG_HELP, _DATA: _DATA_HELP, _PLAN: _PLAN_HELP}

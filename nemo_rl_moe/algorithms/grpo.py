@@ -90,6 +90,7 @@ def train_grpo(
                 routing |= measurements.before_updates(step, batch, groups.trained, clock)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
+            policy.prepare_for_training(clock)
             with clock.phase("train"):
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
@@ -139,12 +140,15 @@ def update_engine(
 ) -> dict[str, float]:
     """Refit of an engine that keeps a copy of the weights; one that shares them is always current.
 
+    What generation leaves no room for makes place before.
+
     Returns:
         Metrics of the refit, `refit/...`; empty where there was none.
 
     Raises:
         WeightSyncError: The weights did not arrive, or the check shows that the engine does not compute with them.
     """
+    policy.prepare_for_generation(clock)
     if engine.shares_weights:
         return {}
     with clock.phase("refit"):
@@ -230,10 +234,12 @@ def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: Token
     """The batch with the log-probabilities that loss or rewards need: before the first update, of the reference."""
     without_tape = batch.without_stored(ROUTED_EXPERTS)
     if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
+        policy.prepare_for_logprobs(clock)
         with clock.phase("logprobs"):
             logprobs, batch = old_logprobs(config, policy, batch)
         batch = batch.with_columns(prev_logprobs=per_token(logprobs))
     if config.loss_fn.reference_policy_kl_penalty > 0:
+        policy.prepare_for_logprobs(clock)
         with clock.phase("reference_logprobs"):
             batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(without_tape)))
     return batch

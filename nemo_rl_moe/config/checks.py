@@ -11,6 +11,7 @@ from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_data import DATA_RULES
+from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
@@ -300,22 +301,6 @@ def balancing_types_match_coefficients(config: MasterConfig) -> Iterator[str]:
         )
 
 
-def learning_rates_fall(config: MasterConfig) -> Iterator[str]:
-    """Learning rate schedule: a decay that goes down and begins after the warm-up."""
-    optimizer, scheduler = config.policy.megatron_cfg.optimizer, config.policy.megatron_cfg.scheduler
-    if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
-        yield (
-            f"{MEGATRON}.optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr = {optimizer.lr}, or"
-            " null for a tenth of it"
-        )
-    end = scheduler.lr_decay_iters
-    if end is not None and scheduler.lr_warmup_iters >= end:
-        yield (
-            f"{MEGATRON}.scheduler.lr_warmup_iters: got {scheduler.lr_warmup_iters}, expected less than"
-            f" scheduler.lr_decay_iters = {end}"
-        )
-
-
 def _versions_rule(installed: str) -> Rule:
     def megatron_has_the_fields(config: MasterConfig) -> Iterator[str]:
         for name, value in config.policy.megatron_cfg.moe_transformer_fields.items():
@@ -370,5 +355,5 @@ COMMON_RULES: tuple[Rule, ...] = (
     routers_have_gradients_to_measure,
     recompute_is_said_once,
     balancing_types_match_coefficients,
-    learning_rates_fall,
+    *OPTIMIZER_RULES,
 )

@@ -49,7 +49,6 @@ def _empty_if_null(value: Any) -> Any:
 
 
 _ENGINE = "a setting of their engine or kernels"
-_CHECKED_ANYWAY = "memory and speed alone; `nemo-rl-moe plan` says what a run takes here"
 _LOOP = ("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "seed")
 _BATCHES = "validation takes batches of `policy.train_global_batch_size`: `val_batches` counts as many samples"
 _MOE_FIELDS = (
@@ -244,6 +243,12 @@ ROWS: tuple[Row, ...] = (
     # The model.
     *_same("policy", "model_name", "train_global_batch_size", "train_micro_batch_size", "max_total_sequence_length"),
     *_same("policy", "max_grad_norm", "logprob_batch_size", "precision"),
+    Row(
+        "policy.offload_optimizer_for_logprob",
+        "policy.offload_optimizer_for_logprob",
+        "GRPO; before generation theirs always moves it where engines share GPUs, ours by"
+        " `policy.offload_optimizer_for_generation`",
+    ),
     Row("policy.tokenizer.name", "policy.tokenizer.name"),
     Row(
         "policy.tokenizer.chat_template",
@@ -256,7 +261,6 @@ ROWS: tuple[Row, ...] = (
     *_none("policy.hf_config_overrides", "edit the model's config.json", "*"),
     *_none("policy", "of their Hugging Face backend", "generation_batch_size", off=32),
     Row("policy.logprob_chunk_size", "policy.logprob_chunk_size", "of training too; null: the default here", None),
-    *_none("policy", _CHECKED_ANYWAY, "offload_optimizer_for_logprob"),
     *_none("policy", "padded as the layout needs it", "make_sequence_length_divisible_by", off=1),
     *_none("policy.draft", "no draft models", "*"),
     Row(
@@ -332,6 +336,14 @@ ROWS: tuple[Row, ...] = (
     Row(f"{_MEGATRON}.recompute_modules", f"{_MEGATRON}.activation_checkpointing", "see there", None),
     Row(f"{_MEGATRON}.optimizer.optimizer", f"{_MEGATRON}.optimizer", "Adam with decoupled weight decay", None),
     *_same(f"{_MEGATRON}.optimizer", "lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps"),
+    *_same(f"{_MEGATRON}.optimizer", "use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype"),
+    *_same(f"{_MEGATRON}.optimizer", "optimizer_cpu_offload", "overlap_cpu_optimizer_d2h_h2d"),
+    Row(
+        f"{_MEGATRON}.optimizer.optimizer_offload_fraction",
+        f"{_MEGATRON}.optimizer.optimizer_offload_fraction",
+        "theirs may be 0: nothing is offloaded; ours is above 0",
+        lambda value: value or 1.0,
+    ),
     Row(
         f"{_MEGATRON}.optimizer.use_distributed_optimizer",
         f"{_MEGATRON}.distributed_data_parallel_config.use_distributed_optimizer",

@@ -275,6 +275,11 @@ class GeneratingPolicyConfig(PolicyConfig):
     """Layout and training of the model in Megatron-Core, and its routing in rollouts and in training."""
     logprob_batch_size: PositiveInt
     """Samples of one log-probability pass on one rank; packing and dynamic batching fill it by tokens instead."""
+    offload_optimizer_for_generation: bool
+    """Move the optimizer's state to the host's memory and free the gradients' buffers before responses are generated,
+    and back before training. What `optimizer_cpu_offload` keeps on the host is there already."""
+    offload_optimizer_for_logprob: bool
+    """The same before log-probability passes."""
     generation: GenerationConfig
     """Sampling of responses."""
 

@@ -27,6 +27,7 @@ HIGHEST_LEARNING_RATE = 10
 """Beyond, a value is a slip of the keyboard: Adam moves each weight by about so much in a step."""
 LearningRate = Annotated[float, Field(gt=0, le=HIGHEST_LEARNING_RATE)]
 LowestLearningRate = Annotated[float, Field(ge=0, le=HIGHEST_LEARNING_RATE)]
+OffloadFraction = Annotated[float, Field(gt=0, le=1)]
 ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValidator(_recompute_from_bool)]
 
 
@@ -85,6 +86,19 @@ class OptimizerConfig(StrictModel):
     """Adam's second moment decay."""
     adam_eps: PositiveFloat
     """Adam's epsilon."""
+    use_precision_aware_optimizer: bool
+    """Transformer Engine's Adam, on gradients as the buffers have them and with moments in the formats below, without
+    float32 copies of gradients. Beside it, `optimizer_cpu_offload`; that needs no Transformer Engine."""
+    exp_avg_dtype: Literal["float32", "bfloat16"]
+    """Number format of the first moment; bfloat16 needs `use_precision_aware_optimizer`."""
+    exp_avg_sq_dtype: Literal["float32", "bfloat16"]
+    """Number format of the second moment; bfloat16 needs `use_precision_aware_optimizer`."""
+    optimizer_cpu_offload: bool
+    """Keep masters and moments in the host's memory, and update there. Needs `use_precision_aware_optimizer`."""
+    optimizer_offload_fraction: OffloadFraction
+    """Share of a rank's parameters that `optimizer_cpu_offload` holds for; above 0, at most 1."""
+    overlap_cpu_optimizer_d2h_h2d: bool
+    """Copy gradients to the host and weights back while other parameters are updated there."""
 
     @property
     def end_lr(self) -> float:

@@ -4,11 +4,15 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_run import model_folder_exists
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.setup import announce_moe, model_warnings
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -24,6 +28,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import (
     whole_model_parameters,
     worker_memory,
 )
+from nemo_rl_moe.models.megatron.model.planned_machine import planned_with_gpus
 from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     build_transformer_config,
@@ -41,11 +46,12 @@ _UNITS = {"GB": 10**9, "MB": 10**6}
 _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels and of communication, the driver's own"
 
 
-def print_plan(config: MasterConfig) -> None:
+def print_plan(config: MasterConfig, target: Target | None = None) -> None:
     """Prints the plan of a run.
 
     Args:
         config: A checked configuration; of the files that it names, the model's `config.json` alone is read.
+        target: Machines that it is for; None: such as this one.
 
     Raises:
         ConfigurationError: The model cannot be found or is not supported, or Megatron-Core refuses the combination.
@@ -55,14 +61,18 @@ def print_plan(config: MasterConfig) -> None:
     hf_config, config_json = load_hf_config(config.policy.model_name), load_config_json(config.policy.model_name)
     if problems := too_long_sequences(config.policy, config_json):
         raise ConfigurationError(problems)
-    transformer = build_transformer_config(config.policy, hf_config)
+    with planned_with_gpus() if target is not None else nullcontext():
+        transformer = build_transformer_config(config.policy, hf_config)
     console = ConsoleLogger(total_steps=0, live="never")
     for line in [*layout_lines(config, transformer), "", *parameter_lines(config, transformer, hf_config), ""]:
         console.message(line)
-    for line in [*memory_lines(config, transformer, hf_config), ""]:
+    memory = memory_lines(config, transformer, hf_config)
+    if target is not None:
+        memory.append(f"  {fit_line(config, transformer, hf_config, target)}")
+    for line in [*memory, ""]:
         console.message(line)
     if isinstance(config, GRPOMasterConfig) and config.policy.generation.backend == "vllm":
-        for line in [*engine_lines(config, transformer, hf_config), ""]:
+        for line in [*engine_lines(config, transformer, hf_config, target), ""]:
             console.message(line)
     sources = setting_sources(config.policy, hf_config, config_json, transformer)
     announce_moe(console, effective_moe_configuration(transformer), sources)
@@ -135,43 +145,84 @@ def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config
     return [heading, *table, f"  {_NOT_COUNTED}"]
 
 
+def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> str:
+    """Line on the target's memory: how much of it the fullest worker leaves, of what is counted."""
+    memory = target.card.memory_gb * _UNITS["GB"]
+    stages = range(transformer.pipeline_model_parallel_size)
+    workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
+    beside = _share_of_engines(config) * memory
+    fullest = max(max(worker.peak_at_least, worker.while_generating + beside) for worker in workers)
+    of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
+    if fullest > memory:
+        return f"{target}: does not fit: {fullest / _UNITS['GB']:.2f} GB are more than {of_it}"
+    return f"{target}: fits, with {1 - fullest / memory:.0%} of {of_it} to spare"
+
+
+def _share_of_engines(config: MasterConfig) -> float:
+    """Share of each of the trainer's GPUs that an engine takes while it generates."""
+    generates = generating(config.policy)
+    if generates is None or generates.generation.backend != "vllm" or GENERATION_ROLE in config.cluster.roles:
+        return 0.0
+    return generates.generation.vllm.gpu_memory_utilization
+
+
 def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[tuple[str, list[int]]]:
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     precision = config.policy.precision
     gradients = "float32" if parallel.grad_reduce_in_fp32 else precision
-    master = "" if precision == "float32" else "master weights and "
-    sharded = ", sharded" if parallel.use_distributed_optimizer else ""
     rows = [
         (f"weights ({precision})", [worker.weights for worker in workers]),
         (f"gradients ({gradients})", [worker.gradients for worker in workers]),
-        (f"optimizer: {master}two moments (float32{sharded})", [worker.optimizer_state for worker in workers]),
+        (_optimizer_label(config), [worker.optimizer.state for worker in workers]),
         ("held all the time", [worker.always for worker in workers]),
         (
             f"+ in a backward pass, {microbatch_tokens(config)} tokens: activations, at least",
             [worker.activations_at_least for worker in workers],
         ),
+        ("+ in the optimizer: gradients (float32)", [worker.optimizer.float32_gradients for worker in workers]),
+        ("+ in the optimizer: moments (float32)", [worker.optimizer.float32_moments for worker in workers]),
     ]
-    if gradients != "float32":
-        steps = "+ in the optimizer: gradients (float32)"
-        rows.append((steps, [worker.float32_gradients for worker in workers]))
-    algorithm = algorithm_of(config)
+    is_moved = any(worker.is_moved for worker in workers)
+    if is_moved:
+        rows[3] = ("held while training", rows[3][1])
+        rows.append(("held while generating: weights", [worker.while_generating for worker in workers]))
     if generation_batch_size(config):
         sequences = f"{generation_batch_size(config)} x {config.policy.max_total_sequence_length} tokens"
         cache = f"+ while generating, {sequences}: key-value cache"
         rows.append((cache, [worker.key_value_cache for worker in workers]))
     rows.append(("at the fullest moment, at least", [worker.peak_at_least for worker in workers]))
-    if algorithm.needs_reference(config):
-        rows.append(("in the host's memory: reference weights", [worker.reference_weights for worker in workers]))
-    return rows
+    host = "in the host's memory: "
+    rows.append((f"{host}optimizer", [worker.optimizer.on_the_host for worker in workers]))
+    rows.append((f"{host}optimizer, while generating", [worker.moved for worker in workers]))
+    rows.append((f"{host}reference weights", [worker.reference_weights for worker in workers]))
+    return [(label, values) for label, values in rows if any(values) or not label.startswith(("+ in the opt", host))]
 
 
-def engine_lines(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[str]:
+def _optimizer_label(config: MasterConfig) -> str:
+    """Name of the row of what the optimizer holds on the device."""
+    megatron = config.policy.megatron_cfg
+    chosen = megatron.optimizer
+    sharded = ", sharded" if megatron.distributed_data_parallel_config.use_distributed_optimizer else ""
+    master = "" if config.policy.precision == "float32" else "master weights and "
+    moments = sorted({chosen.exp_avg_dtype, chosen.exp_avg_sq_dtype})
+    if moments != ["float32"]:
+        return f"optimizer: master weights (float32) and two moments ({' and '.join(moments)}{sharded})"
+    here = ""
+    if chosen.optimizer_cpu_offload:
+        master = "master weights, gradients and "
+        here = f", {1 - chosen.optimizer_offload_fraction:.0%} of them"
+    return f"optimizer: {master}two moments (float32{sharded}){here}"
+
+
+def engine_lines(
+    config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
+) -> list[str]:
     """Lines on the engines of `backend: vllm`: their places, their memory, and what lies beside them meanwhile."""
     chosen, longest = config.policy.generation.vllm, config.policy.max_total_sequence_length
     memory = engine_memory(config, transformer, hf_config)
     on_the_way = bytes_on_the_way(config, transformer, hf_config)
     stages = range(transformer.pipeline_model_parallel_size)
-    held = max(worker_memory(config, transformer, hf_config, stage).always for stage in stages)
+    held = max(worker_memory(config, transformer, hf_config, stage).while_generating for stage in stages)
     unit = "GB" if memory.weights >= 10**8 else "MB"
 
     def shown(value: float) -> str:
@@ -185,7 +236,7 @@ def engine_lines(config: GRPOMasterConfig, transformer: TransformerConfig, hf_co
         (f"key-value cache of a sequence, {longest} tokens", shown(memory.cache_of_a_token * longest)),
     ]
     if _on_gpus(config):
-        rows += _device_rows(chosen.gpu_memory_utilization, memory, held, longest)
+        rows += _device_rows(chosen.gpu_memory_utilization, memory, held, longest, target)
     else:
         rows.append(
             (
@@ -199,7 +250,9 @@ def engine_lines(config: GRPOMasterConfig, transformer: TransformerConfig, hf_co
     return [heading, *_aligned(rows), "  not counted: the engines' activations, buffers and graphs"]
 
 
-def _device_rows(utilization: float, memory: EngineMemory, held: int, longest: int) -> list[tuple[str, str]]:
+def _device_rows(
+    utilization: float, memory: EngineMemory, held: int, longest: int, target: Target | None
+) -> list[tuple[str, str]]:
     """Rows on a GPU that an engine shares with the trainer, in GB."""
     least = memory.fits_from(held, utilization) / _UNITS["GB"]
     rows = [
@@ -208,7 +261,7 @@ def _device_rows(utilization: float, memory: EngineMemory, held: int, longest: i
         ("while training: engines sleep, without weights and cache", "0.00"),
         ("GPUs on which both fit, from so many GB on", f"{least:.0f}" if math.isfinite(least) else "none"),
     ]
-    for size in _GPU_SIZES_GB:
+    for size in _GPU_SIZES_GB if target is None else (target.card.memory_gb,):
         cache = memory.cache(size * _UNITS["GB"], utilization)
         fits = size >= least and cache > 0
         sequences = f", {cache // (memory.cache_of_a_token * longest):,} such sequences"

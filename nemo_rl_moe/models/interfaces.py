@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
-from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeReport
@@ -208,6 +208,18 @@ class PolicyInterface(Protocol):
             reference: Of the model at the start of the run, where one is kept.
             one_at_a_time: A sequence a microbatch, whatever the configuration says.
         """
+        ...
+
+    def prepare_for_generation(self, clock: PhaseClock) -> None:
+        """Makes room for generation, where the configuration asks for it; what it takes is a phase of the clock."""
+        ...
+
+    def prepare_for_logprobs(self, clock: PhaseClock) -> None:
+        """The same for log-probability passes."""
+        ...
+
+    def prepare_for_training(self, clock: PhaseClock) -> None:
+        """Undoes either; `train` does it itself where nobody asked."""
         ...
 
     def reference_logprobs(self, batch: TokenBatch) -> Float[Tensor, "batch sequence"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import optimizer_parts
+from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.spoiled_loss import SpoiledLoss
 from tests.support.tiny_model import parallel_job

@@ -21,7 +21,7 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
-from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_ledger import TapeReport
@@ -188,6 +188,7 @@ class FakePolicy:
         losses: The loss function of each `train` call.
         updates_of_call: Optimizer steps of each `train` call.
         tapes: What is told of the tape of a step.
+        makes_room: The diary gets the calls that prepare for what comes next, too.
     """
 
     diary: list[str] = field(default_factory=list)
@@ -196,6 +197,7 @@ class FakePolicy:
     tracks_experts: bool = False
     updates_of_call: int = 1
     tapes: Mapping[int, TapeReport] = field(default_factory=dict)
+    makes_room: bool = False
 
     @property
     def weight_version(self) -> int:
@@ -220,6 +222,18 @@ class FakePolicy:
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
         raise AssertionError("GRPO validates by generation")
+
+    def prepare_for_generation(self, clock: PhaseClock) -> None:
+        if self.makes_room:
+            self.diary.append("prepare_for_generation")
+
+    def prepare_for_logprobs(self, clock: PhaseClock) -> None:
+        if self.makes_room:
+            self.diary.append("prepare_for_logprobs")
+
+    def prepare_for_training(self, clock: PhaseClock) -> None:
+        if self.makes_room:
+            self.diary.append("prepare_for_training")
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         self.diary.append("logprobs")

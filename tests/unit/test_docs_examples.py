@@ -16,6 +16,7 @@ import torch
 from nemo_rl_moe.algorithms.losses.own_objective import ObjectiveInputs
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
+from nemo_rl_moe.distributed.accelerators import parse_target
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
@@ -156,6 +157,9 @@ def test_commands_are_valid(page: Path, words: list[str], tmp_path: Path, monkey
     load = LOADERS[words[0]]
     config, *overrides = words[words.index("--config") + 1 :]
     overrides = [word for word in overrides if word != "[overrides]"]
+    if "--target" in overrides:
+        index = overrides.index("--target")
+        overrides[index : index + 2] = parse_target(overrides[index + 1]).overrides
     if MEANT_TO_FAIL in overrides:
         with pytest.raises(ConfigurationError) as error:
             load(config, overrides, check_paths=False)
@@ -209,6 +213,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         *(("faq.md", command) for command in ("sft", "grpo", "data", "plan", "evaluate")),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
+        ("gpu.md", "plan"),
         ("migrating.md", "config"),
         ("evaluate-and-generate.md", "evaluate"),
         ("forced-imbalance.md", "sft"),

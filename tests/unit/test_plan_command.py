@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`nemo-rl-moe plan`: what it prints, and how it refuses."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,8 @@ def test_warnings_are_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None
         ),
         (["grpo_math_1B.yaml", "policy.model_name=./nothing"], "policy.model_name: nothing not found"),
         (["sft.yaml", QWEN3_30B_A3B, "sft.sed=1"], "sft.sed: unknown key"),
+        (["sft.yaml", "--target", "8xH10"], "--target: got the card H10, expected one of A100-40GB, A100-80GB, H100,"),
+        (["sft.yaml", "--target", "H100"], "--target: got 'H100', expected GPUSxCARD or NODESxGPUSxCARD, such as"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -176,6 +179,53 @@ def test_wrong_input_is_one_line_and_code_2(
     assert (code, printed) == (2, "")
     assert errors.startswith(f"error: {expected}")
     assert errors.count("\n") == 1
+
+
+def test_the_30b_recipe_fits_eight_cards_of_80_gb(capsys: pytest.CaptureFixture[str]) -> None:
+    code, printed, errors = plan(capsys, "grpo_qwen3_30b_a3b_80gb.yaml", QWEN3_30B_A3B, "--target", "8xH100")
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    assert rows["workers"] == "8 (1 node x 8 GPUs)"
+    # Each rank updates 3,624 million parameters of experts and an eighth of 1,541 million others, at 4 + 2 + 2 bytes.
+    assert rows["optimizer: master weights (float32) and two moments (bfloat16, sharded)"] == "30.53"
+    assert rows["held while training"] == "51.19"
+    assert rows["+ in the optimizer: moments (float32)"] == "2.15"  # of 2^28 parameters, twice 4 bytes
+    assert rows["held while generating: weights"] == "10.33"
+    assert rows["in the host's memory: optimizer, while generating"] == "30.53"
+    spare = re.search(r"  8xH100: fits, with (\d+)% of the 80 GB of each H100 to spare\n", printed)
+    assert spare is not None
+    assert int(spare[1]) >= 10
+
+
+def test_a_target_stands_for_its_machines(capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = ("grpo_qwen3_30b_a3b.yaml", QWEN3_30B_A3B)
+    _, printed, _ = plan(capsys, *recipe, "--target", "8xA100-80GB")
+    assert "  8xA100-80GB: does not fit: 81.72 GB are more than the 80 GB of each A100-80GB\n" in printed
+    # What a laptop cannot compute with may be planned.
+    of_gpus = [f"{MEGATRON}.moe_grouped_gemm=true", f"{MEGATRON}.moe_permute_fusion=true"]
+    code, _, errors = plan(capsys, *recipe, *of_gpus)
+    assert code == 2
+    code, printed, errors = plan(capsys, *recipe, *of_gpus, "--target", "2x8xH200", "cluster.num_nodes=7")
+    assert (code, errors) == (0, "")
+    assert values(printed)["workers"] == "16 (2 nodes x 8 GPUs)"
+    assert "of the 141 GB of each H200 to spare\n" in printed
+    assert plan(capsys, *recipe, *of_gpus)[0] == 2, "and leaves no trace"
+
+
+def test_an_engine_beside_the_trainer_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["policy.generation.vllm.gpu_memory_utilization=0.8", "--target", "8xH100"]
+    settings = [
+        "grpo_qwen3_30b_a3b_80gb.yaml",
+        QWEN3_30B_A3B,
+        "policy.generation.backend=vllm",
+        "policy.generation.vllm.tensor_parallel_size=4",
+    ]
+    _, printed, _ = plan(capsys, *settings, *chosen)
+    # 0.8 x 80 GB beside 10.33 GB of weights.
+    assert "  8xH100: fits, with 7% of the 80 GB" in printed
+    assert values(printed)["beside it while it generates: held by the trainer, in GB"] == "10.33"
+    _, printed, _ = plan(capsys, *settings, *chosen, "policy.offload_optimizer_for_generation=false")
+    assert "  8xH100: does not fit: 115.19 GB" in printed
 
 
 def test_unreadable_configuration_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

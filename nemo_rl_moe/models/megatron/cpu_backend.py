@@ -70,6 +70,14 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
             # torch's AdamW keeps "step" in its state, which a checkpoint does not carry for each parameter.
             SourceEdit(r"for key in dst_tensors:", "for key in dst_tensors.keys() & tensors.keys():", 1),
         ),
+        # Everything lies on the host: what is offloaded is what would be, and the rest plays the device's part.
+        "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (
+            SourceEdit(r" if param\.is_cuda\]\)", "])", 1),
+            SourceEdit(r"(offload_params_numel < offload_threshold) and param\.is_cuda:", r"\1:", 1),
+            SourceEdit(r"\.cpu\(\)\.pin_memory\(\)", "", 1),
+            SourceEdit(r"if param\.is_cuda:", "if not cpu_copy:", 1),
+            SourceEdit(r"""v\.to\("cuda"\)""", "v", 1),
+        ),
         "megatron.core.pipeline_parallel.schedules": (_on_cpu(3),),
         "megatron.core.transformer.moe.moe_utils": (*((_on_cpu(1), no_te_gemm) if old else ()), numpy_copy),
         "megatron.core.tensor_parallel.random": (
@@ -97,6 +105,8 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
                 """dtype=torch.float, device="cpu")\n    return l2_cuda""",
                 1,
             ),
+            # No release of Transformer Engine is no lowest one: None cannot be compared.
+            SourceEdit(r"return get_te_version\(\) >=", "return (get_te_version() or PkgVersion('0')) >=", 1),
         ),
         "megatron.core.transformer.utils": (_on_cpu(2),),
         # torch refuses to change in place what a function of one rank handed on as it is: the output of an expert.

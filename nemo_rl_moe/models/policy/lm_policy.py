@@ -28,7 +28,7 @@ from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
-from nemo_rl_moe.metrics import MetricSeries, concatenate
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, RouteComparison, TrainResult, WriteOutcome
 from nemo_rl_moe.models.policy.megatron_policy_worker import (
@@ -279,6 +279,7 @@ class MegatronPolicy(ModelWorkers):
         self._checkpoint_dir = config.checkpointing.checkpoint_dir
         self.model_files = model_files
         self.weight_version = 0
+        self._trains, self._is_offloaded = num_steps is not None, False
         generates = generating(config.policy)
         self._weight_transport = "files" if generates is None else generates.generation.weight_transport
         self._num_failed_transfers = 0
@@ -302,6 +303,7 @@ class MegatronPolicy(ModelWorkers):
         ]
         shards = [list(of_rank) for of_rank in zip(*by_global_batch, strict=True)]
         results: list[RankTrainResult] = self._call("train", shards, loss_function)
+        self._is_offloaded = False  # ranks have it back where nobody asked before
         first = results[0]
         self.weight_version = first.weight_version
         return TrainResult(
@@ -320,6 +322,29 @@ class MegatronPolicy(ModelWorkers):
             tape_report=first.tape_report,
             advantage_scores=first.advantage_scores,
         )
+
+    def prepare_for_generation(self, clock: PhaseClock) -> None:
+        """Moves the optimizer's state to the host, and frees gradients, where the configuration says so."""
+        generates = generating(self._policy)
+        self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
+
+    def prepare_for_logprobs(self, clock: PhaseClock) -> None:
+        """The same before log-probability passes."""
+        generates = generating(self._policy)
+        self._offload_optimizer(generates is not None and generates.offload_optimizer_for_logprob, clock)
+
+    def prepare_for_training(self, clock: PhaseClock) -> None:
+        """Moves it back, where it was moved."""
+        if self._is_offloaded:
+            with clock.phase("onload_optimizer"):
+                self._workers.call_all("onload_optimizer")
+            self._is_offloaded = False
+
+    def _offload_optimizer(self, is_wanted: bool, clock: PhaseClock) -> None:
+        if is_wanted and self._trains and not self._is_offloaded:
+            with clock.phase("offload_optimizer"):
+                self._workers.call_all("offload_optimizer")
+            self._is_offloaded = True
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """The same of the model at the start of the run."""

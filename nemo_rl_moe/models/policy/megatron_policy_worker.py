@@ -190,6 +190,14 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         except WeightSyncError as error:
             return SendOutcome(problem=str(error))
 
+    def offload_optimizer(self) -> int:
+        """Moves the optimizer's state to the host; the bytes that this rank's device gained."""
+        return self._trainer.offload_optimizer()
+
+    def onload_optimizer(self) -> None:
+        """Moves it back."""
+        self._trainer.onload_optimizer()
+
     def weight_version(self) -> int:
         """Optimizer steps that changed the weights since the start of training."""
         return self._trainer.num_updates

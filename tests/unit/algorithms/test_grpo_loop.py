@@ -67,6 +67,7 @@ class Loop:
     tape_watch: TapeWatch | None = None
     engine_class: type[FakeEngine] = FakeEngine
     refit_check: RefitCheck | None = None
+    makes_room: bool = False
     recorded_tapes: list[tuple[int, TapeReport]] = field(default_factory=list)
     summary: RunSummary = field(init=False)
 
@@ -78,6 +79,7 @@ class Loop:
             tracks_experts=self.tracks_experts,
             updates_of_call=self.config.updates_per_step,
             tapes=self.tapes,
+            makes_room=self.makes_room,
         )
         self.logger = ListLogger(diary=self.diary)
         self.scorer.diary = self.diary
@@ -121,6 +123,14 @@ def test_order_of_the_phases() -> None:
         *("generate", "score", "log 0"),
         *("generate", "score", "train", "log 1"),
         *("generate", "score", "train", "generate", "score", "save 2", "log 2", "finish"),
+    ]
+
+
+def test_room_is_made_before_an_engine_gets_weights_and_given_back_before_training() -> None:
+    config = small_config("grpo.max_num_steps=1", "loss_fn.force_on_policy_ratio=never")
+    assert Loop(config, shares_weights=False, makes_room=True).diary == [
+        *("prepare_for_generation", "refit 0", "weights", "generate", "score", "prepare_for_logprobs", "logprobs"),
+        *("prepare_for_training", "train", "prepare_for_generation", "refit 1", "weights", "save 1", "log 1", "finish"),
     ]
 
 

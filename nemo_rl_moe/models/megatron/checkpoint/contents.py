@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import masters_from_weights
 from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     SHARDED_TYPES,
     Sharded,
@@ -226,7 +227,7 @@ def restore_contents(objects: TrainingObjects, loaded: dict[str, Any]) -> Traine
     restore_model(objects.chunks, loaded["model"])
     if "counters" not in loaded:
         reset_state(objects.optimizer)  # a checkpoint that was found damaged may have left some
-        objects.optimizer.reload_model_params()
+        masters_from_weights(objects.optimizer)
         return None
     num_updates, num_calls, scheduler_ticks = loaded["counters"].tolist()
     put_back(objects.optimizer, [state for _, state in sorted(loaded.get("optimizer", {}).items())])

@@ -16,6 +16,14 @@ from torch import Tensor
 
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.checkpoint.flat_ranges import sharded_range
+from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import (
+    MOMENTS,
+    counts_for_each_parameter,
+    inner_optimizers,
+    make_state,
+    optimizer_parts,
+    step_count,
+)
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -28,34 +36,20 @@ Sharded = Any
 """A `ShardedTensor`, or a `ShardedTensorFactory` that makes some of one tensor."""
 SHARDED_TYPES = (ShardedTensor, ShardedTensorFactory)
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "fp32_param"
 
 
-def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """The optimizers that a chained one is made of, without those that hold no parameters."""
-    parts: Sequence[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
-
-
 def ensure_state(optimizer: MegatronOptimizer) -> None:
-    """Makes the state of an optimizer that has not taken a step: moments of zero, and torch's count of updates.
-
-    Megatron-Core makes the moments alone; torch's Adam, which takes them for a state of its own, then misses its count.
-    """
+    """Makes the state of an optimizer that has not taken a step: moments of zero, and torch's count of updates."""
     for part in optimizer_parts(optimizer):
-        part.init_state_fn(part.optimizer, part.config)
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for parameter, state in part.optimizer.state.items():
-                if "step" not in state:
-                    state["step"] = _step_count(parameter, 0)
+        make_state(part)
 
 
 def reset_state(optimizer: MegatronOptimizer) -> None:
     """Makes what state there is that of an optimizer which has not taken a step."""
     for part in optimizer_parts(optimizer):
         for state in part.optimizer.state.values():
-            for kind in _MOMENTS:
+            for kind in MOMENTS:
                 if kind in state:
                     state[kind].zero_()
     set_num_updates(optimizer, 0)
@@ -68,18 +62,13 @@ def set_num_updates(optimizer: MegatronOptimizer, num_updates: int) -> None:
     many updates a step as it has owners. (Megatron-Core's own loading shares one, or restores 0.)
     """
     for part in optimizer_parts(optimizer):
-        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
-            for parameter, state in part.optimizer.state.items():
-                state["step"] = _step_count(parameter, num_updates)
-        else:  # Transformer Engine and Apex count by group, from the first step on
-            for group in part.optimizer.param_groups:
-                group["step"] = num_updates
-
-
-def _step_count(parameter: Tensor, num_updates: int) -> Tensor:
-    # Fused, as `_fuse_adam` makes it, it counts where the parameter is.
-    device = parameter.device if parameter.is_cuda else torch.device("cpu")
-    return torch.tensor(float(num_updates), dtype=torch.float32, device=device)
+        for inner in inner_optimizers(part):
+            if counts_for_each_parameter(inner):
+                for parameter, state in inner.state.items():
+                    state["step"] = step_count(parameter, num_updates)
+            else:  # Transformer Engine and Apex count by group, from the first step on
+                for group in inner.param_groups:
+                    group["step"] = num_updates
 
 
 def sharded_optimizer_state(optimizer: MegatronOptimizer, model_state: Mapping[str, Sharded]) -> list[dict[str, Any]]:
@@ -161,7 +150,7 @@ def _tensors_of_range(part: Any, parameter: Tensor, tensors: Mapping[str, Tensor
     are no masters: it updates the weights themselves.
     """
     tensors = part._get_main_param_and_optimizer_states(parameter) if tensors is None else tensors
-    found = {kind: tensors[kind] for kind in _MOMENTS}
+    found = {kind: tensors[kind] for kind in MOMENTS}
     return found if parameter.dtype == torch.float32 else found | {_MASTER: tensors["param"]}
 
 
@@ -177,7 +166,7 @@ def _tensors_of_plain(part: Any) -> Iterator[tuple[str, Tensor, str, Tensor]]:
     """A name, the model's parameter, the kind of tensor, and the tensor itself."""
     for index, (parameter, main) in enumerate(_main_parameters(part)):
         state = part.optimizer.state[main]
-        for kind in _MOMENTS:
+        for kind in MOMENTS:
             yield f"{index}.{kind}", parameter, kind, state[kind]
         if main is not parameter:
             yield f"{index}.{_MASTER}", parameter, _MASTER, main

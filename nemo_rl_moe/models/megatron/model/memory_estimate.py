@@ -8,9 +8,11 @@ from typing import Any
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import OptimizerConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
+from nemo_rl_moe.models.megatron.training.portioned_step import PORTION_PARAMETERS
 
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _FLOAT32 = 4
 _MASTER_AND_MOMENTS = 3 * _FLOAT32
 _MOMENTS = 2 * _FLOAT32
+_MOMENT_BYTES = {"float32": _FLOAT32, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -195,39 +198,68 @@ def _gated_mlp(size: int, intermediate_size: int) -> int:
 
 
 @dataclass(frozen=True)
+class OptimizerMemory:
+    """Bytes of one rank's share of the optimizer, by arithmetic.
+
+    Attributes:
+        state: On the device: Adam's two moments and, where the weights are no float32, a float32 master copy; of what
+            updates beside a part on the host, its gradients in float32 too.
+        on_the_host: Masters, moments and gradients in float32 of the parameters that are updated on the host.
+        float32_gradients: Copies of gradients that are no float32, while the optimizer steps.
+        float32_moments: Copies of moments that are no float32, of a portion of the parameters, while it steps.
+    """
+
+    state: int
+    on_the_host: int
+    float32_gradients: int
+    float32_moments: int
+
+
+@dataclass(frozen=True)
 class WorkerMemory:
     """Bytes of one worker, by arithmetic.
 
     Attributes:
         weights: Parameters in the number format of the run.
         gradients: Megatron-Core's buffers for them: float32 where they are reduced in it, else as the weights.
-        optimizer_state: Adam's two moments and, where the weights are no float32, a float32 master copy; sharded over
-            (expert-)data-parallel ranks by the distributed optimizer.
+        optimizer: The optimizer's share, sharded over (expert-)data-parallel ranks by the distributed optimizer.
         activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
             layer and, on the last stage, logits in float32, of a chunk where a microbatch has more. Everything else is
             not counted.
-        float32_gradients: Copies of gradients that are no float32, while the optimizer steps.
         key_value_cache: Keys and values of generation.
         reference_weights: The reference model, in the host's memory.
+        is_moved: Gradients are freed and the optimizer's state is moved to the host while responses are generated.
     """
 
     weights: int
     gradients: int
-    optimizer_state: int
+    optimizer: OptimizerMemory
     activations_at_least: int
-    float32_gradients: int
     key_value_cache: int
     reference_weights: int
+    is_moved: bool
 
     @property
     def always(self) -> int:
-        """Bytes held all the time."""
-        return self.weights + self.gradients + self.optimizer_state
+        """Bytes held all the time, or while training where the rest is moved for generation."""
+        return self.weights + self.gradients + self.optimizer.state
+
+    @property
+    def while_generating(self) -> int:
+        """Bytes held while responses are generated, without the cache."""
+        return self.weights if self.is_moved else self.always
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the host holds in place of the device."""
+        return self.optimizer.state if self.is_moved else 0
 
     @property
     def peak_at_least(self) -> int:
         """Lower bound of the peak: in a backward pass, in the optimizer step, or while generating."""
-        return self.always + max(self.activations_at_least, self.float32_gradients, self.key_value_cache)
+        in_a_step = self.optimizer.float32_gradients + self.optimizer.float32_moments
+        training = self.always + max(self.activations_at_least, in_a_step)
+        return max(training, self.while_generating + self.key_value_cache)
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:
@@ -239,7 +271,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         hf_config: The model's Hugging Face configuration.
         stage: The pipeline stage.
     """
-    megatron = config.policy.megatron_cfg
+    megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
     parameters = rank_parameters(transformer, hf_config, stage, routers_frozen=megatron.freeze_moe_router)
     weight_bytes = transformer.params_dtype.itemsize
@@ -252,12 +284,34 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
     return WorkerMemory(
         weights=weights,
         gradients=parameters.trained * gradient_bytes,
-        optimizer_state=updated * (_MOMENTS if weight_bytes == _FLOAT32 else _MASTER_AND_MOMENTS),
+        optimizer=_optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes),
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
-        float32_gradients=0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32,
         key_value_cache=_key_value_cache(config, transformer, stage),
         reference_weights=weights if algorithm_of(config).needs_reference(config) else 0,
+        is_moved=generates is not None and generates.offload_optimizer_for_generation,
     )
+
+
+def _optimizer_memory(chosen: OptimizerConfig, updated: int, weight_bytes: int, gradient_bytes: int) -> OptimizerMemory:
+    """Memory of the optimizer.
+
+    Args:
+        chosen: Its settings.
+        updated: Parameters that this rank updates.
+        weight_bytes: Bytes of a weight.
+        gradient_bytes: Bytes of a gradient in its buffer.
+    """
+    if chosen.optimizer_cpu_offload:
+        on_the_host = round(updated * chosen.optimizer_offload_fraction)
+        each = _MASTER_AND_MOMENTS + _FLOAT32  # float32 gradients stay beside them
+        return OptimizerMemory((updated - on_the_host) * each, on_the_host * each, 0, 0)
+    master = 0 if weight_bytes == _FLOAT32 else _FLOAT32
+    if not chosen.use_precision_aware_optimizer:
+        copies = 0 if gradient_bytes == _FLOAT32 else updated * _FLOAT32
+        return OptimizerMemory(updated * (master + _MOMENTS), 0, copies, 0)
+    moments = [_MOMENT_BYTES[name] for name in (chosen.exp_avg_dtype, chosen.exp_avg_sq_dtype)]
+    copied = min(updated, PORTION_PARAMETERS) * _FLOAT32 * sum(each != _FLOAT32 for each in moments)
+    return OptimizerMemory(updated * (master + sum(moments)), 0, 0, copied)
 
 
 def expert_data_parallel_size(config: MasterConfig) -> int:

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.megatron import cpu_backend  # before megatron.core
+from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
+from nemo_rl_moe.models.megatron.training import portioned_step
+from nemo_rl_moe.models.megatron.training.portioned_step import step_in_portions
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -59,9 +63,37 @@ def wrap_data_parallel(
 def build_optimizer(
     policy: PolicyConfig, config: TransformerConfig, chunks: Sequence[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """Adam with float32 master weights where training is in bfloat16; weight decay on matrices only."""
-    chosen = policy.megatron_cfg.optimizer
-    optimizer_config = OptimizerConfig(
+    """Adam with float32 master weights where training is in bfloat16; weight decay on matrices only.
+
+    Raises:
+        ConfigurationError: Megatron-Core refuses the settings here, for want of a newer Transformer Engine for one.
+    """
+    try:
+        optimizer_config = _optimizer_config(policy, config)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        raise ConfigurationError(f"policy.megatron_cfg.optimizer: Megatron-Core refuses it: {error}") from error
+    # Without the overrides norms and biases are decayed too.
+    optimizer: MegatronOptimizer = get_megatron_optimizer(
+        optimizer_config,
+        list(chunks),
+        config_overrides=get_standard_config_overrides(optimizer_config),
+        use_gloo_process_groups=False,
+    )
+    _fuse_adam(optimizer)
+    if "bfloat16" in (policy.megatron_cfg.optimizer.exp_avg_dtype, policy.megatron_cfg.optimizer.exp_avg_sq_dtype):
+        for part in optimizer_parts(optimizer):
+            step_in_portions(part.optimizer, portioned_step.PORTION_PARAMETERS)
+    if config.bf16:
+        config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def _optimizer_config(policy: PolicyConfig, config: TransformerConfig) -> OptimizerConfig:
+    chosen, parallel = policy.megatron_cfg.optimizer, policy.megatron_cfg.distributed_data_parallel_config
+    # Its main gradients are those of the buffers.
+    precision_aware = chosen.use_precision_aware_optimizer
+    gradients = torch.bfloat16 if precision_aware and not parallel.grad_reduce_in_fp32 else torch.float32
+    return OptimizerConfig(
         optimizer="adam",
         lr=chosen.lr,
         min_lr=chosen.end_lr,
@@ -73,19 +105,19 @@ def build_optimizer(
         clip_grad=math.inf if policy.max_grad_norm is None else policy.max_grad_norm,
         bf16=config.bf16,
         params_dtype=DTYPES[policy.precision],
-        use_distributed_optimizer=policy.megatron_cfg.distributed_data_parallel_config.use_distributed_optimizer,
+        use_distributed_optimizer=parallel.use_distributed_optimizer,
+        use_precision_aware_optimizer=precision_aware,
+        main_grads_dtype=gradients,
+        exp_avg_dtype=DTYPES[chosen.exp_avg_dtype],
+        exp_avg_sq_dtype=DTYPES[chosen.exp_avg_sq_dtype],
+        # Masters are kept whole: checkpoints hold them for optimizers of any kind.
+        store_param_remainders=False,
+        optimizer_cpu_offload=chosen.optimizer_cpu_offload,
+        optimizer_offload_fraction=chosen.optimizer_offload_fraction,
+        overlap_cpu_optimizer_d2h_h2d=chosen.overlap_cpu_optimizer_d2h_h2d,
+        pin_cpu_grads=not cpu_backend.ACTIVE,
+        pin_cpu_params=not cpu_backend.ACTIVE,
     )
-    # Without the overrides norms and biases are decayed too.
-    optimizer: MegatronOptimizer = get_megatron_optimizer(
-        optimizer_config,
-        list(chunks),
-        config_overrides=get_standard_config_overrides(optimizer_config),
-        use_gloo_process_groups=False,
-    )
-    _fuse_adam(optimizer)
-    if config.bf16:
-        config.grad_scale_func = optimizer.scale_loss
-    return optimizer
 
 
 def _fuse_adam(optimizer: MegatronOptimizer) -> None:
@@ -93,7 +125,7 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
 
     Otherwise it makes a dozen passes over each tensor. Megatron-Core has no setting for it.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         if isinstance(part.optimizer, torch.optim.AdamW):
             for group in part.optimizer.param_groups:
                 group["fused"] = True

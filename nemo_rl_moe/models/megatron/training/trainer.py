@@ -33,6 +33,7 @@ from nemo_rl_moe.models.megatron.training.advantage_recorder import attach_advan
 from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
 from nemo_rl_moe.models.megatron.training.gradients_at_logits import attach_gradients_at_logits
+from nemo_rl_moe.models.megatron.training.host_state import HostState
 from nemo_rl_moe.models.megatron.training.optimizer import (
     build_optimizer,
     build_scheduler,
@@ -275,11 +276,13 @@ class MegatronTrainer(MegatronModel):
         self._router_gradients = attach_router_gradients(self.ddp_chunks, self.config, policy, self.device)
         self._at_logits = attach_gradients_at_logits(self.ddp_chunks, self.config, policy, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
+        self._host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
         self._calls = 0
         self._checkpoint_write: CheckpointWrite | None = None
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
+        self.onload_optimizer()
         losses, grad_norms, lr = [], [], 0.0
         series: list[dict[str, MetricSeries]] = []
         num_skipped = skipped_in_a_row = 0
@@ -345,6 +348,14 @@ class MegatronTrainer(MegatronModel):
             advantage_scores=advantages.scores if advantages is not None and dist.get_rank() == 0 else None,
         )
 
+    def offload_optimizer(self) -> int:
+        """Moves the optimizer's state to the host and frees the gradients; returns the bytes that the device gained."""
+        return self._host_state.leave()
+
+    def onload_optimizer(self) -> None:
+        """Undoes `offload_optimizer`."""
+        self._host_state.come_back()
+
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """`logprobs` of the weights that the run began with."""
         assert self._reference is not None  # the run keeps one wherever its loss needs it
@@ -384,6 +395,7 @@ class MegatronTrainer(MegatronModel):
         Raises:
             CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
         """
+        self.onload_optimizer()
         counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
         if counters is not None:
             self.num_updates, self._calls = counters.num_updates, counters.num_calls

@@ -66,6 +66,7 @@ EXPECTED_FIELDS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "moe_shared_expert_intermediate_size": None,
     },
+    "gpt-oss-120b": {"num_layers": 36, "num_moe_experts": 128, "moe_router_topk": 4, "moe_ffn_hidden_size": 2880},
     "Qwen3-235B-A22B": {"num_layers": 94, "moe_ffn_hidden_size": 1536, "num_query_groups": 4},
 }
 

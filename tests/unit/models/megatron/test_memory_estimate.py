@@ -207,9 +207,11 @@ def test_every_rank_holds_what_the_arithmetic_says(name: str) -> None:
     # Sharding deals parameters out unevenly, and a share is rounded up: by at most one parameter of either kind.
     slack = 2 * 12 * world_size
     held_state = sum(held.optimizer_state for held in ranks)
-    assert held_state <= sum(estimate.optimizer_state for estimate in estimates) <= held_state + slack
+    assert held_state <= sum(estimate.optimizer.state for estimate in estimates) <= held_state + slack
     held_gradients = sum(held.float32_gradients for held in ranks)
-    assert held_gradients <= sum(estimate.float32_gradients for estimate in estimates) <= held_gradients + slack
+    assert (
+        held_gradients <= sum(estimate.optimizer.float32_gradients for estimate in estimates) <= held_gradients + slack
+    )
 
 
 def test_whole_model_by_hand() -> None:

@@ -1,0 +1,87 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Cards to train on: their memory and speed, and machines of them that a run is planned for."""
+
+import re
+from dataclasses import dataclass
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """A card, by its maker's data sheet.
+
+    Attributes:
+        name: Name of the card.
+        memory_gb: Memory in GB of 10^9 bytes.
+        bfloat16_tflops: Most TFLOP/s of dense matrix products in bfloat16.
+    """
+
+    name: str
+    memory_gb: int
+    bfloat16_tflops: float
+
+
+# NVIDIA's data sheets of each; of those that give speeds with sparsity alone, half.
+ACCELERATORS: dict[str, Accelerator] = {
+    card.name: card
+    for card in (
+        Accelerator("A100-40GB", 40, 312),
+        Accelerator("A100-80GB", 80, 312),
+        Accelerator("H100", 80, 989),
+        Accelerator("H100-PCIe", 80, 756),
+        Accelerator("H100-NVL", 94, 835),
+        Accelerator("H200", 141, 989),
+        Accelerator("H20", 96, 148),
+        Accelerator("B200", 180, 2250),
+        Accelerator("L40S", 48, 362),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """Machines that a run is planned for.
+
+    Attributes:
+        num_nodes: Machines.
+        gpus_per_node: Cards of each.
+        card: The card.
+    """
+
+    num_nodes: int
+    gpus_per_node: int
+    card: Accelerator
+
+    @property
+    def overrides(self) -> list[str]:
+        """Overrides of a configuration that place it there."""
+        return [f"cluster.num_nodes={self.num_nodes}", f"cluster.gpus_per_node={self.gpus_per_node}"]
+
+    def __str__(self) -> str:
+        nodes = "" if self.num_nodes == 1 else f"{self.num_nodes}x"
+        return f"{nodes}{self.gpus_per_node}x{self.card.name}"
+
+
+def parse_target(text: str) -> Target:
+    """Machines out of `GPUSxCARD` or `NODESxGPUSxCARD`, such as `8xH100` or `4x8xA100-80GB`.
+
+    Raises:
+        ConfigurationError: It is none of these, or the card is not known.
+    """
+    form = re.fullmatch(r"(?:(\d{1,6})x)?(\d{1,3})x([\w-]+)", text, flags=re.ASCII)
+    if form is None or 0 in (int(form[1] or 1), int(form[2])):
+        raise ConfigurationError(
+            f"--target: got {shortened(text)!r}, expected GPUSxCARD or NODESxGPUSxCARD, such as 8xH100 or 4x8xA100-80GB"
+        )
+    by_name = {name.lower(): card for name, card in ACCELERATORS.items()}
+    card = by_name.get(form[3].lower())
+    if card is None:
+        close = nearest(form[3].lower(), by_name)
+        raise ConfigurationError(
+            f"--target: got the card {shortened(form[3])}, expected one of {', '.join(ACCELERATORS)}"
+            f"{did_you_mean(by_name[close].name if close else None)}"
+        )
+    return Target(int(form[1] or 1), int(form[2]), card)

@@ -1,0 +1,103 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizers inside Megatron-Core's: torch's or Transformer Engine's Adam, or several where some run on the host.
+
+Megatron-Core's `HybridDeviceOptimizer` stands for the latter. It has parameters and state of its own, which it makes
+out of those of its inner optimizers after each step, and hands on to them only after a whole state was loaded.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """The optimizers that a chained one is made of, without those that hold no parameters."""
+    parts: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
+
+
+def inner_optimizers(part: Any) -> list[Any]:
+    """The optimizers that really update the parameters of a part."""
+    outer = part.optimizer
+    return list(outer.sub_optimizers) if isinstance(outer, HybridDeviceOptimizer) else [outer]
+
+
+def device_optimizers(part: Any) -> list[Any]:
+    """Those of them whose tensors lie on the device."""
+    outer = part.optimizer
+    if not isinstance(outer, HybridDeviceOptimizer):
+        return [outer]
+    return [] if outer.gpu_optimizer is None else [outer.gpu_optimizer]
+
+
+def counts_for_each_parameter(inner: Any) -> bool:
+    """True of torch's Adam, which counts updates for each parameter; others count them for each group."""
+    return isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
+def make_state(part: Any) -> None:
+    """Makes the state of a part that has not taken a step; one that has keeps its own."""
+    is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
+    for inner in inner_optimizers(part):
+        if hasattr(inner, "initialize_state"):
+            _make_state_of_fused_adam(inner)
+        elif is_hybrid:
+            _make_moments(inner)
+        else:
+            part.init_state_fn(inner, part.config)
+        _count_from_zero(inner)
+    if is_hybrid:
+        part.optimizer._sync_sub_optimizers_state_to_hdo()
+
+
+def _make_state_of_fused_adam(inner: Any) -> None:
+    """State of Transformer Engine's Adam; Megatron-Core leaves out what newer releases want besides the parameter."""
+    wants_remainders = len(inspect.signature(inner.initialize_state).parameters) > 1
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            if not inner.state[parameter]:
+                inner.initialize_state(parameter, *([False] if wants_remainders else []))
+
+
+def _make_moments(inner: Any) -> None:
+    for group in inner.param_groups:
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            state.update({kind: torch.zeros_like(parameter.data) for kind in MOMENTS if kind not in state})
+
+
+def masters_from_weights(optimizer: MegatronOptimizer) -> None:
+    """Sets float32 masters to the model's weights, those too that Megatron-Core leaves to Transformer Engine."""
+    optimizer.reload_model_params()
+    for part in optimizer_parts(optimizer):
+        for inner in inner_optimizers(part):
+            if isinstance(part.optimizer, HybridDeviceOptimizer) or not hasattr(inner, "set_scaled_state"):
+                continue
+            for parameter, state in inner.state.items():
+                if "master_param" in state:
+                    inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def _count_from_zero(inner: Any) -> None:
+    """Makes torch's count of updates: Adam takes moments for a state of its own, and then misses it."""
+    if counts_for_each_parameter(inner):
+        for parameter, state in inner.state.items():
+            if "step" not in state:
+                state["step"] = step_count(parameter, 0)
+
+
+def step_count(parameter: Tensor, num_updates: int) -> Tensor:
+    """Number of updates as torch's Adam keeps it: fused, it counts where the parameter is."""
+    device = parameter.device if parameter.is_cuda else torch.device("cpu")
+    return torch.tensor(float(num_updates), dtype=torch.float32, device=device)

@@ -1,0 +1,58 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A machine with GPUs and Transformer Engine, for configurations that are planned on another one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nemo_rl_moe.models.megatron.model import transformer_config as project_config
+
+# isort: split
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.transformer import transformer_config
+from megatron.core.transformer.moe import moe_utils
+
+_RELEASE = (2, 14)
+"""Release of Transformer Engine that is taken for granted."""
+_KERNELS = (
+    (rope_utils, "fused_apply_rotary_pos_emb"),
+    (moe_utils, "fused_permute"),
+    (moe_utils, "fused_permute_with_probs"),
+    (moe_utils, "fused_sort_chunks_by_index"),
+    (moe_utils, "fused_sort_chunks_by_index_with_probs"),
+    (moe_utils, "fused_unpermute"),
+)
+"""Names that Megatron-Core does not bind, or binds to None, without Transformer Engine, and looks at when it checks."""
+_MISSING = object()
+
+
+def _has_release(wanted: str, check_equality: bool = True) -> bool:
+    found = tuple(int(part) for part in wanted.split(".")[:2] if part.isdecimal())
+    return found < _RELEASE or (check_equality and found == _RELEASE)
+
+
+@contextmanager
+def planned_with_gpus() -> Iterator[None]:
+    """Frame in which a TransformerConfig is made as there. Nothing may be built of it here."""
+    replaced: list[tuple[Any, str, Any]] = [
+        (project_config, "has_transformer_engine", lambda: True),
+        (project_config, "_transformer_engine_version", lambda: _RELEASE),
+        (transformer_config, "is_te_min_version", _has_release),
+        *((module, name, _not_here) for module, name in _KERNELS if getattr(module, name, None) is None),
+    ]
+    before = [(module, name, getattr(module, name, _MISSING)) for module, name, _ in replaced]
+    for module, name, value in replaced:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            if value is _MISSING:
+                delattr(module, name)
+            else:
+                setattr(module, name, value)
+
+
+def _not_here(*arguments: Any, **keywords: Any) -> Any:
+    raise RuntimeError("a kernel of Transformer Engine, of a machine that is only planned for")

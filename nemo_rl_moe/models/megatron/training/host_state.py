@@ -1,0 +1,115 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer's state on the host while nothing trains, and back; gradients' buffers freed meanwhile."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import device_optimizers, optimizer_parts
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+
+SLAB_BYTES = 2**30
+"""Pinned memory is asked for in pieces of so many bytes: torch rounds each up to a power of two."""
+_ALIGNMENT = 64
+
+
+class HostState:
+    """What training alone needs on the device: it leaves, and comes back to the bit.
+
+    Tensors stay the objects that they are, so that optimizers and checkpoints find them wherever their values lie.
+    Gradients are not kept: each global batch begins with buffers of zeros.
+
+    Args:
+        optimizer: Its masters and moments leave.
+        chunks: The model's chunks, whose gradient buffers are freed.
+        device: Where all of it belongs.
+
+    Attributes:
+        is_away: True between `leave` and `come_back`.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel], device: torch.device):
+        self._optimizer, self._device = optimizer, device
+        self._model = [module for chunk in chunks for module in (*chunk.module.parameters(), *chunk.module.buffers())]
+        self._gradients = [
+            buffer.grad_data for chunk in chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        self._moved: list[Tensor] = []
+        self._on_host: list[Tensor] = []
+        self._gradient_bytes: list[int] = []
+        self.is_away = False
+
+    @torch.no_grad()
+    def leave(self) -> int:
+        """Moves the state to the host and frees the gradients' buffers.
+
+        Returns:
+            Bytes that the device has no longer; 0 where they are away already.
+        """
+        if self.is_away:
+            return 0
+        self._moved = list(self._tensors())
+        if [(t.shape, t.dtype) for t in self._moved] != [(t.shape, t.dtype) for t in self._on_host]:
+            self._on_host = _host_tensors(self._moved, pinned=self._device.type == "cuda")
+        for tensor, host in zip(self._moved, self._on_host, strict=True):
+            host.copy_(tensor, non_blocking=True)
+        torch.cuda.synchronize()  # a host tensor is whole only then
+        for tensor, host in zip(self._moved, self._on_host, strict=True):
+            tensor.data, tensor.grad = host, None
+        self._gradient_bytes = [gradients.untyped_storage().nbytes() for gradients in self._gradients]
+        for gradients in self._gradients:
+            gradients.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()  # for engines in other processes
+        self.is_away = True
+        return sum(tensor.nbytes for tensor in self._moved) + sum(self._gradient_bytes)
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        """Moves the state back to the device, and makes gradients' buffers of zeros; nothing where it is there."""
+        if not self.is_away:
+            return
+        for tensor, host in zip(self._moved, self._on_host, strict=True):
+            tensor.data = torch.empty_like(host, device=self._device).copy_(host, non_blocking=True)
+        for gradients, num_bytes in zip(self._gradients, self._gradient_bytes, strict=True):
+            gradients.untyped_storage().resize_(num_bytes)
+            gradients.zero_()
+        self._moved = []
+        self.is_away = False
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """Masters and moments on the device, each once; weights that the optimizer updates in place stay."""
+        seen = {tensor.untyped_storage().data_ptr() for tensor in self._model}
+        for part in optimizer_parts(self._optimizer):
+            for inner in device_optimizers(part):
+                masters = [parameter for group in inner.param_groups for parameter in group["params"]]
+                of_states = [
+                    value
+                    for state in inner.state.values()
+                    for name, value in state.items()
+                    if isinstance(value, Tensor) and name != "step"
+                ]
+                for tensor in (*masters, *of_states):
+                    place = tensor.untyped_storage().data_ptr()
+                    if tensor.device == self._device and tensor.numel() and place not in seen:
+                        seen.add(place)
+                        yield tensor
+
+
+def _host_tensors(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
+    """Tensors of the same shapes and formats in the host's memory, many to an allocation."""
+    sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
+    left = sum(sizes)
+    slab, offset = torch.empty(0, dtype=torch.uint8), 0
+    found = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        if offset + size > len(slab):
+            slab, offset = torch.empty(max(size, min(SLAB_BYTES, left)), dtype=torch.uint8, pin_memory=pinned), 0
+        found.append(slab[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        offset, left = offset + size, left - size
+    return found

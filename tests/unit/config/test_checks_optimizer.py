@@ -1,0 +1,71 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules between settings of the optimizer: each broken once, told in one line."""
+
+from collections.abc import Callable
+
+import pytest
+
+from nemo_rl_moe.config.loading import load_config
+
+Problems = Callable[..., list[str]]
+O = "policy.megatron_cfg.optimizer"  # noqa: E741
+AWARE, OFFLOAD = f"{O}.use_precision_aware_optimizer=true", f"{O}.optimizer_cpu_offload=true"
+BFLOAT16 = "policy.precision=bfloat16"
+SHARDED = "policy.megatron_cfg.distributed_data_parallel_config.use_distributed_optimizer=true"
+GPUS = ("cluster.gpus_per_node=8", "policy.train_global_batch_size=512")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            (AWARE, BFLOAT16, SHARDED),
+            f"{O}.use_precision_aware_optimizer: true needs Transformer Engine's FusedAdam, which cluster.gpus_per_node"
+            f" 0 does not have; expected false, or {O}.optimizer_cpu_offload=true",
+        ),
+        (
+            (AWARE, SHARDED, *GPUS, "policy.precision=float32"),
+            f"{O}.use_precision_aware_optimizer: true needs policy.precision bfloat16, got float32",
+        ),
+        (
+            (AWARE, OFFLOAD, BFLOAT16, SHARDED.replace("true", "false")),
+            f"{O}.use_precision_aware_optimizer: true needs"
+            " policy.megatron_cfg.distributed_data_parallel_config.use_distributed_optimizer true",
+        ),
+        (
+            (f"{O}.exp_avg_dtype=bfloat16",),
+            f"{O}.exp_avg_dtype: got bfloat16, expected float32 without {O}.use_precision_aware_optimizer=true",
+        ),
+        (
+            (AWARE, OFFLOAD, BFLOAT16, SHARDED, f"{O}.exp_avg_sq_dtype=bfloat16"),
+            f"{O}.exp_avg_sq_dtype: got bfloat16, expected float32 with {O}.optimizer_cpu_offload true, whose moments"
+            " are float32",
+        ),
+        (
+            (OFFLOAD,),
+            f"{O}.optimizer_cpu_offload: true needs {O}.use_precision_aware_optimizer=true, whose gradients it takes",
+        ),
+        (
+            (f"{O}.overlap_cpu_optimizer_d2h_h2d=true",),
+            f"{O}.overlap_cpu_optimizer_d2h_h2d: got true, expected false without {O}.optimizer_cpu_offload true",
+        ),
+        (
+            (f"{O}.optimizer_offload_fraction=0",),
+            f"{O}.optimizer_offload_fraction: got 0 (int), expected a number above 0 and up to 1",
+        ),
+    ],
+)
+def test_broken_rule_gives_its_one_line(problems_of: Problems, overrides: tuple[str, ...], line: str) -> None:
+    assert problems_of(*overrides) == [line]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (AWARE, BFLOAT16, SHARDED, *GPUS, f"{O}.exp_avg_dtype=bfloat16"),
+        (AWARE, OFFLOAD, BFLOAT16, SHARDED, f"{O}.overlap_cpu_optimizer_d2h_h2d=true"),
+    ],
+)
+def test_what_works_is_let_through(overrides: tuple[str, ...]) -> None:
+    assert load_config("sft_tiny_moe.yaml", overrides, check_paths=False).policy.precision == "bfloat16"
