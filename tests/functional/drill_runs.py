@@ -150,12 +150,8 @@ KINDS = {
         Kind("grpo", _grpo, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         Kind("dpo_precompute", _dpo_precompute, (*_ALWAYS, "reference"), anchors={"reference": "measuring "}),
         Kind("sft_two_nodes", _sft_two_nodes, _ALWAYS, num_nodes=2),
-        Kind(
-            "grpo_four_nodes",
-            _grpo_four_nodes,
-            (*_ALWAYS, "generation", "scoring", "logprobs", "reference"),
-            num_nodes=4,
-        ),
+        # Who scores is not seen from outside: Ray's nodes, which start the workers, were there before.
+        Kind("grpo_four_nodes", _grpo_four_nodes, (*_ALWAYS, "generation", "logprobs", "reference"), num_nodes=4),
         # Its responses are scored as they come: generation and scoring are one phase.
         Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
     )
