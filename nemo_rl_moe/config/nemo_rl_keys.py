@@ -19,7 +19,7 @@ class Row:
         theirs: Full key.
         ours: Full key here; None: there is none.
         note: What differs; of a key without a counterpart, why there is none.
-        convert: Their value to ours; None: a rule of `nemo_rl.py` sets ours, from several keys.
+        convert: Their value to ours; None: a rule sets ours, from several keys.
         off: Their value that asks for nothing, where that is not null, false, zero or empty.
     """
 
@@ -449,39 +449,6 @@ ROWS: tuple[Row, ...] = (
     *_none("data_plane", "rows travel through Ray's object store", "*"),
     *_none("on_policy_distillation", "examples/algorithms/on_policy_distillation.py", "*"),
 )
-
-
-@dataclass(frozen=True)
-class KnownDataset:
-    """A data set that NeMo-RL knows by a name of its own.
-
-    Attributes:
-        path: Its name on the hub.
-        prompt_key: Key of the prompt, for GRPO.
-        answer_key: Key of the answer, for GRPO.
-        split: Its split where the configuration names none.
-        to_do: What has to be done before it can be read here; empty: nothing.
-    """
-
-    path: str
-    prompt_key: str = "prompt"
-    answer_key: str = "answer"
-    split: str = "train"
-    to_do: str = ""
-
-
-DATASETS = {
-    "OpenMathInstruct-2": KnownDataset("nvidia/OpenMathInstruct-2", "problem", "expected_answer", "train_1M"),
-    "DeepScaler": KnownDataset("agentica-org/DeepScaleR-Preview-Dataset", "problem"),
-    "DAPOMath17K": KnownDataset("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth"),
-    "DAPOMathAIME2024": KnownDataset("BytedTsinghua-SIA/AIME-2024", "prompt", "reward_model.ground_truth"),
-    "AIME2024": KnownDataset("HuggingFaceH4/aime_2024", "problem"),
-    "squad": KnownDataset("rajpurkar/squad", to_do="its records are no conversations: write them as `messages`"),
-    "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture"),
-    "HelpSteer3": KnownDataset("nvidia/HelpSteer3", to_do="its records are no pairs: write `chosen` and `rejected`"),
-    "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture"),
-}
-"""By their name."""
 
 
 def row_of(key: str) -> Row | None:

@@ -11,8 +11,9 @@ import yaml
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, problems_of_translation
-from nemo_rl_moe.config.nemo_rl import Translation, translate
+from nemo_rl_moe.config.nemo_rl import translate
 from nemo_rl_moe.config.nemo_rl_keys import ROWS, row_of
+from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
