@@ -7,15 +7,18 @@ Single keys follow the table in `nemo_rl_keys.py`; what several keys decide toge
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.nemo_rl_data import DATA_RULES
 from nemo_rl_moe.config.nemo_rl_files import algorithm_in, leaves, read_theirs
 from nemo_rl_moe.config.nemo_rl_grpo import GRPO_RULES
 from nemo_rl_moe.config.nemo_rl_keys import row_of
 from nemo_rl_moe.config.nemo_rl_training import TRAINING_RULES
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
+from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
 
@@ -86,14 +89,24 @@ def _translate_key(translation: Translation, key: str, value: Any, off: list[str
     if row is None:
         translation.without.append(f"{key}: {shown(value)}: not a key that this translator knows")
     elif row.ours is not None:
-        if row.convert is not None and row.ours.partition(".")[0] in _sections_here(translation.algorithm):
+        if row.convert is None:
+            return
+        if row.ours in _keys_of(translation.algorithm):
             translation.values[row.ours] = row.convert(value)
-    elif value in (None, False, 0, "", row.off) or value in ({}, []):
+        else:
+            _tell(translation, key, value, row.off, f"{row.ours} is no key of {translation.algorithm}")
+    else:
+        _tell(translation, key, value, row.off, row.note)
+
+
+def _tell(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
+    """Names a key that is not carried over, among the idle ones where it asks for nothing."""
+    if value in (None, False, 0, "", off) or value in ({}, []):
         translation.idle.append(f"{key}: {shown(value)}")
     else:
-        translation.without.append(f"{key}: {shown(value)}: {row.note}")
+        translation.without.append(f"{key}: {shown(value)}: {why}")
 
 
-def _sections_here(algorithm: str) -> set[str]:
-    common = {"policy", "checkpointing", "logger", "cluster", "data", algorithm}
-    return common | ({"loss_fn", "env"} if algorithm == "grpo" else set())
+@cache
+def _keys_of(algorithm: str) -> frozenset[str]:
+    return frozenset(known_keys(ALGORITHMS[algorithm].config_class))

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from nemo_rl_moe.config.files import read_with_defaults, yaml_problem
+from nemo_rl_moe.config.files import merge, read_with_defaults, yaml_problem
 from nemo_rl_moe.config.nemo_rl_translation import BASES
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -23,10 +23,10 @@ def read_theirs(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise ConfigurationError(f"{path}: no such file")
-    merged = read_with_defaults(path, shipped=False)
+    merged = read_with_defaults(path, shipped=False, join=_joined)
     for key, _ in leaves(merged):
         if key.rpartition(".")[2] == "_override_":
-            raise ConfigurationError(f"{path}: {key}: not supported: write the section as it is to be, in one file")
+            raise ConfigurationError(f"{path}: {key}: read at the top of a section alone: write this one whole")
     try:
         with _their_resolvers():
             resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
@@ -34,6 +34,16 @@ def read_theirs(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: {yaml_problem(error)}") from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, whose sections with `_override_: true` replace the other ones whole."""
+    whole = {name for name, section in over.items() if isinstance(section, Mapping) and section.get("_override_")}
+    stripped = {
+        name: {key: value for key, value in section.items() if key != "_override_"} if name in whole else section
+        for name, section in over.items()
+    }
+    return merge({name: section for name, section in base.items() if name not in whole}, stripped)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
         "raw_reward": ("reinforce_plus_plus" if is_normalized else "reinforce", is_normalized),
     }.get(name)
     if choice is None:
-        reason = "it is here too, but needs env.reward_weights, by name" if name == "gdpo" else "no such estimator"
+        reason = _several_rewards(theirs) if name == "gdpo" else "no such estimator"
         translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
         choice = ("grpo", normalize)
     values[f"{section}.name"], values[f"{section}.normalize_rewards"] = choice
@@ -38,6 +38,18 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
         )
     elif choice[0].startswith("reinforce_plus_plus"):
         translation.changed.append(f"{section}.name: {choice[0]} counts each response once, theirs each token")
+
+
+def _several_rewards(theirs: Theirs) -> str:
+    """The settings here that stand for GDPO, whose rewards have names; a function of the user's own gives them."""
+    names = ["correctness", "integer", "format"] if theirs.get("env.math_multi_reward") is not None else []
+    weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
+    names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
+    weighed = ", ".join(f"{name}: {float(weight)}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
+    return (
+        "it is here too, for rewards that have names: set it with env.name: callable, a function that returns them as a"
+        f" dict, and env.reward_weights: {{{weighed}}}"
+    )
 
 
 def lengths(theirs: Theirs, translation: Translation) -> None:

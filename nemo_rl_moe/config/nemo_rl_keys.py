@@ -30,6 +30,11 @@ class Row:
     off: Any = None
 
 
+def _or_never(period: Any) -> Any:
+    """A period of validation; below 0 there, 0 here is never."""
+    return max(period, 0)
+
+
 def _same(section: str, *names: str) -> tuple[Row, ...]:
     return tuple(Row(f"{section}.{name}", f"{section}.{name}") for name in names)
 
@@ -49,7 +54,7 @@ def _empty_if_null(value: Any) -> Any:
 
 
 _ENGINE = "a setting of their engine or kernels"
-_LOOP = ("max_num_epochs", "max_num_steps", "val_period", "val_at_start", "val_at_end", "seed")
+_LOOP = ("max_num_epochs", "max_num_steps", "val_at_start", "val_at_end", "seed")
 _BATCHES = "validation takes batches of `policy.train_global_batch_size`: `val_batches` counts as many samples"
 _MOE_FIELDS = (
     "moe_router_load_balancing_type",
@@ -74,6 +79,10 @@ _VLLM = "policy.generation.vllm_cfg"
 ROWS: tuple[Row, ...] = (
     # The loops.
     *(row for section in ("sft", "dpo", "grpo") for row in _same(section, *_LOOP)),
+    *(
+        Row(f"{section}.val_period", f"{section}.val_period", "below 0 is 0: never", _or_never)
+        for section in ("sft", "dpo", "grpo")
+    ),
     *(
         row
         for section in ("sft", "dpo")
@@ -111,7 +120,7 @@ ROWS: tuple[Row, ...] = (
         "grpo.adv_estimator.name",
         "`reinforce_plus_plus` with `minus_baseline` is `reinforce_plus_plus_baseline`; `raw_reward` is `reinforce`, or"
         " normalised `reinforce_plus_plus`. REINFORCE++ counts each response once, theirs each token; `gdpo` is"
-        " here too, but needs the rewards' names in `env.reward_weights`; `gae` and `opd` have no counterpart",
+        " here too, for rewards with names: the translation says what to write; `gae` and `opd` have no counterpart",
         None,
     ),
     Row(
@@ -123,6 +132,12 @@ ROWS: tuple[Row, ...] = (
     Row("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.adv_estimator.use_leave_one_out_baseline", "", None),
     Row("grpo.adv_estimator.minus_baseline", "grpo.adv_estimator.name", "see there", None),
     Row("grpo.adv_estimator.normalize_advantages", "grpo.adv_estimator.name", "of `raw_reward`: see there", None),
+    Row(
+        "grpo.adv_estimator.reward_weights",
+        "env.reward_weights",
+        "by place there, by name here; the translation of `gdpo` says what to write",
+        None,
+    ),
     *_none("grpo.adv_estimator", "of estimators without a counterpart", "*"),
     Row("grpo.reward_shaping.enabled", "grpo.reward_shaping.enabled"),
     Row("grpo.reward_shaping.overlong_buffer_length", "grpo.reward_shaping.overlong_buffer_length", "", None),
@@ -155,8 +170,12 @@ ROWS: tuple[Row, ...] = (
         "`loss_fn.importance_sampling_correction: sequence_mask` leaves out responses that training disagrees with",
         "seq_logprob_error_threshold",
     ),
+    *_none("grpo", "without a divergence no reference model is run", "skip_reference_policy_logprobs_calculation"),
+    *_none("grpo", "`grpo.use_dynamic_sampling` draws other prompts instead", "zero_variance_prompt_filtering"),
+    *_none("grpo", "text alone", "debug_payload_metrics", "deduplicate_multimodal_data"),
     *_none("grpo", "no tools", "invalid_tool_call_advantage", "malformed_thinking_advantage"),
     *_none("grpo.async_grpo", "rollouts and training take turns", "*"),
+    *_none("async_rl", "rollouts and training take turns", "*"),
     *_none("reward_penalties", "write them into the reward: `env.name: callable`", "*"),
     # The loss of GRPO.
     *_same(
@@ -257,9 +276,25 @@ ROWS: tuple[Row, ...] = (
         None,
     ),
     Row("policy.tokenizer.chat_template_kwargs", "data.chat_template_kwargs", "", _empty_if_null),
+    Row("policy.tokenizer.chat_template_kwargs.*", "data.chat_template_kwargs", "the same names", None),
+    *_none("policy.tokenizer", "text alone", "video.*"),
     *_none("policy.tokenizer", _ENGINE, "use_fastokens"),
     *_none("policy.hf_config_overrides", "edit the model's config.json", "*"),
     *_none("policy", "of their Hugging Face backend", "generation_batch_size", off=32),
+    *_none("policy", "text alone", "is_vlm"),
+    *_none(
+        "policy",
+        "no quantization",
+        "quant_cfg",
+        "quant_calib_data",
+        "quant_calib_size",
+        "quant_batch_size",
+        "quant_sequence_length",
+        "disable_modelopt_layer_spec",
+    ),
+    *_none("policy", "weights are read as they are: dequantize them before", "dequantize_base_checkpoint"),
+    *_none("policy", "`policy.generation.weight_transport`", "refit_buffer_size_gb"),
+    *_none("policy.sequence_packing", _ENGINE, "fuse_loss"),
     Row("policy.logprob_chunk_size", "policy.logprob_chunk_size", "of training too; null: the default here", None),
     *_none("policy", "padded as the layout needs it", "make_sequence_length_divisible_by", off=1),
     *_none("policy.draft", "no draft models", "*"),
@@ -291,6 +326,8 @@ ROWS: tuple[Row, ...] = (
     Row("policy.dtensor_cfg.expert_parallel_size", f"{_MEGATRON}.expert_model_parallel_size", "", None),
     Row("policy.dtensor_cfg.context_parallel_size", f"{_MEGATRON}.context_parallel_size", "only 1", None),
     Row("policy.dtensor_cfg.sequence_parallel", f"{_MEGATRON}.sequence_parallel", "goes with tensor parallelism", None),
+    Row("policy.dtensor_cfg.env_vars", f"{_MEGATRON}.env_vars", "where that engine is on", None),
+    Row("policy.dtensor_cfg.env_vars.*", f"{_MEGATRON}.env_vars", "the same names", None),
     Row("policy.dtensor_cfg.activation_checkpointing", f"{_MEGATRON}.activation_checkpointing", "", None),
     *_none("policy.dtensor_cfg.lora_cfg", "no LoRA", "*"),
     *_none("policy.dtensor_cfg", _ENGINE, "*"),
@@ -325,6 +362,9 @@ ROWS: tuple[Row, ...] = (
         *_MOE_FIELDS,
     ),
     Row(f"{_MEGATRON}.context_parallel_size", f"{_MEGATRON}.context_parallel_size", "only 1", None),
+    Row(f"{_MEGATRON}.env_vars", f"{_MEGATRON}.env_vars", "null: none", None),
+    Row(f"{_MEGATRON}.env_vars.*", f"{_MEGATRON}.env_vars", "the same names", None),
+    *_none(_MEGATRON, "fields of their provider; ours are TransformerConfig's", "model_overrides.*"),
     Row(f"{_MEGATRON}.sequence_parallel", f"{_MEGATRON}.sequence_parallel", "goes with tensor parallelism", None),
     Row(
         f"{_MEGATRON}.activation_checkpointing",
@@ -429,11 +469,17 @@ ROWS: tuple[Row, ...] = (
     Row("data.max_input_seq_length", "policy.generation.max_new_tokens", "see there", None),
     *_none("data", "the chat template alone decides", "add_bos", "add_eos", "add_generation_prompt"),
     *_none("data", "data is read before the first step", "num_workers", off=1),
+    *_none("data", "an older form: `data.train`", "dataset_name", "prompt_file", "add_system_prompt"),
     *_none("data", "one set of samples", "use_multiple_dataloader"),
     *_none("data.train", "of a data set of theirs", "*"),
     *_none("data.validation", "of a data set of theirs", "*"),
     Row("env.math.num_workers", "env.num_workers", "", None),
     *_none("env.math", "math-verify alone", "math_verify_impl", off="hf_math_verify"),
+    *_none(
+        "env.math_multi_reward",
+        "a function that returns a dict of rewards: `env.name: callable`, `env.reward_weights`",
+        "*",
+    ),
     *_none("env", "environments: docs/adding-an-environment.md", "*"),
     # The run.
     *_same("logger", "log_dir", "wandb_enabled", "tensorboard_enabled", "mlflow_enabled"),

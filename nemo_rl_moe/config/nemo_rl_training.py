@@ -33,6 +33,8 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
             translation.changed.append(f"{MEGATRON}.scheduler.lr_warmup_init: the warm-up begins at 0")
     if chunk_size := theirs.get("policy.logprob_chunk_size"):
         values["policy.logprob_chunk_size"] = chunk_size
+    if variables := theirs.get(f"{engine}.env_vars"):
+        values[f"{MEGATRON}.env_vars"] = {name: str(value) for name, value in variables.items()}
     values[f"{MEGATRON}.context_parallel_size"] = 1
     values[f"{MEGATRON}.sequence_parallel"] = values.get(f"{MEGATRON}.tensor_model_parallel_size", 1) > 1
     values[f"{MEGATRON}.activation_checkpointing"] = _recomputed(theirs, engine)
