@@ -83,7 +83,7 @@ def data(theirs: Theirs, translation: Translation) -> None:
 def chat_template(theirs: Theirs, translation: Translation) -> None:
     """The chat template, which is a file here, and what it is called with."""
     if arguments := theirs.get("policy.tokenizer.chat_template_kwargs"):
-        translation.values["data.chat_template_kwargs"] = dict(arguments)
+        translation.values["data.chat_template_kwargs"] = {**arguments}
     template = theirs.get("policy.tokenizer.chat_template")
     if template is None:
         return

@@ -45,7 +45,7 @@ def _several_rewards(theirs: Theirs) -> str:
     names = ["correctness", "integer", "format"] if theirs.get("env.math_multi_reward") is not None else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
-    weighed = ", ".join(f"{name}: {float(weight)}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
+    weighed = ", ".join(f"{name}: {weight}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
     return (
         "it is here too, for rewards that have names: set it with env.name: callable, a function that returns them as a"
         f" dict, and env.reward_weights: {{{weighed}}}"

@@ -301,7 +301,7 @@ def test_arguments_of_the_chat_template_are_carried_over(tmp_path: Path) -> None
     [
         ({}, "{NAME: 1.0}"),
         ({"env__math_multi_reward": {"num_workers": 8}}, "{correctness: 1.0, integer: 1.0, format: 1.0}"),
-        ({"grpo__adv_estimator__reward_weights": [1, 0.5]}, "{reward_1: 1.0, reward_2: 0.5}"),
+        ({"grpo__adv_estimator__reward_weights": [1, 0.5]}, "{reward_1: 1, reward_2: 0.5}"),
     ],
 )
 def test_gdpo_is_told_with_the_weights_to_write(tmp_path: Path, changes: dict[str, Any], weights: str) -> None:
