@@ -72,7 +72,9 @@ RUN_ROWS: tuple[Row, ...] = (
     *no_counterpart("data", "the chat template alone decides", "add_bos", "add_eos", "add_generation_prompt"),
     *no_counterpart("data", "data is read before the first step", "num_workers", off=1),
     *no_counterpart("data", "an older form: `data.train`", "dataset_name", "prompt_file", "add_system_prompt"),
-    *no_counterpart("data", "one set of samples", "use_multiple_dataloader"),
+    *no_counterpart(
+        "data", "one set of samples", "use_multiple_dataloader", "custom_dataloader", "num_prompts_per_dataloader"
+    ),
     *no_counterpart("data.train", "of a data set of theirs", "*"),
     *no_counterpart("data.validation", "of a data set of theirs", "*"),
     Row("env.math.num_workers", "env.num_workers", "", None),
