@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """YAML files and what they inherit through `defaults:`, as one plain mapping."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -57,7 +57,11 @@ def find_config(path: str | Path) -> Path:
     )
 
 
-def read_with_defaults(path: Path, *, shipped: bool = True) -> dict[str, Any]:
+Join = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
+"""What lays the second of two trees over the first."""
+
+
+def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = None) -> dict[str, Any]:
     """Reads a YAML file over the files that its `defaults:` names; nothing is interpolated yet.
 
     `defaults` is one file or a list, in which later ones win; the file itself wins over all of them. A name is looked
@@ -66,15 +70,16 @@ def read_with_defaults(path: Path, *, shipped: bool = True) -> dict[str, Any]:
     Args:
         path: The file.
         shipped: Look among the shipped configurations; false for files of another framework, whose names are theirs.
+        join: What lays a file over those that it inherits from; None: `merge`.
 
     Raises:
         ConfigurationError: A file is missing, is no YAML mapping, includes itself, or is inherited from too far away.
     """
-    return _read_with_defaults(path, (), {}, shipped)
+    return _read_with_defaults(path, (), {}, shipped, join or merge)
 
 
 def _read_with_defaults(
-    path: Path, including: tuple[Path, ...], known: dict[Path, dict[str, Any]], shipped: bool
+    path: Path, including: tuple[Path, ...], known: dict[Path, dict[str, Any]], shipped: bool, join: Join
 ) -> dict[str, Any]:
     """See `read_with_defaults`.
 
@@ -83,6 +88,7 @@ def _read_with_defaults(
         including: The files that led here, the first one outermost.
         known: What has been read, with what it inherits; gets this one. A file that many name is read once.
         shipped: Look among the shipped configurations too.
+        join: What lays a file over those that it inherits from.
     """
     here = path.resolve()
     if here in known:
@@ -102,8 +108,8 @@ def _read_with_defaults(
     merged: dict[str, Any] = {}
     for parent in parents:
         found = _find_parent(parent, path, shipped)
-        merged = merge(merged, _read_with_defaults(found, (*including, here), known, shipped))
-    known[here] = merge(merged, content)
+        merged = join(merged, _read_with_defaults(found, (*including, here), known, shipped, join))
+    known[here] = join(merged, content)
     return known[here]
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Algorithm, algorithm_of, find_algorithm
 from nemo_rl_moe.config.checks import combination_problems, path_problems
 from nemo_rl_moe.config.files import DEFAULTS_KEY, exemplars_folder, find_config, merge, read_with_defaults
-from nemo_rl_moe.config.nemo_rl import Translation
+from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.validation import known_keys, validate

@@ -11,8 +11,9 @@ import yaml
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, problems_of_translation
-from nemo_rl_moe.config.nemo_rl import Translation, translate
+from nemo_rl_moe.config.nemo_rl import translate
 from nemo_rl_moe.config.nemo_rl_keys import ROWS, row_of
+from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -257,6 +258,59 @@ def test_pytorch_s_engine_gives_layout_optimizer_and_schedule(tmp_path: Path) ->
     assert any(line.startswith("policy.tokenizer.chat_template:") for line in translation.without)
 
 
+def test_what_only_grpo_has_here_is_told_in_sft_and_nothing_else(tmp_path: Path) -> None:
+    """`policy.offload_optimizer_for_logprob` is in every file of theirs, false in most."""
+    sft = {"max_num_epochs": 1, "val_period": -1, "val_batches": 8, "val_global_batch_size": 32, "seed": 1}
+    off = translate(write(tmp_path, COMMON, sft=sft, policy__offload_optimizer_for_logprob=False))
+    assert problems_of_translation(off) == []
+    assert off.values["sft.val_period"] == 0
+    assert "policy.offload_optimizer_for_logprob: false" in off.idle
+    on = translate(write(tmp_path, COMMON, sft=sft, policy__offload_optimizer_for_logprob=True))
+    assert any(line.startswith("policy.offload_optimizer_for_logprob: true: ") for line in on.without)
+    assert grpo(tmp_path, policy__offload_optimizer_for_logprob=True).values["policy.offload_optimizer_for_logprob"]
+
+
+def test_the_optimizer_s_memory_is_carried_over(tmp_path: Path) -> None:
+    chosen = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    translation = grpo(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in chosen.items()})
+    found = {key: translation.values.get(f"policy.megatron_cfg.optimizer.{key}") for key in chosen}
+    assert found == chosen
+    assert problems_of_translation(translation) == []
+
+
+@pytest.mark.parametrize("engine", ["megatron_cfg", "dtensor_cfg"])
+def test_environment_variables_are_those_of_the_engine_that_is_on(tmp_path: Path, engine: str) -> None:
+    changes: dict[str, Any] = {
+        f"policy__{name}": {"enabled": name == engine, "env_vars": {"OF": name, "NUMBER": 1}}
+        for name in ("megatron_cfg", "dtensor_cfg")
+    }
+    translation = grpo(tmp_path, **changes)
+    assert translation.values["policy.megatron_cfg.env_vars"] == {"OF": engine, "NUMBER": "1"}
+    assert not [line for line in translation.without if "env_vars" in line]
+
+
+def test_arguments_of_the_chat_template_are_carried_over(tmp_path: Path) -> None:
+    translation = grpo(tmp_path, policy__tokenizer__chat_template_kwargs={"enable_thinking": False})
+    assert translation.values["data.chat_template_kwargs"] == {"enable_thinking": False}
+    assert problems_of_translation(translation) == []
+    assert not [line for line in translation.without if "chat_template_kwargs" in line]
+
+
+@pytest.mark.parametrize(
+    ("changes", "weights"),
+    [
+        ({}, "{NAME: 1.0}"),
+        ({"env__math_multi_reward": {"num_workers": 8}}, "{correctness: 1.0, integer: 1.0, format: 1.0}"),
+        ({"grpo__adv_estimator__reward_weights": [1, 0.5]}, "{reward_1: 1, reward_2: 0.5}"),
+    ],
+)
+def test_gdpo_is_told_with_the_weights_to_write(tmp_path: Path, changes: dict[str, Any], weights: str) -> None:
+    translation = grpo(tmp_path, grpo__adv_estimator__name="gdpo", **changes)
+    (line,) = (line for line in translation.without if line.startswith("grpo.adv_estimator.name: gdpo: "))
+    assert f"env.reward_weights: {weights}; grpo stands there" in line
+    assert problems_of_translation(translation) == []
+
+
 def test_engines_with_gpus_of_their_own_are_counted_beside_the_policy_s(tmp_path: Path) -> None:
     colocated = {"enabled": False, "resources": {"num_nodes": 1, "gpus_per_node": 8}}
     translation = grpo(tmp_path, policy__generation__colocated=colocated)
@@ -276,6 +330,16 @@ def test_a_child_inherits_from_files_of_theirs_alone(tmp_path: Path) -> None:
         translate(orphan)
 
 
+def test_a_section_that_overrides_takes_the_place_of_the_whole_other(tmp_path: Path) -> None:
+    write(tmp_path, COMMON, GRPO, GENERATION, name="base.yaml")
+    other = {"_override_": True, "shuffle": False, "train": {"data_path": "mine.jsonl"}}
+    translation = translate(write(tmp_path, "defaults: base.yaml", data=other))
+    assert translation.values["data.train.path"] == "mine.jsonl"
+    # `data.max_input_seq_length: 128` of the other section left 384 to the response.
+    assert translation.values["policy.generation.max_new_tokens"] == 256
+    assert not [line for line in translation.without if "_override_" in line]
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
@@ -293,8 +357,8 @@ def test_a_child_inherits_from_files_of_theirs_alone(tmp_path: Path) -> None:
             "a value is not what NeMo-RL has in its place",
         ),
         (
-            "sft: {_override_: true, seed: 1}\npolicy: {megatron_cfg: {enabled: true}}",
-            "sft._override_: not supported",
+            "sft: {seed: 1}\npolicy: {megatron_cfg: {enabled: true, optimizer: {_override_: true}}}",
+            "policy.megatron_cfg.optimizer._override_: read at the top of a section alone",
         ),
     ],
 )

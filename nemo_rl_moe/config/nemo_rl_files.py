@@ -1,0 +1,97 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Files of NeMo-RL's configurations: with what they inherit from and the functions that they call."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_rl_moe.config.files import merge, read_with_defaults, yaml_problem
+from nemo_rl_moe.config.nemo_rl_translation import BASES
+from nemo_rl_moe.errors import ConfigurationError
+
+
+def read_theirs(path: Path) -> dict[str, Any]:
+    """A file with what it inherits from, references resolved.
+
+    Raises:
+        ConfigurationError: It is not there, is not YAML, or has what is not supported.
+    """
+    if not path.is_file():
+        raise ConfigurationError(f"{path}: no such file")
+    merged = read_with_defaults(path, shipped=False, join=_joined)
+    for key, _ in leaves(merged):
+        if key.rpartition(".")[2] == "_override_":
+            raise ConfigurationError(f"{path}: {key}: read at the top of a section alone: write this one whole")
+    try:
+        with _their_resolvers():
+            resolved = OmegaConf.to_container(OmegaConf.create(merged), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"{path}: {yaml_problem(error)}") from error
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _joined(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over`, whose sections with `_override_: true` replace the other ones whole."""
+    whole = {name for name, section in over.items() if isinstance(section, Mapping) and section.get("_override_")}
+    stripped = {
+        name: {key: value for key, value in section.items() if key != "_override_"} if name in whole else section
+        for name, section in over.items()
+    }
+    return merge({name: section for name, section in base.items() if name not in whole}, stripped)
+
+
+@contextmanager
+def _their_resolvers() -> Iterator[None]:
+    """While open, `${mul:...}` and the other functions of NeMo-RL's configurations are known."""
+    functions: dict[str, Callable[[Any, Any], Any]] = {
+        "add": lambda a, b: a + b,
+        "mul": lambda a, b: a * b,
+        "div": lambda a, b: a / b,
+        "max": lambda a, b: max(a, b),
+    }
+    # OmegaConf 2.4 warns of the name that 2.3 has.
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
+    for name, function in functions.items():
+        register(name, function, replace=True)
+    try:
+        yield
+    finally:
+        for name in functions:
+            OmegaConf.clear_resolver(name)
+
+
+def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
+    """The algorithm whose section it has.
+
+    Raises:
+        ConfigurationError: It is no configuration of NeMo-RL, or has no single section of SFT, DPO or GRPO.
+    """
+    policy = theirs.get("policy")
+    engines = [policy.get(name) for name in ("megatron_cfg", "dtensor_cfg")] if isinstance(policy, Mapping) else []
+    if not any(isinstance(engine, Mapping) and "enabled" in engine for engine in engines):
+        raise ConfigurationError(
+            f"{path}: not a configuration of NeMo-RL, which says policy.megatron_cfg.enabled or"
+            " policy.dtensor_cfg.enabled; one of this package is checked with --config"
+        )
+    found = [name for name in BASES if isinstance(theirs.get(name), Mapping)]
+    if len(found) != 1:
+        others = [name for name in ("ppo", "rm", "distillation") if name in theirs]
+        got = f"got {', '.join(found or others)}" if found or others else "none of them"
+        raise ConfigurationError(f"{path}: expected one section of {', '.join(BASES)}: {got}")
+    return found[0]
+
+
+def leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Full keys and values that are no sections; an empty section is one."""
+    for name, value in tree.items():
+        key = f"{above}{name}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value

@@ -1,0 +1,135 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
+
+from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
+
+NO_BOUND = 1.0e9
+"""Bound that no importance-sampling ratio reaches: they end at e^20."""
+
+
+def estimator(theirs: Theirs, translation: Translation) -> None:
+    """Advantages; older configurations have the switches in the section of the loop."""
+    section, values = "grpo.adv_estimator", translation.values
+    name = theirs.get(f"{section}.name", "grpo")
+    normalize = theirs.get(f"{section}.normalize_rewards", theirs.get("grpo.normalize_rewards", True))
+    leave_one_out = theirs.get(
+        f"{section}.use_leave_one_out_baseline", theirs.get("grpo.use_leave_one_out_baseline", True)
+    )
+    is_normalized = theirs.get(f"{section}.normalize_advantages", False)
+    choice = {
+        "grpo": ("grpo", normalize),
+        "reinforce_plus_plus": (
+            "reinforce_plus_plus_baseline" if theirs.get(f"{section}.minus_baseline", True) else "reinforce_plus_plus",
+            True,
+        ),
+        "raw_reward": ("reinforce_plus_plus" if is_normalized else "reinforce", is_normalized),
+    }.get(name)
+    if choice is None:
+        reason = _several_rewards(theirs) if name == "gdpo" else "no such estimator"
+        translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
+        choice = ("grpo", normalize)
+    values[f"{section}.name"], values[f"{section}.normalize_rewards"] = choice
+    values[f"{section}.use_leave_one_out_baseline"] = choice[0] == "grpo" and leave_one_out
+    if choice[0] == "grpo" and leave_one_out and normalize:
+        translation.changed.append(
+            f"{section}: leaving one out, the advantage is divided by the whole group's standard deviation; theirs"
+            " leaves the response out there too"
+        )
+    elif choice[0].startswith("reinforce_plus_plus"):
+        translation.changed.append(f"{section}.name: {choice[0]} counts each response once, theirs each token")
+
+
+def _several_rewards(theirs: Theirs) -> str:
+    """The settings here that stand for GDPO, whose rewards have names; a function of the user's own gives them."""
+    names = ["correctness", "integer", "format"] if theirs.get("env.math_multi_reward") is not None else []
+    weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
+    names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
+    weighed = ", ".join(f"{name}: {weight}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
+    return (
+        "it is here too, for rewards that have names: set it with env.name: callable, a function that returns them as a"
+        f" dict, and env.reward_weights: {{{weighed}}}"
+    )
+
+
+def lengths(theirs: Theirs, translation: Translation) -> None:
+    """Room of the response beside the prompt, and the punishment of long ones."""
+    values, shaping = translation.values, "grpo.reward_shaping"
+    longest = theirs.get("policy.max_total_sequence_length")
+    asked = theirs.get("policy.generation.max_new_tokens", longest)
+    if longest is None or asked is None:
+        return
+    room = max(longest - theirs.get("data.max_input_seq_length", longest), longest // 2)
+    values["policy.generation.max_new_tokens"] = number = min(asked, room)
+    if number != asked:
+        translation.changed.append(
+            f"policy.generation.max_new_tokens: {asked}: {number}, which leaves {longest - number} of"
+            f" policy.max_total_sequence_length {longest} to the prompt; longer prompts are left out"
+        )
+    for name in ("overlong_buffer_length", "overlong_buffer_penalty"):
+        if (value := theirs.get(f"{shaping}.{name}")) is not None:
+            values[f"{shaping}.{name}"] = value
+    end = theirs.get(f"{shaping}.max_response_length")
+    if theirs.get(f"{shaping}.enabled", False) and end != number:
+        translation.changed.append(f"{shaping}.max_response_length: {end}: the buffer ends at {number}")
+
+
+def policy_loss(theirs: Theirs, translation: Translation) -> None:
+    """Objective, divergence and importance-sampling correction."""
+    values, loss = translation.values, "loss_fn"
+    if theirs.get(f"{loss}.use_cispo", False):
+        values[f"{loss}.objective"] = "cispo"
+    elif theirs.get(f"{loss}.disable_ppo_ratio", False):
+        values[f"{loss}.objective"] = "reinforce"
+    in_reward = bool(
+        theirs.get(f"{loss}.use_kl_in_reward", False) and theirs.get(f"{loss}.reference_policy_kl_penalty")
+    )
+    values[f"{loss}.use_kl_in_reward"] = in_reward
+    kind = theirs.get(f"{loss}.reference_policy_kl_type", "k3")
+    values[f"{loss}.reference_policy_kl_type"] = "k1" if in_reward else kind
+    values[f"{loss}.reference_policy_kl_gradient"] = "estimate" if in_reward else "divergence"
+    if in_reward:
+        translation.changed.append(f"{loss}.use_kl_in_reward: of whole responses, by k1, before advantages")
+    elif theirs.get(f"{loss}.use_on_policy_kl_approximation", False):
+        translation.changed.append(
+            f"{loss}.use_on_policy_kl_approximation: weighed by the policy over that before the step, not the engine's"
+        )
+    if not theirs.get(f"{loss}.use_importance_sampling_correction", False):
+        values[f"{loss}.importance_sampling_correction"] = "none"
+        return
+    kind = theirs.get(f"{loss}.truncated_importance_sampling_type")
+    corrections = {None: "truncated", "tis": "truncated", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
+    values[f"{loss}.importance_sampling_correction"] = corrections.get(kind, kind)
+    upper = theirs.get(f"{loss}.truncated_importance_sampling_ratio")
+    values[f"{loss}.importance_sampling_ratio_max"] = NO_BOUND if kind is None or upper is None else upper
+    lower = theirs.get(f"{loss}.truncated_importance_sampling_ratio_min")
+    values[f"{loss}.importance_sampling_ratio_min"] = None if kind is None else lower
+    if theirs.get(f"{loss}.sequence_level_importance_ratios", False):
+        values[f"{loss}.importance_sampling_level"] = "sequence"
+
+
+def generation(theirs: Theirs, translation: Translation) -> None:
+    """Engines, and the GPUs that they have."""
+    values, key = translation.values, "policy.generation.backend"
+    backend = theirs.get(key, "vllm")
+    values[key] = backend if backend in ("vllm", "megatron") else "vllm"
+    if backend != values[key]:
+        translation.changed.append(f"{key}: {backend}: vllm")
+    dtype = theirs.get("policy.generation.vllm_cfg.precision")
+    if dtype in ("float32", "bfloat16", "float16"):
+        values["policy.generation.vllm.dtype"] = dtype
+    elif dtype is not None:
+        translation.without.append(f"policy.generation.vllm_cfg.precision: {dtype}: no such format of engines")
+
+
+def environment(theirs: Theirs, translation: Translation) -> None:
+    """Scoring by math-verify, and lines shown."""
+    if theirs.get("env.math") is not None:
+        translation.values["env.name"] = "math"
+        translation.values["env.num_workers"] = theirs.get("env.math.num_workers", 8)
+    number = theirs.get("logger.num_val_samples_to_print")
+    if number is not None:
+        translation.values["logger.num_samples_to_print"] = number
+
+
+GRPO_RULES = (estimator, lengths, policy_loss, generation, environment)

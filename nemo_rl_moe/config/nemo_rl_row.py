@@ -1,0 +1,39 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A row of the table of NeMo-RL's keys, and how rows of one kind are written."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ENGINE = "a setting of their engine or kernels"
+"""Reason for which what concerns their engine alone has no counterpart."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A key of NeMo-RL, or all keys of a section (`section.*`), and its counterpart.
+
+    Attributes:
+        theirs: Full key.
+        ours: Full key here; None: there is none.
+        note: What differs; of a key without a counterpart, why there is none.
+        convert: Their value to ours; None: a rule sets ours, from several keys.
+        off: Their value that asks for nothing, where that is not null, false, zero or empty.
+    """
+
+    theirs: str
+    ours: str | None
+    note: str = ""
+    convert: Callable[[Any], Any] | None = lambda value: value
+    off: Any = None
+
+
+def same_names(section: str, *names: str) -> tuple[Row, ...]:
+    """Rows of keys of a section that are here what they are there."""
+    return tuple(Row(f"{section}.{name}", f"{section}.{name}") for name in names)
+
+
+def no_counterpart(section: str, note: str, *names: str, off: Any = None) -> tuple[Row, ...]:
+    """Rows of keys of a section that have no counterpart, all for one reason."""
+    return tuple(Row(f"{section}.{name}", None, note, off=off) for name in names)

@@ -1,0 +1,81 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""What rules of a translation from NeMo-RL read and write: their configuration, and ours with its remarks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import yaml
+
+from nemo_rl_moe.config.suggestions import shortened
+
+BASES = {"sft": "sft.yaml", "dpo": "dpo.yaml", "grpo": "grpo_math_1B.yaml"}
+"""Shipped configuration that the translation of each algorithm inherits from."""
+MEGATRON = "policy.megatron_cfg"
+
+
+@dataclass
+class Translation:
+    """A translated configuration.
+
+    Attributes:
+        algorithm: Its algorithm.
+        values: Full key here to its value.
+        changed: A line for each value that means something else here, or was read otherwise.
+        without: A line for each key that asks for something and has no counterpart.
+        idle: Keys without a counterpart that ask for nothing, and sections that are switched off.
+    """
+
+    algorithm: str
+    values: dict[str, Any] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
+    without: list[str] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+
+    def nested(self) -> dict[str, Any]:
+        """The values as sections, over the shipped configuration that they inherit from."""
+        tree: dict[str, Any] = {"defaults": BASES[self.algorithm]}
+        for key, value in self.values.items():
+            *sections, name = key.split(".")
+            reduce(lambda section, part: section.setdefault(part, {}), sections, tree)[name] = value
+        return tree
+
+    def text(self, source: str) -> str:
+        """The whole as YAML, what is to be known in comments below.
+
+        Args:
+            source: Name of the file that was translated.
+        """
+        # In a folder of NeMo-RL's, `defaults` would be a file of theirs.
+        head = f"# From NeMo-RL's {source}; to be kept in a folder that has no {BASES[self.algorithm]} of NeMo-RL's."
+        parts = [head, yaml.safe_dump(self.nested(), sort_keys=False, width=10_000).rstrip()]
+        for title, lines in (
+            ("Read otherwise:", self.changed),
+            ("Without a counterpart:", self.without),
+            ("Without a counterpart, and asking for nothing:", self.idle),
+        ):
+            if lines:
+                parts += ["", f"# {title}", *(f"#   {line}" for line in lines)]
+        return "\n".join(parts) + "\n"
+
+
+@dataclass(frozen=True)
+class Theirs:
+    """Their configuration, read by full keys."""
+
+    tree: Mapping[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Value of a key; the default where it is not there or null."""
+        value: Any = self.tree
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return default if value is None else value
+
+
+def shown(value: Any) -> str:
+    """A value as one line of YAML, shortened."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return shortened(" ".join(text.split()))
