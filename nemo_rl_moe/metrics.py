@@ -95,6 +95,10 @@ class PhaseClock:
         """Tokens that a phase worked on, for its tokens a second."""
         self._tokens[name] = self._tokens.get(name, 0) + num_tokens
 
+    def seconds(self, name: str) -> float:
+        """Seconds of a phase so far; 0 of one that has not come."""
+        return self._seconds.get(name, 0.0)
+
     def metrics(self) -> dict[str, float]:
         """`timing/{phase}/seconds`, and `timing/{phase}/tokens_per_second` where tokens were counted."""
         metrics: dict[str, float] = {}

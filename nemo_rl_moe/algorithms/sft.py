@@ -70,9 +70,10 @@ def train_on_batches(training: SupervisedTraining, recorder: StepRecorder) -> Ru
         recorder.record_start(run_validation(training))
     for step, batch in _numbered_batches(training.batches, recorder.state.step, num_steps):
         clock = PhaseClock()
-        batch = training.prepare(batch, clock)
-        with clock.phase("train"):
-            result = training.policy.train(batch, training.loss_function)
+        with clock.phase("step"):
+            batch = training.prepare(batch, clock)
+            with clock.phase("train"):
+                result = training.policy.train(batch, training.loss_function)
         clock.count_tokens("train", result.num_tokens)
         is_due = validates and validation_is_due(training.schedule, step, num_steps)
         outcome = StepOutcome(

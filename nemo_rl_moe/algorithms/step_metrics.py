@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""One step's numbers, merged once for all algorithms: the only place that reduces series and adds `moe/`."""
+"""One step's numbers, merged once for all algorithms: the only place that reduces series and adds prefixes."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from nemo_rl_moe.metrics import MetricSeries, with_prefix
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, with_prefix
 from nemo_rl_moe.models.interfaces import EvaluationResult, TrainResult
 from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 
@@ -35,6 +35,27 @@ def training_metrics(
     metrics |= _reduced(series)
     metrics |= with_moe_prefix({**result.moe_metrics, **routing})
     return with_prefix("train", {**metrics, **further})
+
+
+def performance_metrics(result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+    """Use of the GPUs in a step, as `performance/...` keys, by the names of NeMo-RL; empty on CPUs.
+
+    Args:
+        result: The step's `train` call.
+        clock: The step's phases: `step`, all of it, and `train` inside it; what was not timed has no metrics.
+    """
+    use = result.gpu_use
+    if use is None:
+        return {}
+    metrics = _reduced(use.memory)
+    if seconds := clock.seconds("step"):
+        metrics["tokens_per_sec_per_gpu"] = result.num_tokens / seconds / use.num_gpus_of_run
+    if seconds := clock.seconds("train"):
+        metrics["policy_training_tokens_per_sec_per_gpu"] = result.num_tokens / seconds / use.num_gpus
+        metrics["train_tflops_per_gpu"] = use.train_flops / seconds / use.num_gpus / 1e12
+        if use.peak_flops_per_second is not None:
+            metrics["train_fp_utilization"] = use.train_flops / seconds / use.peak_flops_per_second
+    return with_prefix("performance", metrics)
 
 
 def validation_metrics(result: EvaluationResult) -> dict[str, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from nemo_rl_moe.algorithms.step_metrics import performance_metrics
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import CheckpointError, TrainingDivergedError
 from nemo_rl_moe.loggers.interface import MetricLogger
@@ -190,7 +191,7 @@ class StepRecorder:
 
         Args:
             outcome: What the step came to.
-            clock: Its phases; gets the phase `checkpoint`.
+            clock: Its phases, `step` and inside it `train` among them; gets the phase `checkpoint`.
             is_last: The run is complete with this step.
 
         Raises:
@@ -209,7 +210,8 @@ class StepRecorder:
             self._observers.log_expert_load(state.step, outcome.result.expert_load)
         if outcome.result.advantage_scores is not None:
             self._observers.log_advantage_scores(state.step, outcome.result.advantage_scores)
-        self._record(state.step, metrics | clock.metrics(), outcome.samples)
+        metrics |= clock.metrics() | performance_metrics(outcome.result, clock)
+        self._record(state.step, metrics, outcome.samples)
         if saves:
             self._observers.flush()
         if self._has_diverged:

@@ -214,6 +214,11 @@ class ClusterConfig(StrictModel):
         """Worker processes on each machine, those of all roles together where they share the machines."""
         return self.workers_per_node + sum(self.place_of(role).workers_per_node for role in self.roles)
 
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of the whole run, those of all roles together; 0 on CPUs."""
+        return self.num_nodes * self.gpus_per_node + sum(self.place_of(role).num_gpus for role in self.roles)
+
     def place_of(self, role: str) -> "ClusterConfig":
         """The section as it is for the workers of one role."""
         chosen = self.roles[role]

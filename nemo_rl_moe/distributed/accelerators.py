@@ -3,6 +3,7 @@
 """Cards to train on: their memory and speed, and machines of them that a run is planned for."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
@@ -17,28 +18,42 @@ class Accelerator:
         name: Name of the card.
         memory_gb: Memory in GB of 10^9 bytes.
         bfloat16_tflops: Most TFLOP/s of dense matrix products in bfloat16.
+        device_names: Names that CUDA has for it.
     """
 
     name: str
     memory_gb: int
     bfloat16_tflops: float
+    device_names: tuple[str, ...]
 
 
 # NVIDIA's data sheets of each; of those that give speeds with sparsity alone, half.
 ACCELERATORS: dict[str, Accelerator] = {
     card.name: card
     for card in (
-        Accelerator("A100-40GB", 40, 312),
-        Accelerator("A100-80GB", 80, 312),
-        Accelerator("H100", 80, 989),
-        Accelerator("H100-PCIe", 80, 756),
-        Accelerator("H100-NVL", 94, 835),
-        Accelerator("H200", 141, 989),
-        Accelerator("H20", 96, 148),
-        Accelerator("B200", 180, 2250),
-        Accelerator("L40S", 48, 362),
+        Accelerator("A100-40GB", 40, 312, ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB")),
+        Accelerator("A100-80GB", 80, 312, ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe")),
+        Accelerator("H100", 80, 989, ("NVIDIA H100 80GB HBM3",)),
+        Accelerator("H100-PCIe", 80, 756, ("NVIDIA H100 PCIe",)),
+        Accelerator("H100-NVL", 94, 835, ("NVIDIA H100 NVL",)),
+        Accelerator("H200", 141, 989, ("NVIDIA H200",)),
+        Accelerator("H20", 96, 148, ("NVIDIA H20",)),
+        Accelerator("B200", 180, 2250, ("NVIDIA B200",)),
+        Accelerator("L40S", 48, 362, ("NVIDIA L40S",)),
     )
 }
+
+
+def peak_flops_per_second(device_names: Iterable[str]) -> float | None:
+    """Most FLOP/s of dense matrix products in bfloat16 of cards together; None where one of them is not known.
+
+    Args:
+        device_names: Name of each, as CUDA has it. No part of one is a name: an H200 NVL is another card than an H200,
+            and so is a slice of one.
+    """
+    by_name = {name: card.bfloat16_tflops for card in ACCELERATORS.values() for name in card.device_names}
+    tflops = [by_name.get(name) for name in device_names]
+    return None if None in tflops else 1e12 * sum(filter(None, tflops))
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,25 @@ def needs_of(loss_function: LossFunction) -> frozenset[Head]:
 
 
 @dataclass(frozen=True)
+class GpuUse:
+    """Use of GPUs in one `train` call.
+
+    Attributes:
+        num_gpus: Those that the policy's ranks compute on.
+        num_gpus_of_run: Those of generation engines and other roles too.
+        train_flops: Operations of the forward and backward passes, by arithmetic over real tokens.
+        peak_flops_per_second: What the policy's GPUs together could do in a second; None where it is not known.
+        memory: Metrics of each rank's memory.
+    """
+
+    num_gpus: int
+    num_gpus_of_run: int
+    train_flops: int
+    peak_flops_per_second: float | None
+    memory: Mapping[str, MetricSeries]
+
+
+@dataclass(frozen=True)
 class TrainResult:
     """Result of one `train` call, the same numbers on every rank.
 
@@ -114,6 +133,7 @@ class TrainResult:
         weight_version: Optimizer steps that the weights have seen since the start of the run, skipped ones left out.
         tape_report: Of the batch's tape of routed experts; None without one.
         advantage_scores: Of experts by advantage; None where nobody asks, or there are no advantages.
+        gpu_use: Of the policy's GPUs; None on CPUs.
     """
 
     global_loss: float
@@ -130,6 +150,7 @@ class TrainResult:
     weight_version: int = 0
     tape_report: TapeReport | None = None
     advantage_scores: AdvantageScores | None = None
+    gpu_use: GpuUse | None = None
 
 
 @dataclass(frozen=True)

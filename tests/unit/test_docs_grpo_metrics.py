@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The table of metrics in `docs/grpo.md` against what the code can produce."""
+"""The tables of metrics in `docs/grpo.md` and `docs/gpu.md` against what the code can produce."""
 
 import re
 from dataclasses import replace
@@ -10,14 +10,14 @@ import torch
 
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.step_metrics import training_metrics
-from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.interfaces import TrainResult
+from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
+from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import training_batch
 from tests.support.grpo_fakes import PAD_TOKEN, trajectory
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
-from tests.unit.test_docs_examples import GRPO_PAGE, documented_keys
+from tests.unit.test_docs_examples import DOCS, GRPO_PAGE, documented_keys
 
 
 def unfolded(key: str) -> set[str]:
@@ -52,3 +52,13 @@ def step_metrics() -> dict[str, float]:
 def test_table_has_every_training_metric_and_no_other() -> None:
     table = {key for cell in documented_keys(GRPO_PAGE) for key in unfolded(cell)}
     assert {key for key in table if key.startswith("train/")} - {"train/moe/..."} == training_keys()
+
+
+def test_table_of_gpus_has_every_performance_metric_and_no_other() -> None:
+    memory = {f"max_memory_{kind}_gb": MetricSeries((1.0,), Reduction.MAX) for kind in ("allocated", "reserved")}
+    result = TrainResult(0.0, 0.0, 0.0, 1, 1, {}, {}, gpu_use=GpuUse(1, 1, 1, 1.0, memory))
+    clock = PhaseClock()
+    with clock.phase("step"), clock.phase("train"):
+        pass
+    table = {key for key in documented_keys(DOCS / "gpu.md") if key.startswith("performance/")}
+    assert table == performance_metrics(result, clock).keys()

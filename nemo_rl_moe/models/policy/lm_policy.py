@@ -13,6 +13,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
+from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shards, stored_per_token
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
@@ -30,7 +31,14 @@ from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSy
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, concatenate
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
-from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, RouteComparison, TrainResult, WriteOutcome
+from nemo_rl_moe.models.interfaces import (
+    EvaluationResult,
+    GpuUse,
+    LossFunction,
+    RouteComparison,
+    TrainResult,
+    WriteOutcome,
+)
 from nemo_rl_moe.models.policy.megatron_policy_worker import (
     MegatronPolicyWorker,
     SendOutcome,
@@ -127,6 +135,7 @@ class ModelWorkers:
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
+        self._forward_flops, self._gpus = first.forward_flops, [description.gpu for description in descriptions]
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
         self.notices = first.notices
@@ -321,6 +330,22 @@ class MegatronPolicy(ModelWorkers):
             weight_version=first.weight_version,
             tape_report=first.tape_report,
             advantage_scores=first.advantage_scores,
+            gpu_use=self._gpu_use(batch, results),
+        )
+
+    def _gpu_use(self, batch: TokenBatch, results: Sequence["RankTrainResult"]) -> GpuUse | None:
+        """Use of the GPUs in a `train` call; None on CPUs."""
+        names = [name for name in self._gpus if name is not None]
+        if self._forward_flops is None or not names:
+            return None
+        # What a card can do in other formats is another number.
+        in_bfloat16 = self._policy.precision == "bfloat16"
+        return GpuUse(
+            num_gpus=len(names),
+            num_gpus_of_run=self._cluster.config.num_gpus,
+            train_flops=self._forward_flops.training(batch.lengths.tolist()),
+            peak_flops_per_second=peak_flops_per_second(names) if in_bfloat16 else None,
+            memory=_join([result.memory for result in results]),
         )
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:

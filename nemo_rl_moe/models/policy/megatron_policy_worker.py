@@ -17,6 +17,7 @@ from nemo_rl_moe.distributed.stored_rows import put_together
 from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_routes
 from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.flops import ForwardFlops, forward_flops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.weight_sync.transport import TransportSpec
@@ -32,6 +33,8 @@ class WorkerDescription:
         moe_configuration: The router and expert settings that are really in force.
         moe_configuration_sources: Who has set each of them.
         notices: What a user should know of the weights that were read.
+        forward_flops: Operations of the whole model's forward pass.
+        gpu: CUDA's name of the card that it computes on; None on a CPU.
     """
 
     problems: Sequence[str] = ()
@@ -39,6 +42,8 @@ class WorkerDescription:
     moe_configuration: dict[str, Any] = field(default_factory=dict)
     moe_configuration_sources: dict[str, str] = field(default_factory=dict)
     notices: Sequence[str] = ()
+    forward_flops: ForwardFlops | None = None
+    gpu: str | None = None
 
 
 def as_reported(result: Any, rank: int) -> Any:
@@ -142,8 +147,10 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def describe(self) -> WorkerDescription:
         """Description of this rank, or the problems that keep it from working."""
+        import torch
+
         from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
-        from nemo_rl_moe.models.megatron.model.transformer_config import effective_moe_configuration
+        from nemo_rl_moe.models.megatron.model.transformer_config import attention_windows, effective_moe_configuration
 
         if self._problems:
             return WorkerDescription(problems=self._problems)
@@ -153,6 +160,10 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
             moe_configuration=effective_moe_configuration(trainer.config),
             moe_configuration_sources=setting_sources(policy, trainer.hf_config, self._config_json, trainer.config),
             notices=trainer.notices,
+            forward_flops=forward_flops(
+                trainer.config, trainer.hf_config.vocab_size, attention_windows(trainer.config)
+            ),
+            gpu=torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else None,
         )
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:

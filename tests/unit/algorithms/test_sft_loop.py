@@ -202,10 +202,12 @@ def test_what_a_step_logs() -> None:
     assert step == 3
     timings = {key: metrics.pop(key) for key in list(metrics) if key.startswith("timing/")}
     assert timings.keys() == {
+        "timing/step/seconds",
         "timing/train/seconds",
         "timing/train/tokens_per_second",
         "timing/validation/seconds",
     }
+    assert timings["timing/train/seconds"] <= timings["timing/step/seconds"]
     assert all(value > 0 for value in timings.values())
     assert timings["timing/train/tokens_per_second"] == pytest.approx(8 / timings["timing/train/seconds"])
     assert metrics == {

@@ -1,12 +1,13 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
-from nemo_rl_moe.algorithms.step_metrics import training_metrics, validation_metrics
-from nemo_rl_moe.metrics import MetricSeries, Reduction, timing_metrics, with_prefix
-from nemo_rl_moe.models.interfaces import EvaluationResult, TrainResult
+from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics, validation_metrics
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction, timing_metrics, with_prefix
+from nemo_rl_moe.models.interfaces import EvaluationResult, GpuUse, TrainResult
 
 SERIES = {
     # Two global batches in one call: the sum of the shares is not the loss that is reported.
@@ -71,6 +72,54 @@ def test_results_are_left_as_they_are() -> None:
 def test_validation_metrics_keep_the_loss() -> None:
     series = {"loss": MetricSeries((0.5, 0.75), Reduction.SUM), "accuracy": MetricSeries((0.25, 0.5), Reduction.SUM)}
     assert validation_metrics(EvaluationResult(series)) == {"val/loss": 1.25, "val/accuracy": 0.75}
+
+
+USE = GpuUse(
+    num_gpus=2,
+    num_gpus_of_run=3,
+    train_flops=6 * 10**12,
+    peak_flops_per_second=4e12,
+    memory={"max_memory_allocated_gb": MetricSeries((61.0, 64.5), Reduction.MAX)},
+)
+
+
+def clock_of(phases: list[tuple[str, float]]) -> PhaseClock:
+    """A clock of phases one inside the other, from the outermost; the seconds are of each one's own."""
+    now = [0.0]
+    clock = PhaseClock(lambda: now[0])
+    with ExitStack() as opened:
+        for name, seconds in phases:
+            opened.enter_context(clock.phase(name))
+            now[0] += seconds
+    return clock
+
+
+def test_performance_metrics() -> None:
+    """96 tokens in a step of 8 s, 4 of them training."""
+    found = performance_metrics(replace(RESULT, gpu_use=USE), clock_of([("step", 4.0), ("train", 4.0)]))
+    assert found == {
+        "performance/tokens_per_sec_per_gpu": 4.0,
+        "performance/policy_training_tokens_per_sec_per_gpu": 12.0,
+        "performance/train_tflops_per_gpu": 0.75,
+        "performance/train_fp_utilization": 0.375,
+        "performance/max_memory_allocated_gb": 64.5,
+    }
+
+
+def test_utilization_of_an_unknown_card_is_left_out() -> None:
+    clock = clock_of([("step", 4.0), ("train", 4.0)])
+    known = performance_metrics(replace(RESULT, gpu_use=USE), clock)
+    found = performance_metrics(replace(RESULT, gpu_use=replace(USE, peak_flops_per_second=None)), clock)
+    assert found == {key: value for key, value in known.items() if key != "performance/train_fp_utilization"}
+
+
+def test_a_cpu_has_no_performance_metrics() -> None:
+    assert performance_metrics(RESULT, clock_of([("step", 4.0), ("train", 4.0)])) == {}
+
+
+def test_what_a_loop_does_not_time_has_no_speed() -> None:
+    found = performance_metrics(replace(RESULT, gpu_use=USE), PhaseClock())
+    assert found == {"performance/max_memory_allocated_gb": 64.5}
 
 
 def test_timing_metrics() -> None:

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import pytest
 from nemo_rl_moe.algorithms.step_recorder import StepOutcome, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.errors import TrainingDivergedError
-from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.interfaces import TrainResult
+from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
+from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
 from tests.support.grpo_fakes import ListLogger
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
@@ -59,6 +60,17 @@ def test_saving_is_timed_as_a_phase_of_its_step() -> None:
     for _ in range(2):
         recorder.end_step(outcome(), PhaseClock(), is_last=False)
     assert logger.steps_with("timing/checkpoint/seconds") == [2]
+
+
+def test_use_of_gpus_is_recorded_with_the_step() -> None:
+    logger = ListLogger()
+    recorder = make_recorder(logger)
+    use = GpuUse(1, 1, 10, None, {"max_memory_reserved_gb": MetricSeries((3.0, 5.0), Reduction.MAX)})
+    measured = outcome()
+    recorder.end_step(replace(measured, result=replace(measured.result, gpu_use=use)), PhaseClock(), is_last=False)
+    ((_, metrics),) = logger.records
+    assert metrics["performance/max_memory_reserved_gb"] == 5.0
+    assert recorder.state.last_training == {"train/loss": 0.5}, "a resumed run has other speeds"
 
 
 def test_a_stop_is_saved_and_told() -> None:

@@ -23,6 +23,7 @@ from nemo_rl_moe.moe.routers import moe_layer_indices
 # isort: split
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 Z_LOSS = "z_loss"
 GLOBAL_BATCH_LOSS = "global_load_balancing_loss"
@@ -53,6 +54,13 @@ def layers_of_stages(config: TransformerConfig) -> list[int]:
     others = stages - len(given)
     each = (config.num_layers - sum(given.values())) // others if others else 0
     return [given.get(stage, each) for stage in range(stages)]
+
+
+def attention_windows(config: TransformerConfig) -> list[int | None]:
+    """Number of keys that a query of each layer sees, its own included; None: all up to its own."""
+    size, frequency = config.window_size, config.window_attn_skip_freq
+    numbers = range(1, config.num_layers + 1)
+    return [size[0] + 1 if is_layer_window_attention(size, frequency, number) else None for number in numbers]
 
 
 def layers_of_chunks(config: TransformerConfig, pipeline_rank: int) -> list[range]:

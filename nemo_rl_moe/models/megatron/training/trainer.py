@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ class RankTrainResult:
         weight_version: Optimizer steps that the weights have seen since the start of the run. The same on every rank.
         tape_report: Of the rollouts' tape, on rank 0 alone; None without one.
         advantage_scores: Of experts by advantage, on rank 0 alone; None where nobody asks, or there are no advantages.
+        memory: Metrics of this rank's memory, of `peak_memory_metrics`.
     """
 
     global_loss: float
@@ -89,6 +90,7 @@ class RankTrainResult:
     weight_version: int
     tape_report: TapeReport | None = None
     advantage_scores: AdvantageScores | None = None
+    memory: dict[str, MetricSeries] = field(default_factory=dict)
 
 
 class MegatronModel:
@@ -346,6 +348,7 @@ class MegatronTrainer(MegatronModel):
             weight_version=self.num_updates,
             tape_report=tape_report,
             advantage_scores=advantages.scores if advantages is not None and dist.get_rank() == 0 else None,
+            memory=peak_memory_metrics(self.device),
         )
 
     def offload_optimizer(self) -> int:
@@ -444,6 +447,22 @@ class MegatronTrainer(MegatronModel):
         total = torch.tensor([own], dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return float(total)
+
+
+def peak_memory_metrics(device: torch.device) -> dict[str, MetricSeries]:
+    """Most memory of a GPU that torch had allocated and reserved since the last call, in GB; empty on CPUs.
+
+    The allocator's own counts: nothing waits for the GPU. Called at the end of a step's training, so that a step's
+    peak is that of all that its process did, log-probability passes and generation too.
+    """
+    if device.type != "cuda":
+        return {}
+    peaks = {
+        "max_memory_allocated_gb": torch.cuda.max_memory_allocated(device),
+        "max_memory_reserved_gb": torch.cuda.max_memory_reserved(device),
+    }
+    torch.cuda.reset_peak_memory_stats(device)
+    return {name: MetricSeries((num_bytes / 1e9,), Reduction.MAX) for name, num_bytes in peaks.items()}
 
 
 def _mean_over_global_batches(series: Sequence[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:

@@ -12,19 +12,42 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_run import RolePlacementConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
+from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
+from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
 from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, WeightsOutcome, WorkerDescription
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
+
+
+def trained_by(rank: int) -> RankTrainResult:
+    """A rank's result; one that reports has a loss, and all have memory."""
+    reserved = MetricSeries((10.0 - rank,), Reduction.MAX)
+    return RankTrainResult(
+        global_loss=0.5,
+        grad_norm=1.0,
+        lr=1e-3,
+        num_microbatches=1,
+        microbatch_metrics={"loss": MetricSeries((0.25,), Reduction.SHARE)} if rank > 1 else {},
+        moe_metrics={},
+        expert_load=None,
+        num_skipped_updates=0,
+        skipped_in_a_row=0,
+        weight_version=1,
+        memory={"max_memory_reserved_gb": reserved},
+    )
 
 
 @dataclass
@@ -34,6 +57,7 @@ class FakeWorkers:
     Attributes:
         arguments: What every worker was made with.
         problems: Of ranks that cannot work.
+        gpu: Name of every worker's card.
         is_stopped: Whether they have been stopped.
         calls: Method and the workers' arguments of each call.
     """
@@ -41,6 +65,7 @@ class FakeWorkers:
     arguments: dict[str, Any]
     data_parallel_size: int = 2
     problems: Mapping[int, list[str]] = field(default_factory=dict)
+    gpu: str | None = None
 
     def __post_init__(self) -> None:
         self.is_stopped = False
@@ -60,7 +85,12 @@ class FakeWorkers:
         self.calls.append((method, arguments))
         if method == "describe":
             return [
-                WorkerDescription(coordinates=place, problems=self.problems.get(rank, ()))
+                WorkerDescription(
+                    coordinates=place,
+                    problems=self.problems.get(rank, ()),
+                    forward_flops=ForwardFlops(per_token=10, per_pair={None: 4}),
+                    gpu=self.gpu,
+                )
                 for rank, place in enumerate(self.places)
             ]
         if method == "save_weights":
@@ -77,6 +107,8 @@ class FakeWorkers:
     def _results(self, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
         if method == "send_weights":
             return self.sent
+        if method == "train":
+            return [trained_by(rank) for rank in range(len(self.places))]
         answer = getattr(self, f"_{method}")
         return [
             None if given is None else answer(*given) if place.reports_loss else []
@@ -107,11 +139,12 @@ def make_policy(
     data_parallel_size: int = 2,
     problems: Mapping[int, list[str]] = MappingProxyType({}),
     made: list[FakeWorkers] | None = None,
+    gpu: str | None = None,
 ) -> tuple[MegatronPolicy, FakeWorkers]:
     made = [] if made is None else made
 
     def start(_cluster: Any, _worker: Any, arguments: dict[str, Any], **_: Any) -> FakeWorkers:
-        made.append(FakeWorkers(arguments, data_parallel_size, problems))
+        made.append(FakeWorkers(arguments, data_parallel_size, problems, gpu))
         return made[-1]
 
     monkeypatch.setattr(lm_policy, "WorkerGroup", start)
@@ -142,6 +175,38 @@ BY_TOKENS = "train_mb_tokens: 64}"
 def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
     policy = small_config(override).policy
     assert choose_batching(policy, policy.logprob_batch_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "gpu", "peak"),
+    [
+        ("bfloat16", "NVIDIA H200", 4 * 989e12),
+        ("bfloat16", "NVIDIA H200 NVL", None),
+        ("float32", "NVIDIA H200", None),
+    ],
+)
+def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, peak: float | None) -> None:
+    """Two stages of two data-parallel ranks, and three engines of two GPUs; lengths count, padding does not."""
+    config = small_config(f"policy.precision={precision}")
+    place = RolePlacementConfig(num_nodes=3, gpus_per_node=2)
+    cluster = config.cluster.model_copy(update={"num_nodes": 1, "gpus_per_node": 4, "roles": {"generation": place}})
+    config = config.model_copy(update={"cluster": cluster})
+    policy, _ = make_policy(monkeypatch, config, gpu=gpu)
+    size = config.policy.train_global_batch_size
+    batch = tiny_batch(3).select([row % 2 for row in range(size)])
+    lengths = batch.lengths.tolist()
+    assert len(set(lengths)) == 2, "some have padding"
+    use = policy.train(batch, sft_loss).gpu_use
+    assert use is not None
+    assert (use.num_gpus, use.num_gpus_of_run, use.peak_flops_per_second) == (4, 4 + 6, peak)
+    assert use.train_flops == 3 * sum(10 * length + 4 * length * (length + 1) / 2 for length in lengths)
+    assert use.memory["max_memory_reserved_gb"].reduce() == 10.0, "the fullest rank, though it reports no loss"
+
+
+def test_a_policy_on_cpus_uses_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("policy.precision=float32")
+    policy, _ = make_policy(monkeypatch, config)
+    assert policy.train(tiny_batch(3).select([0] * config.policy.train_global_batch_size), sft_loss).gpu_use is None
 
 
 def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,116 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a model's passes by arithmetic; imports nothing of Megatron-Core.
+
+Matrix products alone count, two operations for each multiplication that is added up; norms, activations, softmax and
+the look-up of embeddings do not. Nothing of padding counts, and nothing that recomputation does once more.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.moe.routers import moe_layer_indices
+
+_PASSES_OF_TRAINING = 3
+"""A backward pass has two products for each of the forward pass: gradients of the inputs and of the weights."""
+
+
+@dataclass(frozen=True)
+class ForwardFlops:
+    """Operations of a forward pass of the whole model, whatever ranks share it.
+
+    Attributes:
+        per_token: Of each token: projections, MLPs or routers and experts, the output layer.
+        per_pair: Of each pair of a query and a key that it sees, by the window of the layers: number of keys that a
+            query sees, its own included; None: all up to its own.
+    """
+
+    per_token: int
+    per_pair: Mapping[int | None, int]
+
+    def forward(self, lengths: Iterable[int]) -> int:
+        """Operations of a forward pass over sequences, each with causal attention to itself alone.
+
+        Args:
+            lengths: Real tokens of each sequence.
+        """
+        return sum(
+            self.per_token * length + sum(each * causal_pairs(length, window) for window, each in self.per_pair.items())
+            for length in lengths
+        )
+
+    def training(self, lengths: Iterable[int]) -> int:
+        """Operations of a forward and a backward pass over sequences."""
+        return _PASSES_OF_TRAINING * self.forward(lengths)
+
+
+def causal_pairs(length: int, window: int | None = None) -> int:
+    """Pairs of a query and a key that it sees in a sequence.
+
+    Args:
+        length: Tokens of the sequence.
+        window: Number of keys that a query sees, its own included; None: all up to its own.
+    """
+    seen = length if window is None else min(length, window)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
+def forward_flops(config: Any, vocabulary_size: int, windows: Iterable[int | None]) -> ForwardFlops:
+    """Operations of a model's forward pass. A token passes the routed experts that it is sent to, and shared ones.
+
+    Args:
+        config: The model's TransformerConfig.
+        vocabulary_size: Tokens of the vocabulary, without padding.
+        windows: Window of each layer's attention, as in `ForwardFlops.per_pair`.
+    """
+    moe_layers = set(moe_layer_indices(config))
+    products = config.hidden_size * vocabulary_size
+    for index in range(config.num_layers):
+        products += _latent_projections(config) if config.multi_latent_attention else _projections(config)
+        products += _moe(config) if index in moe_layers else _mlp(config, config.hidden_size, config.ffn_hidden_size)
+    of_a_layer = 2 * config.num_attention_heads * sum(_head_dims(config))
+    per_pair: dict[int | None, int] = {}
+    for window in windows:
+        per_pair[window] = per_pair.get(window, 0) + of_a_layer
+    return ForwardFlops(2 * products, per_pair)
+
+
+def _head_dims(config: Any) -> tuple[int, int]:
+    """Width of a query or key, and of a value."""
+    if config.multi_latent_attention:
+        return config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim
+    return config.kv_channels, config.kv_channels
+
+
+def _projections(config: Any) -> int:
+    """Multiplications of a token in the projections of queries, of the groups' keys and values, and of the output."""
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    return int(config.hidden_size * config.kv_channels * (2 * heads + 2 * groups))
+
+
+def _latent_projections(config: Any) -> int:
+    """The same of latent attention, with keys and values made of their latent, as training does."""
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    queries = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    rank = config.q_lora_rank
+    of_queries = hidden * queries if rank is None else hidden * rank + rank * queries
+    of_latent = hidden * (latent + config.qk_pos_emb_head_dim)
+    of_keys_and_values = latent * heads * (config.qk_head_dim + config.v_head_dim)
+    return int(of_queries + of_latent + of_keys_and_values + heads * config.v_head_dim * hidden)
+
+
+def _moe(config: Any) -> int:
+    """Multiplications of a token in the router, the experts that it is sent to and the shared ones."""
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    router = hidden * config.num_moe_experts
+    experts = config.moe_router_topk * _mlp(config, latent or hidden, config.moe_ffn_hidden_size)
+    to_and_from_latent = 2 * hidden * (latent or 0)
+    shared = _mlp(config, hidden, config.moe_shared_expert_intermediate_size or 0)
+    gate = hidden if shared and config.moe_shared_expert_gate else 0
+    return int(router + experts + to_and_from_latent + shared + gate)
+
+
+def _mlp(config: Any, size: int, intermediate_size: int) -> int:
+    """Multiplications of a token in an MLP; a gated one has a third matrix."""
+    return (3 if config.gated_linear_unit else 2) * size * intermediate_size

@@ -1,0 +1,84 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Operations of a model by arithmetic, against numbers worked out by hand from its sizes."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.models.flops import ForwardFlops, causal_pairs, forward_flops
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.megatron.model.memory_estimate import active_parameters
+from nemo_rl_moe.models.megatron.model.transformer_config import attention_windows, build_transformer_config
+from tests.support.family_models import FAMILY_MODELS
+from tests.support.tiny_model import tiny_policy
+
+
+def flops_of(hf_config: Any) -> ForwardFlops:
+    transformer = build_transformer_config(tiny_policy(), hf_config)
+    return forward_flops(transformer, hf_config.vocab_size, attention_windows(transformer))
+
+
+def test_a_dense_model_of_grouped_queries() -> None:
+    """Qwen3-1.7B: 16 heads and 8 groups of 128 in 28 layers; the head counts where it is the embedding, too."""
+    attention = 2048 * 16 * 128 + 2 * 2048 * 8 * 128 + 16 * 128 * 2048
+    layer = attention + 3 * 2048 * 6144
+    flops = flops_of(load_hf_config("examples/assets/model_configs/Qwen3-1.7B"))
+    assert flops == ForwardFlops(2 * (28 * layer + 2048 * 151936), {None: 28 * 2 * 2 * 16 * 128})
+    assert flops.per_token == 3_440_902_144
+
+
+def test_a_model_of_experts_counts_those_that_a_token_is_sent_to() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts of 768, 32 heads and 4 groups of 128, 48 layers."""
+    attention = 2 * 2048 * 32 * 128 + 2 * 2048 * 4 * 128
+    experts = 8 * 3 * 2048 * 768
+    layer = attention + 2048 * 128 + experts
+    flops = flops_of(load_hf_config("examples/assets/model_configs/Qwen3-30B-A3B"))
+    assert flops == ForwardFlops(2 * (48 * layer + 2048 * 151936), {None: 48 * 2 * 2 * 32 * 128})
+    assert flops.per_token == 6_083_313_664
+
+
+def test_latent_attention_and_a_shared_expert() -> None:
+    """Four heads of 8 + 4, values of 6, latents of 10 and 12; one dense layer, three of 3 experts and a shared one."""
+    queries, latent, keys_and_values, output = 32 * 10 + 10 * 4 * 12, 32 * (12 + 4), 12 * 4 * (8 + 6), 4 * 6 * 32
+    attention = queries + latent + keys_and_values + output
+    moe = 32 * 16 + (3 + 1) * 3 * 32 * 12
+    products = 4 * attention + 3 * 32 * 48 + 3 * moe + 32 * 64
+    flops = flops_of(FAMILY_MODELS["deepseek_v3"].hf_config())
+    assert flops == ForwardFlops(2 * products, {None: 4 * 2 * 4 * (12 + 6)})
+    assert flops.per_token == 66_048
+
+
+def test_layers_with_a_window_see_fewer_pairs() -> None:
+    """Every second of four layers sees 5 keys."""
+    layer = 32 * 16 * (2 * 4 + 2 * 2) + 32 * 8 + 2 * 3 * 32 * 16
+    flops = flops_of(FAMILY_MODELS["gpt_oss"].hf_config())
+    pair = 2 * 2 * 4 * 16
+    assert flops == ForwardFlops(2 * (4 * layer + 32 * 64), {5: 2 * pair, None: 2 * pair})
+    # 1 + ... + 5 + 5 + 5, and 1 + ... + 7.
+    assert flops.forward([7]) == 7 * flops.per_token + 2 * pair * 25 + 2 * pair * 28
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "qwen2_moe_dense_layers_normalized_weights", "deepseek_v2", "mixtral"])
+def test_a_token_passes_two_operations_for_each_parameter_that_is_active(name: str) -> None:
+    """But for the embedding, which is looked up, and norms and biases, which are less than 2% even of these models."""
+    hf_config = FAMILY_MODELS[name].hf_config()
+    transformer = build_transformer_config(tiny_policy(), hf_config)
+    in_matrices = active_parameters(transformer, hf_config) - hf_config.vocab_size * hf_config.hidden_size
+    assert 0.97 * in_matrices < flops_of(hf_config).per_token / 2 < in_matrices
+
+
+def test_sequences_attend_to_themselves_alone() -> None:
+    flops = ForwardFlops(per_token=10, per_pair={None: 3})
+    assert flops.forward([3, 2]) == 5 * 10 + 3 * (1 + 2 + 3) + 3 * (1 + 2)
+    assert flops.training([3, 2]) == 3 * flops.forward([3, 2])
+    assert flops.forward([]) == 0
+
+
+@pytest.mark.parametrize(("length", "window"), list(product(range(7), (None, 1, 3, 6, 9))))
+def test_pairs_are_those_of_a_causal_mask(length: int, window: int | None) -> None:
+    seen = [
+        key <= query and (window is None or query - key < window) for query in range(length) for key in range(length)
+    ]
+    assert causal_pairs(length, window) == sum(seen)
