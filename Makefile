@@ -16,6 +16,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # An editable installation holds the absolute path of this folder, so a moved or copied one needs its own stamp.
 STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
 
+GPU_STAMP := $(VENV)/.gpu-$(shell pwd | cksum | cut -d' ' -f1)
 VLLM_STAMP := $(VENV)/.vllm-$(shell pwd | cksum | cut -d' ' -f1)
 
 # The release of Megatron-Core that is not in .venv, for the second pass of the tests. It replaces the first one by
@@ -42,13 +43,15 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install vllm trl test-vllm test-slow-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu vllm trl test-gpu test-vllm test-slow-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 24
 
 install: $(STAMP) ## make or update .venv, with all that the demo and the tests need
+
+gpu: $(GPU_STAMP) ## Transformer Engine in .venv, compiled against its torch, which must be a build for CUDA
 
 vllm: $(VLLM_STAMP) ## vLLM for CPUs in .venv, as an engine for rollouts (policy.generation.backend: vllm)
 
@@ -128,6 +131,10 @@ JOBS ?= 2
 drills: $(STAMP) ## runs struck N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
+# Not on `make gpu`: without a GPU every check says why it is skipped.
+test-gpu: $(STAMP) ## ten minutes on one GPU: a JSON line a check; without a GPU each is skipped
+	@$(VENV)/bin/python -m tests.gpu.run
+
 test-vllm: $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
 	@$(PYTEST) tests/functional -m "vllm and not slow" $(PYTEST_ARGUMENTS)
 
@@ -156,6 +163,17 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and the test tools (some minutes)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
 	@rm -f $(VENV)/.installed-* && touch $@
+
+# Without build isolation, so that it is compiled against the torch that is here; these are what its build needs.
+$(GPU_STAMP): $(STAMP) constraints-gpu.txt
+	@cuda=$$($(VENV)/bin/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
+		[ -n "$$cuda" ] || { echo "error: the torch in $(VENV) is a build for CPUs; Transformer Engine needs one for CUDA:" \
+		"make clean, then make install TORCH_PIP_ARGUMENTS='--index-url URL'" >&2; exit 2; }; \
+		echo "[install] Transformer Engine for CUDA $$cuda (compiles for many minutes)"; \
+		$(PIP_INSTALL) ninja packaging pybind11 setuptools wheel && \
+		$(PIP_INSTALL) --no-build-isolation --constraint constraints.txt --constraint constraints-gpu.txt \
+		"transformer-engine[core_cu$$cuda,pytorch]"
+	@touch $@
 
 $(VLLM_STAMP): $(STAMP)
 	@$(VENV)/bin/python -m nemo_rl_moe.generation.vllm.install_cpu --constraint constraints.txt

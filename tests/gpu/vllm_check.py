@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A short run of GRPO with rollouts by vLLM on the trainer's own GPU: weights arrive, and so do the routed experts."""
+
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_rl_moe.run_folder.metrics import read_metrics
+from tests.functional import grpo_runs, sft_runs
+from tests.gpu.checks import Failed
+
+NUM_STEPS = 3
+_MISSING = "train/moe/routing/rows_missing_share"
+
+
+def overrides(folder: Path, *, rehearse: bool) -> list[str]:
+    """The run's settings; a rehearsal lets the trainer's own engine generate, on one CPU rank."""
+    changes: dict[str, Any] = {
+        "grpo__max_num_steps": 1 if rehearse else NUM_STEPS,
+        "grpo__val_period": 0,
+        "grpo__val_at_start": False,
+        "grpo__val_at_end": False,
+        "data__validation": None,
+        "checkpointing__enabled": False,
+        "cluster__cpu_workers_per_node": 1,
+        "policy__megatron_cfg__routing_replay": "rollout",
+        **sft_runs.only_jsonl(),
+    }
+    if not rehearse:
+        changes |= {
+            "cluster__gpus_per_node": 1,
+            "policy__precision": "bfloat16",
+            "policy__generation__vllm__gpu_memory_utilization": 0.3,
+        }
+    return grpo_runs.settings(folder, grpo_runs.make_prompts(folder / "prompts", 40), **changes)
+
+
+def exemplar(*, rehearse: bool) -> Path:
+    """The configuration that is changed."""
+    return grpo_runs.EXEMPLAR if rehearse else grpo_runs.EXEMPLAR.with_name("grpo_tiny_moe_vllm.yaml")
+
+
+def vllm_routes_and_refit(*, rehearse: bool) -> dict[str, Any]:
+    """What the run's own metrics say of each step."""
+    with tempfile.TemporaryDirectory(prefix="gpu_check_") as scratch:
+        folder = Path(scratch)
+        subprocess.run(grpo_runs.command(overrides(folder, rehearse=rehearse), exemplar(rehearse=rehearse)), check=True)
+        records = read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")
+    steps = [record.metrics for record in records if "train/loss" in record.metrics]
+    return judged(steps, 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
+
+
+def judged(steps: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool) -> dict[str, Any]:
+    """The numbers of a run.
+
+    Args:
+        steps: Metrics of each.
+        num_steps: How many there must be.
+        has_engine: The engine keeps a copy of the weights, which are checked after each refit.
+
+    Raises:
+        Failed: Steps, weights or routes are missing.
+    """
+    wanted = (_MISSING, *(("train/refit/logprob_gap", "train/refit/checks_failed") if has_engine else ()))
+    numbers: dict[str, Any] = {"steps": len(steps)}
+    numbers |= {key: [step.get(key) for step in steps] for key in (*wanted, "train/token_mult_prob_error")}
+    if len(steps) != num_steps:
+        raise Failed(f"{len(steps)} steps instead of {num_steps}", numbers)
+    absent = [key for key in wanted if None in numbers[key]]
+    if absent:
+        raise Failed(f"steps lack {', '.join(absent)}", numbers)
+    if any(numbers[_MISSING]):
+        raise Failed("routed experts of some tokens did not arrive", numbers)
+    if any(numbers.get("train/refit/checks_failed", ())):
+        raise Failed("weights did not arrive at the engine", numbers)
+    return numbers
