@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Where the processor time of a training step on a CPU goes, by kind of operation. Prints one JSON line.
+"""Processor time of a training step on a CPU, by kind of operation. Prints one JSON line.
 
 Steps of `sft_throughput.py` (8 sequences of 128 tokens, a small Qwen3-MoE) by the real trainer in this process: without
 the driver, Ray and the loggers. `trainer_cpu_ms` is measured without the profiler, whose own cost the shares leave out

@@ -140,7 +140,7 @@ def race(work: Work, options: argparse.Namespace, *, begins: int) -> tuple[dict[
 
 
 def run(script: str, arguments: Sequence[str], trl: Path | None) -> dict[str, Any]:
-    """What a benchmark prints."""
+    """Result that a benchmark prints."""
     paths = [str(path) for path in (trl, *os.environ.get("PYTHONPATH", "").split(os.pathsep)) if path]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, str(BENCHMARKS / script), *arguments]

@@ -57,5 +57,5 @@ def check_estimator(config: AdvantageConfig, num_groups: int, num_generations: i
         own_advantages(rewards, config)
     except ConfigurationError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{KEY}: {config.name} raised, on rewards of 0 and 1: {one_line(error)}") from error

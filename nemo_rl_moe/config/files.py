@@ -58,7 +58,7 @@ def find_config(path: str | Path) -> Path:
 
 
 Join = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
-"""What lays the second of two trees over the first."""
+"""Function that lays the second of two trees over the first."""
 
 
 def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
             translation.changed.append(f"{MEGATRON}.optimizer.optimizer: Adam with decoupled weight decay")
         if theirs.get(f"{MEGATRON}.scheduler.lr_warmup_init"):
             translation.changed.append(f"{MEGATRON}.scheduler.lr_warmup_init: the warm-up begins at 0")
+        _optimizer_on_the_host(theirs, translation)
     if chunk_size := theirs.get("policy.logprob_chunk_size"):
         values["policy.logprob_chunk_size"] = chunk_size
     if variables := theirs.get(f"{engine}.env_vars"):
@@ -40,6 +41,20 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
     values[f"{MEGATRON}.activation_checkpointing"] = _recomputed(theirs, engine)
     if values.get(f"{MEGATRON}.moe_router_load_balancing_type") == "none":
         values.setdefault(f"{MEGATRON}.moe_aux_loss_coeff", 0.0)
+
+
+def _optimizer_on_the_host(theirs: Theirs, translation: Translation) -> None:
+    """Offload of nothing is none, and what goes with it is left out; types of moments lose their module."""
+    values, key = translation.values, f"{MEGATRON}.optimizer"
+    if theirs.get(f"{key}.optimizer_cpu_offload") and theirs.get(f"{key}.optimizer_offload_fraction") == 0:
+        values[f"{key}.optimizer_cpu_offload"] = False
+        translation.changed.append(f"{key}.optimizer_cpu_offload: false, as a fraction of 0 offloads nothing")
+    if not values.get(f"{key}.optimizer_cpu_offload"):
+        values.pop(f"{key}.optimizer_offload_fraction", None)
+        values.pop(f"{key}.overlap_cpu_optimizer_d2h_h2d", None)
+    for name in (f"{key}.exp_avg_dtype", f"{key}.exp_avg_sq_dtype"):
+        if isinstance(values.get(name), str):
+            values[name] = values[name].removeprefix("torch.")
 
 
 def _recomputed(theirs: Theirs, engine: str) -> str:

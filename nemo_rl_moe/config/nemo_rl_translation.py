@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What rules of a translation from NeMo-RL read and write: their configuration, and ours with its remarks."""
+"""A translation from NeMo-RL in the making: their configuration, and ours with its remarks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -39,7 +39,7 @@ class TokenizerConfig(StrictModel):
     chat_template: PathText | None
     """A Jinja file that replaces the tokenizer's own chat template; null: its own."""
     corrected_template: Literal["auto", "never"]
-    """Whether a template of ours takes the place of the tokenizer's own where that is known to lose a part of some
+    """Templates of ours in the place of the tokenizer's own, where that is known to lose a part of some
     conversations (DeepSeek's, Mistral's); a template of the user's own is never replaced."""
 
 

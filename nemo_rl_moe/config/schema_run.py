@@ -3,10 +3,11 @@
 """The sections that say where a run reads, writes and works: data, checkpointing, logger, cluster."""
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from nemo_rl_moe.config.schema_base import (
     DurationText,
+    ExpectedWords,
     NonNegativeInt,
     OwnCode,
     PathText,
@@ -147,7 +148,7 @@ class LoggerConfig(StrictModel):
     """Write a Weights & Biases run; offline unless the user is logged in."""
     mlflow_enabled: bool
     """Write an MLflow run."""
-    backends: list[OwnCode]
+    backends: Annotated[list[OwnCode], ExpectedWords("a list of package.module:name")]
     """More loggers, each a class or function of your own, `package.module:name`, that is called with the run's folder;
     []: none."""
     expert_load_pictures: ExpertLoadPicturesConfig

@@ -15,6 +15,7 @@ THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn that hold its thinking: data and templates differ in which one they use."""
 _END_OF_THINKING = "</think>"
 _SURELY_ITS_OWN = 40
+_STAND_IN = "something else"
 
 
 def with_thinking_named(message: Message, template: str) -> Message:
@@ -37,7 +38,7 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
     for index, message in enumerate(messages):
         if message["role"] in ("user", "assistant"):
             _require_all_calls(messages, index, text, render)
-        elif not _is_shown(message["content"], text, [*messages[:index], *messages[index + 1 :]], render):
+        elif not _is_shown(message["content"], text, _instead(messages, index), messages, render):
             raise RenderError(
                 f"turn {index} is of role {message['role']}, and the chat template leaves it out; set "
                 "policy.tokenizer.chat_template to a template that shows it, or leave the turn out"
@@ -45,14 +46,32 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
     _require_thinking(messages, text, render)
 
 
-def _is_shown(part: str, text: str, without: Sequence[Message], render: RenderVariant) -> bool:
-    """True where a part stands in the text: it is long enough to be told, or the conversation without it differs."""
+def _instead(messages: Sequence[Message], index: int) -> list[Message]:
+    """The conversation with another text in a turn. Without the turn a template may show a default, and the same text."""
+    return [*messages[:index], {**messages[index], "content": _STAND_IN}, *messages[index + 1 :]]
+
+
+def _is_shown(
+    part: str, text: str, other: Sequence[Message], messages: Sequence[Message], render: RenderVariant
+) -> bool:
+    """True where a part stands in the text: it is long and nowhere else, or another conversation's text differs.
+
+    Args:
+        part: Of a turn.
+        text: Of the conversation.
+        other: The conversation with something else in place of the part.
+        messages: The conversation.
+        render: Renders the other one.
+    """
     part = part.strip()
-    if not part or (len(part) >= _SURELY_ITS_OWN and part in text):
+    if not part or part == _STAND_IN:
+        return True
+    # The same words may be quoted by another turn, which is shown.
+    if len(part) >= _SURELY_ITS_OWN and part in text and str(messages).count(repr(part)[1:-1]) == 1:
         return True
     try:
-        return render(without) != text
-    except RenderError:  # a conversation that the template refuses without it
+        return render(other) != text
+    except RenderError:  # a conversation that the template refuses
         return True
 
 
@@ -79,7 +98,7 @@ def _require_thinking(messages: Sequence[Message], text: str, render: RenderVari
         "content": answer if found else content,
     }
     parts = [part for part in (thinking, *(last[key] for key in given)) if isinstance(part, str)]
-    if any(not _is_shown(part, text, [*before, without], render) for part in parts):
+    if any(not _is_shown(part, text, [*before, without], messages, render) for part in parts):
         raise RenderError(
             f"turn {len(before)} has thinking, and the chat template shows none of it; set "
             "policy.tokenizer.chat_template to a template that does, or leave the thinking out"

@@ -155,7 +155,21 @@ def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: An
     of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
     if fullest > memory:
         return f"{target}: does not fit: {fullest / _UNITS['GB']:.2f} GB are more than {of_it}"
+    if _engines_lack_room(config, transformer, hf_config, memory):
+        return f"{target}: does not fit: an engine's weights and a cache are more than its share of {of_it}"
     return f"{target}: fits, with {1 - fullest / memory:.0%} of {of_it} to spare"
+
+
+def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: float) -> bool:
+    """True where vLLM's engines, on the trainer's GPUs or on their own, have no room for their weights and a cache."""
+    if not isinstance(config, GRPOMasterConfig) or config.policy.generation.backend != "vllm":
+        return False
+    return (
+        engine_memory(config, transformer, hf_config).cache(
+            int(memory), config.policy.generation.vllm.gpu_memory_utilization
+        )
+        <= 0
+    )
 
 
 def _share_of_engines(config: MasterConfig) -> float:

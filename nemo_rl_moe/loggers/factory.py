@@ -3,6 +3,7 @@
 """Loggers of a run from the `logger` section of its configuration."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -130,6 +131,8 @@ def find_own_backends(logger_config: LoggerConfig) -> dict[str, Callable[[Path],
         ConfigurationError: There is no such thing, or it does not take a folder.
     """
     key = "logger.backends"
+    if twice := [name for name, count in Counter(logger_config.backends).items() if count > 1]:
+        raise ConfigurationError(f"{key}: got {twice[0]} twice, expected each logger once")
     return {name: import_function(key, name, "the run's folder") for name in logger_config.backends}
 
 

@@ -19,10 +19,15 @@ pytestmark = pytest.mark.shared_ray
 
 BEFORE_UPDATES, AFTER_UPDATES = 1e-6, 3e-4
 """Relative. Seen between two kinds of processors: 1.5e-7 up to the first update, 6.4e-5 behind it."""
-ABSOLUTE = 5e-6
-"""Of differences of nearly equal numbers, such as a mismatch or GRPO's loss: their rounding is that of the numbers."""
+ABSOLUTE = {"sampling_logp_difference": 5e-7, "kl_error": 1e-12, "js_divergence_error": 1e-12, "": 5e-6}
+"""By parts of names. Of differences of nearly equal numbers, such as GRPO's loss: their rounding is that of the numbers."""
 TIE = 1e-6
 """A reward margin below this is rounding, and so is which response counts as preferred."""
+
+
+def absolute_of(name: str) -> float:
+    """Tolerance of a metric."""
+    return next(tolerance for part, tolerance in ABSOLUTE.items() if part in name)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -42,8 +47,11 @@ def test_five_steps_give_the_kept_metrics(algorithm: str, tmp_path: Path, reposi
         tied = {
             f"{split}/accuracy" for split in ("train", "val") if abs(metrics.get(f"{split}/reward_margin", 1)) < TIE
         }
-        expected = {name: value for name, value in metrics.items() if name not in tied}
-        compared = {name: found[step][name] for name in expected}
-        assert compared == pytest.approx(expected, rel=relative, abs=ABSOLUTE), f"step {step}"
+        wrong = {
+            name: (found[step][name], value)
+            for name, value in metrics.items()
+            if name not in tied and found[step][name] != pytest.approx(value, rel=relative, abs=absolute_of(name))
+        }
+        assert not wrong, f"step {step}"
     changed = [name for step in golden for name, value in golden[step].items() if found[step][name] != value]
     print(f"{algorithm}: {len(changed)} of {sum(map(len, golden.values()))} values differ in their last bits")

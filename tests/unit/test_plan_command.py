@@ -226,6 +226,11 @@ def test_an_engine_beside_the_trainer_counts(capsys: pytest.CaptureFixture[str])
     assert values(printed)["beside it while it generates: held by the trainer, in GB"] == "10.33"
     _, printed, _ = plan(capsys, *settings, *chosen, "policy.offload_optimizer_for_generation=false")
     assert "  8xH100: does not fit: 115.19 GB" in printed
+    # All 61 GB of weights on one GPU, of which the engine may take 48.
+    whole = [*settings[:-1], "policy.generation.vllm.gpu_memory_utilization=0.6", "--target", "8xH100"]
+    _, printed, _ = plan(capsys, *whole)
+    assert "  8xH100: does not fit: an engine's weights and a cache are more than its share of the 80 GB" in printed
+    assert values(printed)["GPUs with 80 GB: key-value cache, in GB"] == "they do not fit"
 
 
 def test_unreadable_configuration_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

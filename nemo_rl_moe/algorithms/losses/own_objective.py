@@ -85,12 +85,17 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
         raise
     except ValueError as error:
         raise ConfigurationError(_named(config.objective, one_line(error))) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{KEY}: {config.objective} raised, on three tokens: {one_line(error)}") from error
     if not loss.requires_grad:
         raise ConfigurationError(
             f"{KEY}: {config.objective} returned a loss without a gradient, expected one that depends on logprobs or"
             " ratio"
+        )
+    (gradient,) = torch.autograd.grad(loss[mask].sum(), logprobs, allow_unused=True)
+    if not loss[mask].isfinite().all() or gradient is None or not gradient[mask].isfinite().all():
+        raise ConfigurationError(
+            f"{KEY}: {config.objective} returned, on three tokens, a loss or a gradient of it that is NaN or infinite"
         )
 
 

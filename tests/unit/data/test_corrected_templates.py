@@ -4,16 +4,20 @@
 
 import json
 import random
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 from io import StringIO
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
 from nemo_rl_moe.config.schema_policy import TokenizerConfig
 from nemo_rl_moe.data.chat_template import template_setup
 from nemo_rl_moe.data.corrected_templates import CORRECTED, correct_template
+from nemo_rl_moe.data.left_out import require_all_shown
 from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateRenderer
 from nemo_rl_moe.data.turn_spans import RenderError
 from nemo_rl_moe.launch.setup import use_corrected_template
@@ -176,6 +180,38 @@ def test_the_system_turn_stands_in_what_is_trained_on() -> None:
     # The turn that is answered last stands there as in the prompt that the model answers.
     prompt = rendered(published, *turns[:4]).text
     assert rendered(ours, *turns).text.startswith(prompt)
+
+
+SHOWS_DEFAULT = (
+    "{%- if messages[0].role != 'system' %}[You help.]{%- endif %}"
+    "{%- for message in messages %}[{{ message.content }}]{%- endfor %}"
+)
+DROPS_SYSTEM = "{%- for message in messages if message.role != 'system' %}[{{ message.content }}]{%- endfor %}"
+LONG = "Answer every question in one short sentence, and say so."
+
+
+@pytest.mark.parametrize(
+    ("template", "system", "question", "is_shown"),
+    [
+        (SHOWS_DEFAULT, "You help.", "q", True),
+        (SHOWS_DEFAULT, LONG, "q", True),
+        (SHOWS_DEFAULT, LONG, f"Why: {LONG}", True),
+        (DROPS_SYSTEM, "You help.", "q", False),
+        (DROPS_SYSTEM, LONG, "q", False),
+        (DROPS_SYSTEM, LONG, f"Why: {LONG}", False),
+    ],
+)
+def test_a_turn_is_shown_where_another_in_its_place_would_be(
+    template: str, system: str, question: str, is_shown: bool
+) -> None:
+    """Also one that the template shows by default, and not one that only another turn quotes."""
+
+    def render(messages: Sequence[dict[str, Any]]) -> str:
+        return str(Environment().from_string(template).render(messages=messages))
+
+    turns = [{"role": "system", "content": system}, user(question), assistant("a")]
+    with nullcontext() if is_shown else pytest.raises(RenderError, match="^turn 0 is of role system, and the chat"):
+        require_all_shown(turns, render(turns), render)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -95,7 +95,7 @@ def chunked_token_statistics(
 
 @dataclass(frozen=True)
 class _Head:
-    """What an output layer makes of hidden states, but for its weight.
+    """Settings of an output layer, but for its weight.
 
     Attributes:
         group: The tensor-parallel group, whose ranks hold a block of the vocabulary each.

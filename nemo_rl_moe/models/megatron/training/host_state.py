@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 class HostState:
-    """What training alone needs on the device: it leaves, and comes back to the bit.
+    """State that training alone needs on the device: it leaves, and comes back to the bit.
 
     Tensors stay the objects that they are, so that optimizers and checkpoints find them wherever their values lie.
     Gradients are not kept: each global batch begins with buffers of zeros.

@@ -95,7 +95,7 @@ class VocabularySums(NamedTuple):
         return VocabularySums(highest, exponentials, weighted[0] if weighted else None, target)
 
     def statistics(self) -> TokenStatistics:
-        """What they say of each token, where they are over the whole vocabulary."""
+        """Statistics of each token, of sums over the whole vocabulary."""
         logprobs = self.target - self.highest - self.exponentials.log()
         entropy = None if self.weighted is None else self.exponentials.log() - self.weighted / self.exponentials
         return TokenStatistics(logprobs, self.target >= self.highest, entropy)
