@@ -47,7 +47,7 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
 
 
 def _instead(messages: Sequence[Message], index: int) -> list[Message]:
-    """The conversation with another text in a turn. Without the turn a template may show a default, and the same text."""
+    """The conversation with other words in a turn: where there is no such turn, a template may show the same ones."""
     return [*messages[:index], {**messages[index], "content": _STAND_IN}, *messages[index + 1 :]]
 
 

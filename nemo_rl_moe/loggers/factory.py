@@ -12,6 +12,7 @@ from pathlib import Path
 
 from nemo_rl_moe.config.schema_run import AlertsConfig, LoggerConfig
 from nemo_rl_moe.config.user_code import import_function
+from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.loggers.alerts import AlertWatch
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger

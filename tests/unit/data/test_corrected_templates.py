@@ -210,7 +210,7 @@ def test_a_turn_is_shown_where_another_in_its_place_would_be(
         return str(Environment().from_string(template).render(messages=messages))
 
     turns = [{"role": "system", "content": system}, user(question), assistant("a")]
-    with nullcontext() if is_shown else pytest.raises(RenderError, match="^turn 0 is of role system, and the chat"):
+    with nullcontext() if is_shown else pytest.raises(RenderError, match=r"^turn 0 is of role system, and the chat"):
         require_all_shown(turns, render(turns), render)
 
 
