@@ -80,5 +80,13 @@ def detached(inputs: ObjectiveInputs) -> torch.Tensor:
     return -inputs.ratio.detach() * inputs.advantages
 
 
+def without_numbers(inputs: ObjectiveInputs) -> torch.Tensor:
+    return inputs.logprobs * torch.nan
+
+
+def leaving(inputs: ObjectiveInputs) -> torch.Tensor:
+    raise SystemExit(3)
+
+
 def makes_a_number() -> int:
     return 3

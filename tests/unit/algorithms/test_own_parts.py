@@ -73,6 +73,8 @@ def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -
         (f"{NAME}:mean_loss", "returned shape [], expected a tensor of shape [2, 3]: the loss of each token"),
         (f"{NAME}:detached", "returned a loss without a gradient, expected one that depends on logprobs or ratio"),
         (f"{NAME}:raising", "raised, on three tokens: KeyError: 'no such key'"),
+        (f"{NAME}:leaving", "raised, on three tokens: SystemExit: 3"),
+        (f"{NAME}:without_numbers", "returned, on three tokens, a loss or a gradient of it that is NaN or infinite"),
         (f"{NAME}:from_median", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
     ],
 )

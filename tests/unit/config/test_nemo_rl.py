@@ -278,6 +278,25 @@ def test_the_optimizer_s_memory_is_carried_over(tmp_path: Path) -> None:
     assert problems_of_translation(translation) == []
 
 
+def test_offload_of_nothing_is_none(tmp_path: Path) -> None:
+    chosen = {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.0,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+        "exp_avg_dtype": "torch.float32",
+    }
+    translation = grpo(tmp_path, **{f"policy__megatron_cfg__optimizer__{key}": value for key, value in chosen.items()})
+    found = {key: translation.values.get(f"policy.megatron_cfg.optimizer.{key}") for key in chosen}
+    assert found == {
+        "optimizer_cpu_offload": False,
+        "optimizer_offload_fraction": None,
+        "overlap_cpu_optimizer_d2h_h2d": None,
+        "exp_avg_dtype": "float32",
+    }
+    assert any("offloads nothing" in line for line in translation.changed)
+    assert problems_of_translation(translation) == []
+
+
 @pytest.mark.parametrize("engine", ["megatron_cfg", "dtensor_cfg"])
 def test_environment_variables_are_those_of_the_engine_that_is_on(tmp_path: Path, engine: str) -> None:
     changes: dict[str, Any] = {

@@ -59,6 +59,11 @@ def test_a_logger_of_ones_own_that_is_not_there_is_one_line(tmp_path: Path, name
     assert problem in line
 
 
+def test_a_logger_named_twice_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"logger.backends: got {NAME}:LinesLogger twice"):
+        find_own_backends(settings_for(tmp_path, backends=[f"{NAME}:LinesLogger"] * 2))
+
+
 def test_backend_that_cannot_start_warns_once_on_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     stream = io.StringIO()
