@@ -7,7 +7,8 @@ import re
 import pytest
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.nemo_rl_keys import DATASETS, ROWS
+from nemo_rl_moe.config.nemo_rl_data import DATASETS
+from nemo_rl_moe.config.nemo_rl_keys import ROWS
 from nemo_rl_moe.config.validation import known_keys
 from tests.conftest import REPOSITORY_ROOT
 from tests.unit.test_docs_site import script

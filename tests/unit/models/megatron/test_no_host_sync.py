@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -133,7 +134,7 @@ def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
         with waits:
             metrics = trainer.train([shard], sft_loss).moe_metrics
         asked = policy.megatron_cfg.experts_by_advantage  # type: ignore[attr-defined]
-        assert ("routing_advantage/excess" in metrics) == asked
+        assert ("routing_advantage/excess" in metrics) == (asked and dist.get_rank() == 0)
         return waits.until_stop
 
 
