@@ -23,6 +23,7 @@ from nemo_rl_moe.moe.load_arrays import overload_of_steps
 from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, in_planes
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeLedger
+from nemo_rl_moe.moe.tape_passes import TapePass
 from nemo_rl_moe.moe.tape_ranks import rows_by_rank
 from nemo_rl_moe.moe.tape_repeats import RepeatedRows
 from nemo_rl_moe.moe.tape_report import CheckTotals, tape_report
@@ -39,15 +40,16 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
     `lengths` has the tokens of each sequence that were fed to the model that made the tape.
     """
     taps, parts = trainer._taps, list[Any]()
-    add, train = taps.ledger.add, trainer.train
+    wait, train = taps._wait, trainer.train
 
-    def recording(number: int, layers: Any, routes: Any, fed: Any, seen: Any) -> Any:
-        # The checks behind the ledger go on with what it returns.
-        live = add(number, layers, routes, fed, seen)
-        chosen = np.stack([of_layer.live.numpy() for of_layer in seen], 1).astype(np.int16)
-        margin = np.stack([of_layer.margin.numpy() for of_layer in seen], 1).astype(np.float16)
-        parts.append((routes.planes.permute(2, 1, 0).numpy(), chosen, margin, fed.numpy()))
-        return live
+    def recording(chunk: int, microbatch: Any, found: TapePass) -> None:
+        # One pass for each microbatch: behind this, small ones are joined.
+        chosen = np.stack([of_layer.live.numpy() for of_layer in found.seen], 1).astype(np.int16)
+        margin = np.stack([of_layer.margin.numpy() for of_layer in found.seen if of_layer.margin is not None], 1)
+        parts.append(
+            (found.routes.planes.permute(2, 1, 0).numpy(), chosen, margin.astype(np.float16), found.fed.numpy())
+        )
+        wait(chunk, microbatch, found)
 
     def training(shards: Sequence[Any], loss_function: Any) -> Any:
         parts.clear()
@@ -70,7 +72,7 @@ def record_steps(trainer: Any, rank: int, folder: Path) -> None:
         np.savez(folder / f"step_{number:04d}_rank_{rank}.npz", **arrays)
         return result
 
-    taps.ledger.add, trainer.train = recording, training
+    taps._wait, trainer.train = recording, training
 
 
 def _padded(values: np.ndarray, longest: int, fill: float) -> np.ndarray:
