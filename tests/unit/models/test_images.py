@@ -24,12 +24,12 @@ def test_sequences_with_and_without_pictures_make_one_batch() -> None:
     with_two = image_inputs([picture(8, 4, 0), picture(4, 4, 1)], np.array([True, True, False]))
     without = image_inputs([], np.array([False]))
     columns = {name: collate_inputs([without[name], with_two[name]], 5) for name in with_two}
-    assert columns[PIXELS].sizes is not None
-    assert columns[PIXELS].sizes.tolist() == [0, 8 * 4 * 3 + 4 * 4 * 3]
+    num_bytes = columns[PIXELS].sizes
+    assert num_bytes is not None
+    assert num_bytes.tolist() == [0, 8 * 4 * 3 + 4 * 4 * 3]
     assert columns[PIXELS].values.dtype == torch.uint8
     assert columns[PICTURE_SIZES].values.tolist() == [[8, 4], [4, 4]]
     assert columns[IS_IMAGE].values.tolist() == [[False] * 5, [True, True, False, False, False]]
-    assert columns[PICTURE_IDS].sizes is not None
     second = columns[PICTURE_IDS].select(torch.tensor([1]), 5)
     assert second.values.tolist() == with_two[PICTURE_IDS].values.tolist()
 
