@@ -63,11 +63,32 @@ class GenerationBatch:
         prompts: Token ids of each sequence so far, none of them empty; of different lengths as they come.
         seeds: One for each prompt, not negative.
         sampling: The same for all.
+        model_inputs: Further inputs of the model for each prompt, such as images; empty: none has any. Arrays that
+            prompts share, as the responses to one prompt do, travel once.
     """
 
     prompts: tuple[TokenIds, ...]
     seeds: tuple[int, ...]
     sampling: SamplingParameters
+    model_inputs: tuple[Mapping[str, ModelInput], ...] = ()
+
+    @staticmethod
+    def of(requests: Sequence[GenerationRequest]) -> "GenerationBatch":
+        """The batch of some requests, at least one, that share their sampling parameters."""
+        inputs = tuple(request.model_inputs for request in requests)
+        return GenerationBatch(
+            prompts=tuple(request.token_ids for request in requests),
+            seeds=tuple(request.seed for request in requests),
+            sampling=requests[0].sampling,
+            model_inputs=inputs if any(inputs) else (),
+        )
+
+    def share(self, rank: int, num_ranks: int) -> "GenerationBatch":
+        """Every `num_ranks`-th prompt, from number `rank` on; maybe none."""
+        chosen = slice(rank, None, num_ranks)
+        return replace(
+            self, prompts=self.prompts[chosen], seeds=self.seeds[chosen], model_inputs=self.model_inputs[chosen]
+        )
 
 
 @dataclass(frozen=True)

@@ -42,22 +42,12 @@ class MegatronGeneration:
         self._policy = policy
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """Continuations, those of requests with the same sampling parameters together and in their order.
-
-        Raises:
-            ValueError: A request has inputs beside its tokens, which this engine cannot take.
-        """
-        if any(request.model_inputs for request in requests):
-            raise ValueError("the trainer's own generation takes tokens alone, and no further model inputs")
+        """Continuations, those of requests with the same sampling parameters together and in their order."""
         by_sampling: dict[SamplingParameters, list[int]] = {}
         for index, request in enumerate(requests):
             by_sampling.setdefault(request.sampling, []).append(index)
-        for sampling, indices in by_sampling.items():
-            batch = GenerationBatch(
-                prompts=tuple(requests[index].token_ids for index in indices),
-                seeds=tuple(requests[index].seed for index in indices),
-                sampling=sampling,
-            )
+        for indices in by_sampling.values():
+            batch = GenerationBatch.of([requests[index] for index in indices])
             yield from zip(indices, self._policy.generate(batch), strict=True)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:

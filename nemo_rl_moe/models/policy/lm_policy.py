@@ -406,9 +406,7 @@ class MegatronPolicy(ModelWorkers):
         """One continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
-        shares = [
-            GenerationBatch(batch.prompts[rank::size], batch.seeds[rank::size], batch.sampling) for rank in range(size)
-        ]
+        shares = [batch.share(rank, size) for rank in range(size)]
         by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)
         sequences: list[Any] = [None] * len(batch.prompts)
         for rank, found in enumerate(by_rank):
