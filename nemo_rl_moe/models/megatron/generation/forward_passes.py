@@ -16,6 +16,7 @@ from nemo_rl_moe.models.megatron.layers.cpu.attention import causal_mask
 from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
     CachedForward,
     PaddedInferenceContext,
+    Rotation,
     has_cached_forward,
 )
 
@@ -122,10 +123,9 @@ class ForwardPasses:
         if self.padded:
             # Megatron keeps the angles of each length: made in inference mode, no training could use them.
             with torch.inference_mode(False), torch.no_grad():
-                angles = [chunk.rotary_pos_emb(num_slots, packed_seq=False, cp_group=None) for chunk in self._chunks]
-            padded = PaddedInferenceContext(num_rows, num_slots, num_pads)
-            pairs = zip(self._chunks, angles, strict=True)
-            return CachedBatch(padded, [CachedForward(chunk, padded, its_angles) for chunk, its_angles in pairs])
+                angles = self._chunks[0].rotary_pos_emb(num_slots, packed_seq=False, cp_group=None)
+            padded = PaddedInferenceContext(num_rows, num_slots, Rotation(angles), num_pads)
+            return CachedBatch(padded, [CachedForward(chunk, padded) for chunk in self._chunks])
         stock = StockInferenceContext(num_rows, num_slots)
         return CachedBatch(stock, [StockForward(chunk, stock) for chunk in self._chunks])
 

@@ -13,6 +13,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.layers.cpu.attention import causal_attention
 from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
     PaddedInferenceContext,
+    Rotation,
     add_experts,
     cached_attention,
     has_cached_forward,
@@ -55,13 +56,17 @@ def in_steps(mixed: Tensor, prefill: int, attend: Any, context: PaddedInferenceC
 @pytest.mark.parametrize("num_pads", [None, [0, 3, 1], [4, 0, 2]])
 @pytest.mark.parametrize("heads", [HeadLayout(2, 2, 8), HeadLayout(3, 1, 4), HeadLayout(1, 4, 8)])
 @pytest.mark.parametrize("prefill", [1, 5, SLOTS])
-def test_cached_attention_is_attention(num_pads: list[int] | None, heads: HeadLayout, prefill: int) -> None:
+@pytest.mark.parametrize("rows_of_angles", [1, ROWS])
+def test_cached_attention_is_attention(
+    num_pads: list[int] | None, heads: HeadLayout, prefill: int, rows_of_angles: int
+) -> None:
     prefill = max(prefill, max(num_pads or [0]) + 1)
     mixed = random(SLOTS, ROWS, heads.groups * (heads.heads_per_group + 2) * heads.dim, dtype=torch.float32)
     weights = (1 + random(heads.dim, seed=1).float() / 4, 1 + random(heads.dim, seed=2).float() / 4)
-    angles = random(SLOTS, 1, 1, heads.dim // 2, seed=3, dtype=torch.float32).repeat(1, 1, 1, 2)
-    context = PaddedInferenceContext(ROWS, SLOTS, None if num_pads is None else torch.tensor(num_pads))
-    cache = new_layer_cache(context, angles, *weights, heads)
+    angles = random(SLOTS, rows_of_angles, 1, heads.dim // 2, seed=3, dtype=torch.float32).repeat(1, 1, 1, 2)
+    rotation = Rotation(angles)
+    context = PaddedInferenceContext(ROWS, SLOTS, rotation, None if num_pads is None else torch.tensor(num_pads))
+    cache = new_layer_cache(context, *weights, heads)
 
     def attend(part: Tensor) -> Tensor:
         return cached_attention(part, cache, context, heads, EPS, heads.dim**-0.5)
@@ -71,7 +76,7 @@ def test_cached_attention_is_attention(num_pads: list[int] | None, heads: HeadLa
         expected = whole_attention(
             mixed[pads:, row : row + 1].double(),
             tuple(weight.double() for weight in weights),
-            angles[pads:].double(),
+            angles[pads:, row % rows_of_angles].unsqueeze(1).double(),
             heads,
         )
         torch.testing.assert_close(found[pads:, row : row + 1].double(), expected, rtol=0, atol=2e-6)
@@ -79,14 +84,16 @@ def test_cached_attention_is_attention(num_pads: list[int] | None, heads: HeadLa
         assert found[:pads, row].isfinite().all()
 
 
-def test_rows_leave_the_cache() -> None:
+@pytest.mark.parametrize("rows_of_angles", [1, ROWS])
+def test_rows_leave_the_cache(rows_of_angles: int) -> None:
     heads = HeadLayout(2, 2, 8)
     mixed = random(SLOTS, ROWS, 64, dtype=torch.float32)
-    angles, weight = torch.zeros(SLOTS, 1, 1, 8), torch.ones(8)
+    weight = torch.ones(8)
     outputs = []
     for leaves in (False, True):
-        context = PaddedInferenceContext(ROWS, SLOTS, torch.tensor([2, 0, 1]))
-        cache = new_layer_cache(context, angles, weight, weight, heads)
+        rotation = Rotation(random(SLOTS, rows_of_angles, 1, 8, seed=3, dtype=torch.float32))
+        context = PaddedInferenceContext(ROWS, SLOTS, rotation, torch.tensor([2, 0, 1]))
+        cache = new_layer_cache(context, weight, weight, heads)
         context.key_value_memory_dict[1] = cache
         cached_attention(mixed[:6].clone(), cache, context, heads, EPS, 1.0)
         context.increment_sequence_len_offset(6)

@@ -26,22 +26,60 @@ from nemo_rl_moe.models.megatron.layers.cpu.spec import eligible
 from megatron.core.inference.contexts import StaticInferenceContext
 
 
+class Rotation:
+    """Cosines and sines of the rotary angles of a batch, the same for all layers.
+
+    Args:
+        angles: Of all slots: one for all rows or, where images give rows positions of their own, one for each.
+    """
+
+    def __init__(self, angles: Float[Tensor, "slots rows_or_1 1 dim"]):
+        angles = angles[:, :, :, None]
+        self.cosines: Float[Tensor, "slots rows_or_1 1 1 dim"] = angles.cos()
+        self.sines: Float[Tensor, "slots rows_or_1 1 1 dim"] = angles.sin()
+
+    @property
+    def of_rows(self) -> bool:
+        """True where each row has its own."""
+        return self.cosines.shape[1] > 1
+
+    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
+        """Drops all other rows of the batch."""
+        if self.of_rows:
+            self.cosines, self.sines = self.cosines.index_select(1, rows), self.sines.index_select(1, rows)
+
+
 @dataclass
 class LayerCache:
     """Key-value cache of one attention layer.
 
     Attributes:
         keys_and_values: Keys normalised and rotated, values as they come.
-        cosines: Of the rotary angles, times the weights of the norms of the query heads and of the key.
-        sines: The same with the other half of the weights, the first half negative.
+        rotation: The batch's.
+        weight: Of the norms of the query heads and of the key.
+        swapped: The other half of each weight, the first half negative.
     """
 
     keys_and_values: Float[Tensor, "rows groups 2 slots dim"]
-    cosines: Float[Tensor, "slots 1 1 heads dim"]
-    sines: Float[Tensor, "slots 1 1 heads dim"]
+    rotation: Rotation
+    weight: Float[Tensor, "heads dim"]
+    swapped: Float[Tensor, "heads dim"]
+
+    def __post_init__(self) -> None:
+        # Where rows differ, the products of all slots would take more memory than the keys and values.
+        self._products = None if self.rotation.of_rows else self._products_of(slice(None))
+
+    def factors(self, slots: slice) -> tuple[Float[Tensor, "some rows_or_1 1 heads dim"], ...]:
+        """Factors of normalised heads and of their swapped halves: cosines and sines times the norms' weights."""
+        if self._products is None:
+            return self._products_of(slots)
+        return tuple(product[slots] for product in self._products)
+
+    def _products_of(self, slots: slice) -> tuple[Tensor, ...]:
+        return self.rotation.cosines[slots] * self.weight, self.rotation.sines[slots] * self.swapped
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
-        """Drops all other rows of the batch."""
+        """Drops all other rows of the batch, but for the rotation, which layers share."""
         self.keys_and_values = self.keys_and_values.index_select(0, rows)
 
 
@@ -53,11 +91,13 @@ class PaddedInferenceContext(StaticInferenceContext):
     Args:
         num_rows: Sequences.
         num_slots: Tokens of each, padding included.
+        rotation: Angles of all slots.
         num_pads: Padding before each; None where there is none.
     """
 
-    def __init__(self, num_rows: int, num_slots: int, num_pads: Int[Tensor, " rows"] | None = None):
+    def __init__(self, num_rows: int, num_slots: int, rotation: Rotation, num_pads: Int[Tensor, " rows"] | None = None):
         super().__init__(num_rows, num_slots)
+        self.rotation = rotation
         self._hidden_slots = None
         if num_pads is not None:
             self._hidden_slots = torch.arange(num_slots, device=num_pads.device) < num_pads[:, None, None, None]
@@ -65,6 +105,7 @@ class PaddedInferenceContext(StaticInferenceContext):
 
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
         """Drops all other rows of the batch."""
+        self.rotation.keep_rows(rows)
         for cache in self.key_value_memory_dict.values():
             cache.keep_rows(rows)
         if self._hidden_slots is not None:
@@ -99,7 +140,6 @@ class PaddedInferenceContext(StaticInferenceContext):
 
 def new_layer_cache(
     context: PaddedInferenceContext,
-    angles: Float[Tensor, "slots 1 1 dim"],
     query_weight: Float[Tensor, " dim"],
     key_weight: Float[Tensor, " dim"],
     layout: HeadLayout,
@@ -107,8 +147,7 @@ def new_layer_cache(
     """An empty cache of one layer.
 
     Args:
-        context: Gives the sizes.
-        angles: Rotary angles of all slots.
+        context: Gives the sizes and the rotation.
         query_weight: Of the RMS norm of each query head.
         key_weight: Of that of the keys.
         layout: The layer's heads.
@@ -117,12 +156,7 @@ def new_layer_cache(
     shape = (context.max_batch_size, layout.groups, 2, context.max_sequence_length, layout.dim)
     weight = torch.cat([query_weight.expand(layout.heads_per_group, layout.dim), key_weight.view(1, layout.dim)])
     swapped = torch.cat([-weight[:, half:], weight[:, :half]], -1)
-    angles = angles.view(-1, 1, 1, 1, layout.dim)
-    return LayerCache(
-        keys_and_values=weight.new_empty(shape),
-        cosines=angles.cos() * weight,
-        sines=angles.sin() * swapped,
-    )
+    return LayerCache(weight.new_empty(shape), context.rotation, weight, swapped)
 
 
 def cached_attention(
@@ -151,7 +185,7 @@ def cached_attention(
     split = mixed.view(queries, rows, groups, heads + 2, dim)
     queries_and_keys = split[..., : heads + 1, :]
     normalized = rms_normalize(queries_and_keys, eps)
-    cosines, sines = cache.cosines[first:last], cache.sines[first:last]
+    cosines, sines = cache.factors(slice(first, last))
     torch.addcmul(normalized * cosines, normalized.roll(dim // 2, -1), sines, out=queries_and_keys)
     cache.keys_and_values[:, :, :, first:last] = split[..., heads:, :].permute(1, 2, 3, 0, 4)
     keys, values = cache.keys_and_values[:, :, :, :last].unbind(2)
@@ -198,12 +232,11 @@ class CachedForward:
     Args:
         chunk: A GPTModel chunk with `has_cached_forward`.
         context: The batch's key-value cache, still empty.
-        angles: Rotary angles of all slots.
     """
 
-    def __init__(self, chunk: Any, context: PaddedInferenceContext, angles: Float[Tensor, "slots 1 1 dim"]):
+    def __init__(self, chunk: Any, context: PaddedInferenceContext):
         self._embedding = _embedding(chunk.embedding) if chunk.pre_process else None
-        self._layers = [_CachedLayer(layer, context, angles) for layer in chunk.decoder.layers]
+        self._layers = [_CachedLayer(layer, context) for layer in chunk.decoder.layers]
         self._final_norm = None
         if chunk.post_process:
             self._final_norm = _norm(chunk.decoder.final_layernorm)
@@ -237,11 +270,11 @@ class _CachedLayer:
 
     last_column_only = False
 
-    def __init__(self, layer: Any, context: PaddedInferenceContext, angles: Float[Tensor, "slots 1 1 dim"]):
+    def __init__(self, layer: Any, context: PaddedInferenceContext):
         attention = layer.self_attention
         layout = attention.head_layout
         norms = attention.q_layernorm, attention.k_layernorm
-        cache = new_layer_cache(context, angles, norms[0].weight, norms[1].weight, layout)
+        cache = new_layer_cache(context, norms[0].weight, norms[1].weight, layout)
         context.key_value_memory_dict[layer.layer_number] = cache
         self._attention_norm = _norm(layer.input_layernorm)
         self._mixed = _linear(attention.linear_qkv)
