@@ -5,6 +5,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,45 @@ def test_a_microbatch_of_padding_alone_has_no_auxiliary_loss() -> None:
     _, grads, auxiliary = train_once(build(make_config(), fast=True), batch, padding_mask=padding)
     assert auxiliary["load_balancing_loss"].eq(0).all()
     assert all(grad.isfinite().all() for grad in grads.values())
+
+
+def image_positions(rows: int, columns: int) -> torch.Tensor:
+    """Three positions of each token, other ones in each row."""
+    return torch.randint(0, 2 * columns, (3, rows, columns), generator=torch.Generator().manual_seed(8))
+
+
+MROPE = {
+    "mrope_section": [1, 2, 1],
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": 0.0,
+}
+
+
+def test_positions_of_images_agree(attention_path: None) -> None:
+    config, batch = make_config(**MROPE), token_batch()
+    batch["position_ids"] = image_positions(*batch["input_ids"].shape)
+    expected = train_once(build(config, fast=False), batch, megatron_causal_mask(SEQUENCE))
+    fast = build(config, fast=True)
+    assert isinstance(fast.decoder.layers[0].self_attention, FastSelfAttention)
+    actual = train_once(fast, batch)
+    torch.testing.assert_close(actual[0], expected[0], atol=1e-6, rtol=1e-6)
+    assert_same(actual[1], expected[1], atol=5e-7)
+
+
+@pytest.mark.parametrize("lengths", [[5, 9, 3, 7], [8, 8, 8], [1, 20, 2, 1]])
+def test_packed_positions_of_images_agree_with_one_by_one(lengths: list[int], attention_path: None) -> None:
+    config = make_config(**MROPE)
+    batch = token_batch(1, sum(lengths))
+    batch["position_ids"] = image_positions(*batch["input_ids"].shape)
+    stock = build(config, fast=False).train()
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    parts = [{name: values[..., start:end] for name, values in batch.items()} for start, end in pairwise(bounds)]
+    masks = map(megatron_causal_mask, lengths)
+    expected = torch.cat([stock(**part, attention_mask=mask) for part, mask in zip(parts, masks, strict=True)], 1)
+    expected.mean().backward()
+    actual, grads, _ = train_once(build(config, fast=True), batch, packed_seq_params=_pack(lengths, max(lengths)))
+    torch.testing.assert_close(actual, expected.detach(), atol=1e-6, rtol=1e-6)
+    assert_same(grads, gradients(stock), atol=3e-7)
 
 
 def _pack(lengths: list[int], longest: int) -> PackedSeqParams:

@@ -135,30 +135,34 @@ class RMSNorm(torch.nn.Module):
         return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
 
 
-_CACHED_LENGTHS = 64
-_cache: OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]] = OrderedDict()
+_CACHED_LENGTHS, _CACHED_MICROBATCHES = 64, 2
+_Cache = OrderedDict[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
+_cache: _Cache = OrderedDict()
+_cache_of_microbatches: _Cache = OrderedDict()
 
 
-def cosines_and_sines(angles: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cosines_and_sines(angles: Tensor, dtype: torch.dtype, *, of_microbatch: bool = False) -> tuple[Tensor, Tensor]:
     """Cosines and sines of Megatron's rotary angles, computed once for all layers and microbatches.
 
     Args:
-        angles: `[positions, 1, 1, dim]`, never changed in place.
+        angles: `[positions, 1 or batch, 1, dim]`, never changed in place.
         dtype: Type of the result.
+        of_microbatch: They are those of one microbatch, which no other one has.
 
     Returns:
         Two tensors shaped like `angles`.
     """
     key = (angles.data_ptr(), tuple(angles.shape), angles.stride(), dtype)
-    entry = _cache.get(key)
+    cache, most = (_cache_of_microbatches, _CACHED_MICROBATCHES) if of_microbatch else (_cache, _CACHED_LENGTHS)
+    entry = cache.get(key)
     if entry is None:
         # Tensors made in inference mode could not be saved for a later backward pass.
         with torch.inference_mode(False), torch.no_grad():
             # The angles are kept as well: while they live, no other tensor has their address.
             entry = (angles.cos().to(dtype), angles.sin().to(dtype), angles)
-        _cache[key] = entry
-        if len(_cache) > _CACHED_LENGTHS:
-            _cache.popitem(last=False)
+        cache[key] = entry
+        if len(cache) > most:
+            cache.popitem(last=False)
     return entry[0], entry[1]
 
 

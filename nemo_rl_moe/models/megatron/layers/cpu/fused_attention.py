@@ -72,7 +72,7 @@ class FusedAttentionFunction(torch.autograd.Function):
             mixed: `[sequence, batch, groups * (heads_per_group + 2) * dim]`.
             query_weight: `[dim]`, of the RMS norm of each query head.
             key_weight: As `query_weight`, of the keys.
-            cosines: `[sequence, 1, 1, dim]`.
+            cosines: `[sequence, 1 or batch, 1, dim]`.
             sines: As `cosines`.
             eps: Of both norms.
             scale: Factor of the scores.
@@ -90,7 +90,7 @@ class FusedAttentionFunction(torch.autograd.Function):
         inverse_rms = queries_and_keys.pow(2).mean(-1, keepdim=True).add_(eps).rsqrt_()
         normalized = queries_and_keys * inverse_rms
         weight = torch.cat([query_weight.expand(heads, dim), key_weight.view(1, dim)])
-        cosines, sines = cosines.view(sequence, 1, 1, 1, dim), sines.view(sequence, 1, 1, 1, dim)
+        cosines, sines = cosines.unsqueeze(2), sines.unsqueeze(2)
         rotated = normalized * (cosines * weight)
         swapped = sines * torch.cat([-weight[:, half:], weight[:, :half]], -1)
         rotated[..., :half].addcmul_(normalized[..., half:], swapped[..., :half])
@@ -188,26 +188,34 @@ class FastSelfAttention(SelfAttention):
         mixed, _ = self.linear_qkv(hidden_states)
         sequence = mixed.size(0)
         require_causal(attention_mask, sequence, sequence)
+        # With images each token has angles of its own; otherwise every sequence begins with the first ones.
+        own_angles = self.config.mrope_section is not None
+        cosines, sines = cosines_and_sines(rotary_pos_emb, mixed.dtype, of_microbatch=own_angles)
         if packed_seq_params is None:
-            return self.linear_proj(self._attend(mixed, rotary_pos_emb))
+            return self.linear_proj(self._attend(mixed, cosines, sines))
         lengths = packed_lengths(packed_seq_params, sequence)
         if worth_padding(lengths):
             batch = PaddedBatch.of(lengths)
-            context = batch.unpad(self._attend(batch.pad(mixed.squeeze(1)), rotary_pos_emb)).unsqueeze(1)
+            if own_angles:
+                cosines, sines = batch.pad(cosines.squeeze(1)), batch.pad(sines.squeeze(1))
+            context = batch.unpad(self._attend(batch.pad(mixed.squeeze(1)), cosines, sines)).unsqueeze(1)
+        elif own_angles:
+            parts = zip(mixed.split(lengths), cosines.split(lengths), sines.split(lengths), strict=True)
+            context = torch.cat([self._attend(*part) for part in parts])
         else:
-            context = torch.cat([self._attend(part, rotary_pos_emb) for part in mixed.split(lengths)])
+            context = torch.cat([self._attend(part, cosines, sines) for part in mixed.split(lengths)])
         return self.linear_proj(context)
 
     def _can_shorten(self, angles: Tensor, others: dict[str, Any]) -> bool:
-        full_rotation = angles.shape[1:] == (1, 1, self.hidden_size_per_attention_head)
+        full_rotation = angles.shape[2:] == (1, self.hidden_size_per_attention_head)
         recomputed = self.checkpoint_core_attention and self.training
         return full_rotation and not recomputed and all(value is None for value in others.values())
 
-    def _attend(self, mixed: Tensor, angles: Tensor) -> Tensor:
-        """Context of mixed queries, keys and values `[sequence, batch, ...]`, each sequence from position 0."""
+    def _attend(self, mixed: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Context of mixed queries, keys and values `[sequence, batch, ...]`; angles of these positions, or of more."""
         sequence, batch, _ = mixed.shape
         layout, scale = self.head_layout, self.softmax_scale
-        cosines, sines = (tensor[:sequence] for tensor in cosines_and_sines(angles, mixed.dtype))
+        cosines, sines = cosines[:sequence], sines[:sequence]
         norms = self.q_layernorm, self.k_layernorm
         if self.has_own_norms and mixed.dtype == torch.float32 and sequence <= LONGEST_SEQUENCE:
             weights = (norm.weight for norm in norms)

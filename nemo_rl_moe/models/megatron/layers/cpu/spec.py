@@ -81,7 +81,6 @@ _REQUIRED: Mapping[FastModule, Mapping[str, Any]] = {
         "apply_rope_fusion": False,
         "fused_single_qkv_rope": False,
         "flash_decode": False,
-        "mrope_section": None,
         "multi_latent_attention": False,
         "no_rope_freq": None,
         "qk_l2_norm": False,
