@@ -16,6 +16,7 @@ from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.generation.forward_passes import ForwardPasses
+from nemo_rl_moe.models.megatron.generation.prompt_images import input_problem
 from nemo_rl_moe.models.megatron.generation.sampling import Responses, StopCondition, plan_slots, sample
 from nemo_rl_moe.models.megatron.model.parallel_state import parallel_coordinates
 from nemo_rl_moe.models.megatron.training.captured_routes import CapturedRoutes, StagesOfLayers
@@ -65,6 +66,13 @@ def _check_sampling(sampling: SamplingParameters) -> None:
 def _check_prompts(request: GenerationBatch, chunk: GPTModel) -> None:
     if len(request.prompts) != len(request.seeds):
         raise ValueError(f"got {len(request.prompts)} prompts and {len(request.seeds)} seeds, expected one seed each")
+    if len(request.model_inputs) not in (0, len(request.prompts)):
+        raise ValueError(
+            f"got {len(request.prompts)} prompts and model inputs of {len(request.model_inputs)}, expected those of all"
+        )
+    for index, inputs in enumerate(request.model_inputs):
+        if problem := input_problem(inputs, chunk, len(request.prompts[index])):
+            raise ValueError(f"prompt {index} {problem}")
     for index, (prompt, seed) in enumerate(zip(request.prompts, request.seeds, strict=True)):
         if not prompt:
             raise ValueError(f"prompt {index} is empty")
@@ -221,7 +229,8 @@ class MegatronGenerator:
             device=self._device,
         )
         responses = Responses(len(batch), parameters.max_new_tokens, stop)
-        cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads)
+        inputs_of_rows = [request.model_inputs[index] for index in batch] if request.model_inputs else []
+        cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads, inputs_of_rows)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
         routes, places = None, torch.arange(len(batch), device=self._device)
         if self._taps is not None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Forward passes with a key-value cache, through a chunk's own modules or those for CPUs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.generation.prompt_images import PromptImages
 from nemo_rl_moe.models.megatron.layers.cpu.attention import causal_mask
 from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
     CachedForward,
@@ -19,6 +21,7 @@ from nemo_rl_moe.models.megatron.layers.cpu.cached_forward import (
     Rotation,
     has_cached_forward,
 )
+from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 # isort: split
 from megatron.core import parallel_state
@@ -43,10 +46,11 @@ class StockForward:
     Args:
         chunk: A GPTModel chunk under `hidden_states_only`.
         context: The batch's key-value cache.
+        images: The prompts' pictures, of a model with vision.
     """
 
-    def __init__(self, chunk: Any, context: StockInferenceContext):
-        self._chunk, self._context = chunk, context
+    def __init__(self, chunk: Any, context: StockInferenceContext, images: PromptImages | None):
+        self._chunk, self._context, self._images = chunk, context, images
 
     def __call__(
         self, token_ids: Int[Tensor, "rows columns"], received: Float[Tensor, "columns rows hidden"] | None
@@ -62,8 +66,15 @@ class StockForward:
             # Without one Megatron-Core keeps a mask of each length: made in inference mode, no training could use it.
             mask = ~causal_mask(columns, columns, token_ids.device)[None, None]
         self._chunk.set_input_tensor(received)
+        positions, extra = None, {}
+        if self._images is not None:
+            positions = self._images.positions
+            if self._chunk.pre_process:
+                words = self._chunk.embedding(input_ids=token_ids, position_ids=None)
+                hidden_states, deep = self._images.place(words, self._context.sequence_len_offset)
+                extra = {"decoder_input": hidden_states}
         hidden_states: Tensor = self._chunk(
-            token_ids, None, mask, inference_context=self._context, runtime_gather_output=True
+            token_ids, positions, mask, inference_context=self._context, runtime_gather_output=True, **extra
         )
         self._chunk.set_input_tensor(None)
         return hidden_states
@@ -76,10 +87,12 @@ class CachedBatch:
     Attributes:
         context: The cache; counts the slots that are filled.
         forwards: The forward pass of each of this rank's chunks.
+        images: The prompts' pictures, of a model with vision.
     """
 
     context: PaddedInferenceContext | StockInferenceContext
     forwards: Sequence[CachedForward | StockForward]
+    images: PromptImages | None = None
 
     @property
     def num_filled(self) -> int:
@@ -90,6 +103,8 @@ class CachedBatch:
     def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
         """Drops all other rows of the batch."""
         self.context.keep_rows(rows)
+        if self.images is not None:
+            self.images.keep_rows(rows)
 
 
 class ForwardPasses:
@@ -112,22 +127,37 @@ class ForwardPasses:
         experts = parallel_state.get_expert_tensor_and_model_parallel_group()
         self._peers = experts if experts.size() > 1 else None
 
-    def new_batch(self, num_rows: int, num_slots: int, num_pads: Int[Tensor, " rows"] | None) -> CachedBatch:
+    def new_batch(
+        self,
+        num_rows: int,
+        num_slots: int,
+        num_pads: Int[Tensor, " rows"] | None,
+        model_inputs: Sequence[Mapping[str, ModelInput]] = (),
+    ) -> CachedBatch:
         """A batch with an empty key-value cache.
 
         Args:
             num_rows: Sequences.
             num_slots: Tokens of each.
             num_pads: Padding before each; only where `padded`.
+            model_inputs: Further inputs of each prompt; empty: none has any.
         """
-        if self.padded:
-            # Megatron keeps the angles of each length: made in inference mode, no training could use them.
-            with torch.inference_mode(False), torch.no_grad():
-                angles = self._chunks[0].rotary_pos_emb(num_slots, packed_seq=False, cp_group=None)
-            padded = PaddedInferenceContext(num_rows, num_slots, Rotation(angles), num_pads)
-            return CachedBatch(padded, [CachedForward(chunk, padded) for chunk in self._chunks])
-        stock = StockInferenceContext(num_rows, num_slots)
-        return CachedBatch(stock, [StockForward(chunk, stock) for chunk in self._chunks])
+        images = None
+        if isinstance(self._chunks[0], VisionInput):
+            starts = [0] * num_rows if num_pads is None else num_pads.tolist()
+            images = PromptImages(self._chunks, model_inputs or [{}] * num_rows, starts, num_slots, self._device)
+        if not self.padded:
+            stock = StockInferenceContext(num_rows, num_slots)
+            return CachedBatch(stock, [StockForward(chunk, stock, images) for chunk in self._chunks], images)
+        # Megatron keeps the angles of each length: made in inference mode, no training could use them.
+        with torch.inference_mode(False), torch.no_grad():
+            rotary = self._chunks[0].rotary_pos_emb
+            if images is None or images.positions is None:
+                angles = rotary(num_slots, packed_seq=False, cp_group=None)
+            else:
+                angles = rotary(images.positions)
+        padded = PaddedInferenceContext(num_rows, num_slots, Rotation(angles), num_pads)
+        return CachedBatch(padded, [CachedForward(chunk, padded, images) for chunk in self._chunks], images)
 
     def logits(
         self, token_ids: Int[Tensor, "rows columns"], batch: CachedBatch

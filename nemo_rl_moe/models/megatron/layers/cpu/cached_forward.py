@@ -5,10 +5,11 @@
 Megatron-Core keeps keys as they are and rotates all of them at every token.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import zip_longest
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -209,7 +210,7 @@ def has_cached_forward(chunk: Any) -> bool:
     """True for a GPTModel chunk whose modules `CachedForward` supports."""
     return (
         eligible("cached_forward", chunk.config)
-        and chunk.position_embedding_type == "rope"
+        and chunk.position_embedding_type in ("rope", "mrope")
         and chunk.rotary_percent == 1.0
         and all(map(_is_known, chunk.decoder.layers))
         and isinstance(chunk.decoder.final_layernorm, RMSNorm) == chunk.post_process
@@ -226,15 +227,31 @@ def _is_known(layer: Any) -> bool:
     )
 
 
+class PlacedImages(Protocol):
+    """Pictures of a batch's prompts."""
+
+    def place(
+        self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
+    ) -> tuple[Float[Tensor, "columns rows hidden"], Sequence[Float[Tensor, "columns rows hidden"]]]:
+        """Puts them among the word embeddings of some slots.
+
+        Returns:
+            The decoder's input, and what is added to the hidden states behind each of its first layers.
+        """
+        ...
+
+
 class CachedForward:
     """The forward pass of one batch through one chunk. Computes what the modules compute; keeps no trace in them.
 
     Args:
         chunk: A GPTModel chunk with `has_cached_forward`.
         context: The batch's key-value cache, still empty.
+        images: The prompts' pictures, of a model with vision.
     """
 
-    def __init__(self, chunk: Any, context: PaddedInferenceContext):
+    def __init__(self, chunk: Any, context: PaddedInferenceContext, images: PlacedImages | None = None):
+        self._context, self._images = context, images
         self._embedding = _embedding(chunk.embedding) if chunk.pre_process else None
         self._layers = [_CachedLayer(layer, context) for layer in chunk.decoder.layers]
         self._final_norm = None
@@ -254,10 +271,19 @@ class CachedForward:
         Returns:
             Hidden states; of the last column alone where they go into the output layer.
         """
-        hidden_states = received if self._embedding is None else self._embedding(token_ids)
-        assert hidden_states is not None
-        for layer in self._layers:
+        deep: Sequence[Tensor] = ()
+        if self._embedding is None:
+            assert received is not None
+            hidden_states = received
+        else:
+            hidden_states = self._embedding(token_ids)
+            if self._images is not None:
+                hidden_states, deep = self._images.place(hidden_states, self._context.sequence_len_offset)
+        for layer, added in zip_longest(self._layers, deep):
             hidden_states = layer(hidden_states)
+            if added is not None:
+                # The last layer of all computes the last column alone.
+                hidden_states += added[-len(hidden_states) :]
         return hidden_states if self._final_norm is None else self._final_norm(hidden_states)
 
 

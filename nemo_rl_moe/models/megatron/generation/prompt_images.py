@@ -1,0 +1,198 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pictures of prompts that are being continued: checked, put through the tower once a batch, placed slot by slot."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.models.families.vision import TowerOutput
+from nemo_rl_moe.models.image_positions import image_positions
+from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
+from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
+
+Inputs = Mapping[str, ModelInput]
+_OF_IMAGES = frozenset({PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE})
+
+
+def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
+    """What is wrong with a prompt's inputs beside its tokens, to be read behind the prompt's name; None: nothing.
+
+    Args:
+        inputs: The prompt's; none at all is text.
+        chunk: Any of the model's chunks.
+        num_tokens: Of the prompt.
+    """
+    if not inputs:
+        return None
+    if not isinstance(chunk, VisionInput):
+        return f"has inputs beside its tokens ({", ".join(sorted(inputs))}), and the model takes text alone"
+    if inputs.keys() != _OF_IMAGES:
+        return f"has the inputs {", ".join(sorted(inputs))}, expected {", ".join(sorted(_OF_IMAGES))}, as image_inputs makes them"
+    is_image, sizes = inputs[IS_IMAGE].values, inputs[PICTURE_SIZES].values
+    if len(is_image) > num_tokens:
+        return f"has {num_tokens} tokens, and {IS_IMAGE} tells of {len(is_image)}"
+    if len(inputs[PICTURE_IDS].values) != len(sizes) or len(inputs[PIXELS].values) != 3 * sizes.prod(1).sum():
+        return f"has {PIXELS} or {PICTURE_IDS} that are not those of its {len(sizes)} {PICTURE_SIZES}"
+    family, expected = chunk.family, 0
+    side = family.pixels_per_token(chunk.hf_config)
+    for height, width in sizes.tolist():
+        if height % side or width % side or not height * width:
+            return f"has a picture of {height} x {width} pixels, expected multiples of {side}"
+        expected += family.num_image_tokens(chunk.hf_config, height, width)
+    found = int(is_image.sum())
+    if found != expected:
+        return f"has {found} image tokens, expected {expected}, which is what its {len(sizes)} pictures give"
+    return None
+
+
+class PromptImages:
+    """Pictures of a batch's prompts, as one pipeline stage needs them while the batch is generated.
+
+    Of each distinct picture the tower's output is kept once, and for each slot which row of it the slot takes.
+
+    Args:
+        chunks: This rank's chunks, each a `VisionInput`.
+        inputs: Of each row's prompt; empty for text.
+        first_slots: Slot of each prompt's first token.
+        num_slots: Of the whole batch.
+        device: Where the chunks are.
+
+    Attributes:
+        positions: Of all slots, in time, height and width, where the family has them: of each row or, where no row has
+            pictures, of all of them alike; None otherwise.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        inputs: Sequence[Inputs],
+        first_slots: Sequence[int],
+        num_slots: int,
+        device: torch.device,
+    ):
+        first = chunks[0]
+        pictures = _PicturesOfPrompts(inputs, first_slots, num_slots, first)
+        self.positions = pictures.positions().to(device) if first.family.has_mrope else None
+        self._features: TowerOutput | None = None
+        self._end = 0
+        if first.pre_process and pictures.sizes:
+            # What the tower keeps for later must be fit for training.
+            with torch.inference_mode(False), torch.no_grad():
+                self._features = first.image_features(pictures.distinct(device))
+            self._numbers = pictures.feature_numbers().to(device)
+            self._end = pictures.end
+
+    def place(
+        self, hidden: Float[Tensor, "columns rows hidden"], first_slot: int
+    ) -> tuple[Float[Tensor, "columns rows hidden"], list[Float[Tensor, "columns rows hidden"]]]:
+        """Puts pictures in the place of their tokens' word embeddings.
+
+        Args:
+            hidden: Word embeddings of the next slots.
+            first_slot: The first of these.
+
+        Returns:
+            Input of the decoder, and what is added to the hidden states behind each of its first layers; no layers
+            where there is nothing to add.
+        """
+        if self._features is None or first_slot >= self._end:
+            self._features = None
+            return hidden, []
+        numbers = self._numbers[first_slot : first_slot + len(hidden)]
+        is_image, rows = (numbers != _WORD)[..., None], numbers.clamp(min=0)
+        embeddings, *deep = (
+            torch.nn.functional.embedding(rows, features.to(hidden.dtype))
+            for features in (self._features.embeddings, *self._features.deep)
+        )
+        return embeddings.where(is_image, hidden), [each.where(is_image, 0.0) for each in deep]
+
+    def keep_rows(self, rows: Int[Tensor, " kept"]) -> None:
+        """Drops all other rows of the batch."""
+        if self.positions is not None and self.positions.shape[1] > 1:
+            self.positions = self.positions.index_select(1, rows)
+        if self._features is not None:
+            self._numbers = self._numbers.index_select(1, rows)
+
+
+_WORD = -1
+
+
+class _PicturesOfPrompts:
+    """The prompts' pictures on the host.
+
+    Args:
+        inputs: Of each row's prompt.
+        first_slots: Slot of each prompt's first token.
+        num_slots: Of the whole batch.
+        chunk: Holds the family.
+
+    Attributes:
+        sizes: Height and width of each distinct picture in pixels, by digest.
+        end: Slot behind the last image token.
+    """
+
+    def __init__(self, inputs: Sequence[Inputs], first_slots: Sequence[int], num_slots: int, chunk: Any):
+        self._chunk, self._num_slots = chunk, num_slots
+        self._pixels: dict[int, np.ndarray] = {}
+        self.sizes: dict[int, tuple[int, int]] = {}
+        self._digests: list[list[int]] = []
+        self._starts = np.array(first_slots)
+        self._is_image = np.zeros((len(inputs), num_slots), dtype=np.bool_)
+        for row, each in enumerate(inputs):
+            self._digests.append(each[PICTURE_IDS].values.tolist() if each else [])
+            if not self._digests[-1]:
+                continue
+            mask = each[IS_IMAGE].values
+            self._is_image[row, : len(mask)] = mask
+            ends = each[PICTURE_SIZES].values.prod(1).cumsum() * 3
+            parts = np.split(each[PIXELS].values, ends[:-1])
+            for digest, size, part in zip(self._digests[-1], each[PICTURE_SIZES].values.tolist(), parts, strict=True):
+                if digest not in self.sizes:
+                    self.sizes[digest], self._pixels[digest] = (size[0], size[1]), part
+        rows, columns = self._is_image.nonzero()
+        self.end = int((columns + self._starts[rows]).max(initial=-1)) + 1
+
+    def distinct(self, device: torch.device) -> dict[str, Tensor]:
+        """Each distinct picture once, as columns of a microbatch."""
+        return {
+            PIXELS: torch.from_numpy(np.concatenate(list(self._pixels.values()))).to(device),
+            PICTURE_SIZES: torch.tensor(list(self.sizes.values())),
+            PICTURE_IDS: torch.tensor(list(self.sizes)),
+        }
+
+    def feature_numbers(self) -> Int[Tensor, "slots rows"]:
+        """Row of the tower's output for the distinct pictures that each slot takes; `_WORD` where it is no picture."""
+        family, hf_config = self._chunk.family, self._chunk.hf_config
+        counts = [family.num_image_tokens(hf_config, *size) for size in self.sizes.values()]
+        ends = dict(zip(self.sizes, accumulate(counts), strict=True))
+        of_picture = {
+            digest: np.arange(ends[digest] - count, ends[digest])
+            for digest, count in zip(self.sizes, counts, strict=True)
+        }
+        numbers = np.full((self._num_slots, len(self._digests)), _WORD)
+        for row, digests in enumerate(self._digests):
+            if digests:
+                slots = self._is_image[row].nonzero()[0] + self._starts[row]
+                numbers[slots, row] = np.concatenate([of_picture[digest] for digest in digests])
+        return torch.from_numpy(numbers)
+
+    def positions(self) -> Int[Tensor, "3 rows_or_1 slots"]:
+        """Positions of all slots; those of padding before a prompt are of no account."""
+        slots = torch.arange(self._num_slots)
+        if not self.sizes:
+            # Rotary embedding is relative: where a row of text begins changes nothing.
+            return slots.expand(3, 1, -1)
+        side = self._chunk.family.pixels_per_token(self._chunk.hf_config)
+        grids = [
+            (self.sizes[digest][0] // side, self.sizes[digest][1] // side) for of_row in self._digests for digest in of_row
+        ]
+        from_first_token = image_positions(torch.from_numpy(self._is_image), grids)
+        places = (slots - torch.from_numpy(self._starts)[:, None]).clamp(min=0)
+        return from_first_token.gather(2, places.expand(3, -1, -1))
