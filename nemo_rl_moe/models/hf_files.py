@@ -14,7 +14,7 @@ from nemo_rl_moe.checksums import ACCEPTING, INVENTORY_FILE_NAME, InventoryError
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
-from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
+from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE, PREPROCESSOR_FILE
 from nemo_rl_moe.models.safetensors_folder import (
     INDEX_FILE,
     ONE_FILE,
@@ -71,9 +71,8 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
         ConfigurationError: There is no such model, it cannot be had, or its index is damaged.
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
-    files = [CONFIG_FILE]
-    if _fetch_if_there(name, GENERATION_CONFIG_FILE, folder.name):
-        files.append(GENERATION_CONFIG_FILE)
+    small = (GENERATION_CONFIG_FILE, PREPROCESSOR_FILE)
+    files = [CONFIG_FILE, *(file for file in small if _fetch_if_there(name, file, folder.name))]
     if with_weights:
         has_index = _fetch_if_there(name, INDEX_FILE, folder.name)
         files += [INDEX_FILE, *sorted(set(read_index(folder).values()))] if has_index else [ONE_FILE]
@@ -172,25 +171,53 @@ def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda 
 def load_hf_config(model_name: str) -> Any:
     """The model's configuration as transformers reads its `config.json`. Code from the hub is never run.
 
+    Of a vision-language model it is flattened: the decoder's fields, and beside them those of the whole model.
+
     Raises:
         ConfigurationError: There is none, it cannot be read, or the family or one of its fields is not supported.
     """
-    from transformers import AutoConfig
-
-    from nemo_rl_moe.models.families import family_of_type
+    from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
+    from nemo_rl_moe.models.families.vision import field_problems
 
     config_json = load_config_json(model_name)
-    family = family_of_type(config_json.get("model_type"))
+    vision = vision_family_of(config_json)
+    if vision is None:
+        family = family_of_type(config_json.get("model_type"))
+        hf_config = _as_transformers_reads_it(model_name)
+        problems = family.config_fields.problems(config_json, hf_config, family.name)
+    else:
+        decoder_type = decoder_type_of(config_json)
+        decoder = vision.decoder or family_of_type(decoder_type, "text_config.")
+        hf_config = _as_transformers_reads_it(model_name)
+        problems = field_problems(vision, decoder, config_json, hf_config)
+    if problems:
+        raise ConfigurationError(problems)
+    return hf_config if vision is None else vision.flattened(hf_config, decoder_type, _load_preprocessor(model_name))
+
+
+def _as_transformers_reads_it(model_name: str) -> Any:
+    from transformers import AutoConfig
+
     try:
         is_folder = Path(model_name).is_dir()
-        hf_config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model_name, trust_remote_code=False, local_files_only=is_folder or from_cache_alone()
         )
     except Exception as error:  # transformers checks fields with types of its own
         raise _unreadable(model_name, error) from error
-    if problems := family.config_fields.problems(config_json, hf_config, family.name):
-        raise ConfigurationError(problems)
-    return hf_config
+
+
+def _load_preprocessor(model_name: str) -> dict[str, Any]:
+    """Content of a vision-language model's `preprocessor_config.json`."""
+    folder = Path(model_name)
+    if not folder.is_dir():
+        folder = _fetch(model_name, PREPROCESSOR_FILE, None).parent
+    path = folder / PREPROCESSOR_FILE
+    if not path.is_file():
+        raise ConfigurationError(
+            f"policy.model_name: the folder {folder} holds no {PREPROCESSOR_FILE}, which says how images are normalised"
+        )
+    return _json_object(path)
 
 
 def plain_config(hf_config: Any) -> SimpleNamespace:
@@ -238,10 +265,14 @@ def _config_json_of_folder(folder: Path) -> dict[str, Any]:
         if holds_megatron_weights(folder):
             hint = ", only weights: copy the model's config.json and tokenizer into it"
         raise ConfigurationError(f"policy.model_name: the folder {folder} holds no {CONFIG_FILE}{hint}")
+    return _json_object(path)
+
+
+def _json_object(path: Path) -> dict[str, Any]:
     try:
         found: Any = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(str(folder), error) from error
+        raise _unreadable(str(path.parent), error) from error
     if not isinstance(found, dict):
         raise ConfigurationError(
             f"policy.model_name: {path}: got {json.dumps(found)[:100]}, expected an object with the model's fields"

@@ -15,10 +15,11 @@ WeightsFormat = Literal["hf", "megatron"]
 NumberFormat = Literal["float32", "bfloat16"]
 WEIGHTS_FORMATS: tuple[WeightsFormat, ...] = get_args(WeightsFormat)
 NUMBER_FORMATS: tuple[NumberFormat, ...] = get_args(NumberFormat)
-CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
+CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE, PREPROCESSOR_FILE = (
     "config.json",
     "generation_config.json",
     "tokenizer_config.json",
+    "preprocessor_config.json",
 )
 # What tokenizers are made of. No code: a tokenizer may need some of its own, see `tokenizer_code`.
 _COPIED = (
