@@ -14,7 +14,7 @@ from nemo_rl_moe.checksums import ACCEPTING, INVENTORY_FILE_NAME, InventoryError
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
-from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
+from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE, IMAGE_FILES
 from nemo_rl_moe.models.safetensors_folder import (
     INDEX_FILE,
     ONE_FILE,
@@ -72,8 +72,8 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
     files = [CONFIG_FILE]
-    if _fetch_if_there(name, GENERATION_CONFIG_FILE, folder.name):
-        files.append(GENERATION_CONFIG_FILE)
+    beside = [GENERATION_CONFIG_FILE, *(IMAGE_FILES if "vision_config" in _config_json_of_folder(folder) else ())]
+    files += [file for file in beside if _fetch_if_there(name, file, folder.name)]
     if with_weights:
         has_index = _fetch_if_there(name, INDEX_FILE, folder.name)
         files += [INDEX_FILE, *sorted(set(read_index(folder).values()))] if has_index else [ONE_FILE]
@@ -90,7 +90,7 @@ def fetching_problem(model: HubModel) -> str | None:
     return None
 
 
-def _fetch_if_there(name: str, file: str, commit: str) -> bool:
+def _fetch_if_there(name: str, file: str, commit: str | None) -> bool:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
@@ -229,6 +229,30 @@ def load_config_json(model_name: str) -> dict[str, Any]:
         raise _not_had(model_name, CONFIG_FILE, one_line(error)) from error
     except Exception as error:  # transformers expects a well-formed file
         raise _unreadable(model_name, error) from error
+
+
+def load_model_json(model_name: str, file: str) -> Any:
+    """Content of a small file beside the model's `config.json`; None where there is none.
+
+    Args:
+        model_name: A folder, or a hub's name.
+        file: Its name, such as `preprocessor_config.json`.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+    """
+    if Path(model_name).is_dir():
+        path = Path(model_name) / file
+        if not path.is_file():
+            return None
+    elif not _fetch_if_there(model_name, file, None):
+        return None
+    else:
+        path = _fetch(model_name, file, None)
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"policy.model_name: {path} cannot be read: {one_line(error)}") from error
 
 
 def _config_json_of_folder(folder: Path) -> dict[str, Any]:
