@@ -14,7 +14,7 @@ from nemo_rl_moe.checksums import ACCEPTING, INVENTORY_FILE_NAME, InventoryError
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
-from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE, PREPROCESSOR_FILE
+from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE, IMAGE_FILES
 from nemo_rl_moe.models.safetensors_folder import (
     INDEX_FILE,
     ONE_FILE,
@@ -71,8 +71,9 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
         ConfigurationError: There is no such model, it cannot be had, or its index is damaged.
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
-    small = (GENERATION_CONFIG_FILE, PREPROCESSOR_FILE)
-    files = [CONFIG_FILE, *(file for file in small if _fetch_if_there(name, file, folder.name))]
+    files = [CONFIG_FILE]
+    beside = [GENERATION_CONFIG_FILE, *(IMAGE_FILES if "vision_config" in _config_json_of_folder(folder) else ())]
+    files += [file for file in beside if _fetch_if_there(name, file, folder.name)]
     if with_weights:
         has_index = _fetch_if_there(name, INDEX_FILE, folder.name)
         files += [INDEX_FILE, *sorted(set(read_index(folder).values()))] if has_index else [ONE_FILE]
@@ -89,7 +90,7 @@ def fetching_problem(model: HubModel) -> str | None:
     return None
 
 
-def _fetch_if_there(name: str, file: str, commit: str) -> bool:
+def _fetch_if_there(name: str, file: str, commit: str | None) -> bool:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
@@ -178,6 +179,7 @@ def load_hf_config(model_name: str) -> Any:
     """
     from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
     from nemo_rl_moe.models.families.vision import field_problems
+    from nemo_rl_moe.models.picture_rules import load_picture_rule
 
     config_json = load_config_json(model_name)
     vision = vision_family_of(config_json)
@@ -192,7 +194,13 @@ def load_hf_config(model_name: str) -> Any:
         problems = field_problems(vision, decoder, config_json, hf_config)
     if problems:
         raise ConfigurationError(problems)
-    return hf_config if vision is None else vision.flattened(hf_config, decoder_type, _load_preprocessor(model_name))
+    if vision is None:
+        return hf_config
+    flat = vision.flattened(hf_config, decoder_type)
+    rule = load_picture_rule(model_name, flat)
+    assert rule is not None  # it has a tower
+    flat.pixel_rule = rule.pixels
+    return flat
 
 
 def _as_transformers_reads_it(model_name: str) -> Any:
@@ -205,19 +213,6 @@ def _as_transformers_reads_it(model_name: str) -> Any:
         )
     except Exception as error:  # transformers checks fields with types of its own
         raise _unreadable(model_name, error) from error
-
-
-def _load_preprocessor(model_name: str) -> dict[str, Any]:
-    """Content of a vision-language model's `preprocessor_config.json`."""
-    folder = Path(model_name)
-    if not folder.is_dir():
-        folder = _fetch(model_name, PREPROCESSOR_FILE, None).parent
-    path = folder / PREPROCESSOR_FILE
-    if not path.is_file():
-        raise ConfigurationError(
-            f"policy.model_name: the folder {folder} holds no {PREPROCESSOR_FILE}, which says how images are normalised"
-        )
-    return _json_object(path)
 
 
 def plain_config(hf_config: Any) -> SimpleNamespace:
@@ -258,6 +253,30 @@ def load_config_json(model_name: str) -> dict[str, Any]:
         raise _unreadable(model_name, error) from error
 
 
+def load_model_json(model_name: str, file: str) -> Any:
+    """Content of a small file beside the model's `config.json`; None where there is none.
+
+    Args:
+        model_name: A folder, or a hub's name.
+        file: Its name, such as `preprocessor_config.json`.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+    """
+    if Path(model_name).is_dir():
+        path = Path(model_name) / file
+        if not path.is_file():
+            return None
+    elif not _fetch_if_there(model_name, file, None):
+        return None
+    else:
+        path = _fetch(model_name, file, None)
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"policy.model_name: {path} cannot be read: {one_line(error)}") from error
+
+
 def _config_json_of_folder(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -265,14 +284,10 @@ def _config_json_of_folder(folder: Path) -> dict[str, Any]:
         if holds_megatron_weights(folder):
             hint = ", only weights: copy the model's config.json and tokenizer into it"
         raise ConfigurationError(f"policy.model_name: the folder {folder} holds no {CONFIG_FILE}{hint}")
-    return _json_object(path)
-
-
-def _json_object(path: Path) -> dict[str, Any]:
     try:
         found: Any = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(str(path.parent), error) from error
+        raise _unreadable(str(folder), error) from error
     if not isinstance(found, dict):
         raise ConfigurationError(
             f"policy.model_name: {path}: got {json.dumps(found)[:100]}, expected an object with the model's fields"

@@ -61,6 +61,33 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         # Windows of two image tokens, so that one layer sees less than the other.
         "vision_config": {**_QWEN_TOWER, "window_size": 2 * SIDE, "fullatt_block_indexes": [1]},
     },
+    # Tiles of four by four image tokens.
+    "internvl": {
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": False,
+        "downsample_ratio": 0.5,
+        "image_seq_length": 16,
+        "text_config": {
+            **_TEXT,
+            "model_type": "qwen3_moe",
+            "head_dim": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+            "router_aux_loss_coef": 0.01,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": [4 * SIDE, 4 * SIDE],
+            "patch_size": [PATCH, PATCH],
+            "initializer_range": 0.1,
+        },
+    },
 }
 """By `model_type`."""
 MODELS = tuple(_FIELDS)
@@ -96,10 +123,12 @@ def write_vision_model(model_type: str, folder: Path, seed: int = 0, **text: Any
             elif parameter.std() == 0 or "experts" in name:
                 parameter.normal_(std=0.1)
     model.save_pretrained(folder)
-    preprocessor = {"do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True}
-    (folder / "preprocessor_config.json").write_text(
-        json.dumps({**preprocessor, "image_mean": MEAN, "image_std": STD, "patch_size": PATCH, "merge_size": MERGE})
+    kind = (
+        {"image_processor_type": "GotOcr2ImageProcessor", "size": {"height": 4 * SIDE, "width": 4 * SIDE}}
+        if model_type == "internvl"
+        else {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": PATCH, "merge_size": MERGE}
     )
+    (folder / "preprocessor_config.json").write_text(json.dumps({**kind, "image_mean": MEAN, "image_std": STD}))
 
 
 def random_picture(height: int, width: int, seed: int) -> Picture:
@@ -149,10 +178,11 @@ def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3)
     )
 
 
-def mixed_batch(seed: int = 0) -> TokenBatch:
+def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
     """Eight sequences: with a picture, without, with two of other sizes, with one that is there twice."""
-    a, b, c = random_picture(2, 2, 1), random_picture(3, 2, 2), random_picture(1, 4, 3)
-    rows: list[list[Part]] = [[2, a, 5], [9], [3, b, 2, c, 4], [1, a, 6], [12], [7], [2, c, 3], [4, a, a, 5]]
+    sizes = ((4, 4),) * 3 if model_type == "internvl" else ((2, 2), (3, 2), (1, 4))
+    a, b, c = (random_picture(*size, number) for number, size in enumerate(sizes))
+    rows: list[list[Part]] = [[2, a, 5], [9], [3, b, 2, c, 4], [1, a, 6], [12], [7], [2, c, 3], [4, a, 1, a, 5]]
     return vision_batch(rows, seed)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, dense, gpt_oss, qwen_vl, softmax_moe
+from nemo_rl_moe.models.families import deepseek, dense, gpt_oss, internvl, qwen_vl, softmax_moe
 from nemo_rl_moe.models.families.rules import ModelFamily
 from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
@@ -28,6 +28,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "internvl": internvl.INTERNVL,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
 }
 """Families of vision-language models, by the `model_type` of `config.json`."""

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import UInt8
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.families import dense
 from nemo_rl_moe.models.families.rules import ConfigFields, field_names
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_config
+from nemo_rl_moe.models.picture_patches import merged_patches
 
 _FRAMES = 2
 """Frames of a patch; a picture is a film of two equal ones."""
@@ -38,27 +39,18 @@ def pixels_per_token(hf_config: Any) -> int:
     return int(hf_config.vision_config.patch_size * hf_config.vision_config.spatial_merge_size)
 
 
-def patches(
-    picture: Float[Tensor, "3 height width"], patch_size: int, merge_size: int
-) -> Float[Tensor, "patches inputs"]:
-    """A picture's patches, those of an image token next to each other; of each its channels, frames, rows, columns."""
-    side = patch_size * merge_size
-    height, width = picture.shape[1] // side, picture.shape[2] // side
-    cut = picture.reshape(3, height, merge_size, patch_size, width, merge_size, patch_size)
-    in_order = cut.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-    return in_order.expand(-1, -1, -1, -1, -1, _FRAMES, -1, -1).reshape(height * width * merge_size**2, -1)
-
-
-def encode(tower: nn.Module, pictures: Sequence[Float[Tensor, "3 height width"]], hf_config: Any) -> TowerOutput:
+def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
     """Runs the tower over pictures of any sizes at once."""
     from transformers.vision_utils import get_vision_position_ids
 
-    vision = hf_config.vision_config
-    inputs = torch.cat([patches(picture, vision.patch_size, vision.spatial_merge_size) for picture in pictures])
     # Sizes stay on the host, where transformers asks for them.
-    grids = torch.tensor([(1, *(side // vision.patch_size for side in picture.shape[1:])) for picture in pictures])
-    positions = get_vision_position_ids(grids, vision.spatial_merge_size).to(inputs.device, non_blocking=True)
-    output = tower(inputs, grid_thw=grids, position_ids=positions)
+    inputs, grids = merged_patches(pictures, hf_config.pixel_rule)
+    positions = get_vision_position_ids(grids, hf_config.vision_config.spatial_merge_size)
+    output = tower(
+        inputs.to(next(tower.parameters()).dtype),
+        grid_thw=grids,
+        position_ids=positions.to(inputs.device, non_blocking=True),
+    )
     return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
 
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vision-language families: a decoder of another family, and beside it a vision tower with a projector.
 
-Tower and projector are transformers' own modules. Configurations are flattened: the decoder's fields on top, as those of
-a text model are, and beside them those of the whole model, its `model_type` among them.
+Tower and projector are transformers' own modules. Configurations are flattened: the decoder's fields on top, as those
+of a text model are, and beside them those of the whole model, its `model_type` among them.
 """
 
 import copy
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
@@ -51,7 +50,7 @@ class VisionFamily:
         prefixes: First part of canonical names of tower and projector, to what files have in its place.
         projector: First parts of the projector's canonical names; all else under `vision.` is the tower.
         build: Tower and projector of a flattened configuration, weights not yet set.
-        encode: Runs what `build` has made over normalised pictures, `[3, height, width]` each.
+        encode: Runs what `build` has made over pictures, `[height, width, 3]` each.
         pixels_per_token: Height and width of the square of pixels that an image token stands for.
         has_mrope: Image tokens have positions in time, height and width.
         deep_layers: First decoder layers to whose output the tower adds something.
@@ -66,7 +65,7 @@ class VisionFamily:
     prefixes: Mapping[str, str]
     projector: tuple[str, ...]
     build: Callable[[Any], nn.Module]
-    encode: Callable[[nn.Module, Sequence[Float[Tensor, "3 height width"]], Any], TowerOutput]
+    encode: Callable[[nn.Module, Sequence[UInt8[Tensor, "height width 3"]], Any], TowerOutput]
     pixels_per_token: Callable[[Any], int]
     has_mrope: bool = False
     deep_layers: Callable[[Any], int] = lambda hf_config: 0
@@ -115,28 +114,18 @@ class VisionFamily:
             tower: Of `build`.
             pixels: Of all pictures one after another, row by row; where the tower is.
             sizes: Height and width of each.
-            hf_config: The flattened configuration.
+            hf_config: The flattened configuration, with its `pixel_rule`.
         """
-        weights = next(tower.parameters())
-        # As transformers' fast processors do it: x / 255, less the mean, over the deviation, in one step.
-        mean, std = (
-            torch.tensor(values, dtype=torch.float32).mul_(255).to(pixels.device, non_blocking=True)[:, None, None]
-            for values in (hf_config.image_mean, hf_config.image_std)
-        )
         parts = pixels.split([height * width * 3 for height, width in sizes])
-        pictures = [
-            ((part.view(*size, 3).permute(2, 0, 1).float() - mean) / std).to(weights.dtype)
-            for part, size in zip(parts, sizes, strict=True)
-        ]
+        pictures = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
         return self.encode(tower, pictures, hf_config)
 
-    def flattened(self, hf_config: Any, decoder_type: str, preprocessor: Mapping[str, Any]) -> Any:
+    def flattened(self, hf_config: Any, decoder_type: str) -> Any:
         """One configuration of the whole model: the decoder's, with the outer fields and the tower's beside its own.
 
         Args:
             hf_config: As transformers reads it, with sections.
             decoder_type: The decoder's `model_type`.
-            preprocessor: Content of `preprocessor_config.json`, with the mean and deviation of pixels.
 
         Raises:
             ConfigurationError: A field has a value that is not supported.
@@ -152,7 +141,6 @@ class VisionFamily:
             flat.mrope_section = parameters.pop("mrope_section", None)
             flat.mrope_interleaved = bool(parameters.pop("mrope_interleaved", False))
             flat.rope_parameters = parameters
-        flat.image_mean, flat.image_std = _pixel_statistics(preprocessor)
         problems = [*_common_problems(flat, has_mrope=self.has_mrope), *self.problems(flat)]
         if problems:
             raise ConfigurationError([_KEY + problem for problem in problems])
@@ -211,36 +199,6 @@ def _common_problems(flat: Any, *, has_mrope: bool) -> list[str]:
                 f"up to {half}, half the size of a head"
             )
     return problems
-
-
-def _pixel_statistics(preprocessor: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of red, green and blue, of values from 0 to 1."""
-    file = "policy.model_name: preprocessor_config.json: "
-    problems = []
-    for name, expected in (("do_rescale", True), ("do_normalize", True), ("rescale_factor", 1 / 255)):
-        value = preprocessor.get(name, expected)
-        is_same = value is expected if isinstance(expected, bool) else value == expected
-        if not is_same:
-            problems.append(f"{file}{name}: got {shortened(repr(value))}, supported: {expected}")
-    mean, std = (_three_numbers(preprocessor.get(name)) for name in ("image_mean", "image_std"))
-    if mean is None or std is None or min(std) <= 0:
-        problems += [
-            f"{file}{name}: got {shortened(repr(preprocessor.get(name)))}, expected three numbers, of red, green and "
-            "blue; deviations are above 0"
-            for name, found in (("image_mean", mean), ("image_std", std))
-            if found is None or (name == "image_std" and min(found) <= 0)
-        ]
-    if problems:
-        raise ConfigurationError(problems)
-    assert mean is not None
-    assert std is not None
-    return mean, std
-
-
-def _three_numbers(value: Any) -> list[float] | None:
-    if not isinstance(value, list) or len(value) != 3 or not all(type(each) in (int, float) for each in value):
-        return None
-    return [float(each) for each in value] if all(abs(each) < 1e6 for each in value) else None
 
 
 def built_config(plain: Any, config_class: type) -> Any:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Pictures in a decoder: tower and projector on the first pipeline stage, and their output among the word embeddings."""
+"""Pictures in a decoder: tower and projector on the first pipeline stage, their output among the word embeddings."""
 
 import itertools
 from collections.abc import Mapping, Sequence
