@@ -14,7 +14,7 @@ from nemo_rl_moe.checksums import ACCEPTING, INVENTORY_FILE_NAME, InventoryError
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.hub import from_cache_alone, hub_silence
-from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE
+from nemo_rl_moe.models.model_files import CONFIG_FILE, GENERATION_CONFIG_FILE, IMAGE_FILES
 from nemo_rl_moe.models.safetensors_folder import (
     INDEX_FILE,
     ONE_FILE,
@@ -72,8 +72,8 @@ def fetch_from_hub(name: str, *, with_weights: bool, progress: Callable[[float],
     """
     folder = _fetch(name, CONFIG_FILE, None).parent
     files = [CONFIG_FILE]
-    if _fetch_if_there(name, GENERATION_CONFIG_FILE, folder.name):
-        files.append(GENERATION_CONFIG_FILE)
+    beside = [GENERATION_CONFIG_FILE, *(IMAGE_FILES if "vision_config" in _config_json_of_folder(folder) else ())]
+    files += [file for file in beside if _fetch_if_there(name, file, folder.name)]
     if with_weights:
         has_index = _fetch_if_there(name, INDEX_FILE, folder.name)
         files += [INDEX_FILE, *sorted(set(read_index(folder).values()))] if has_index else [ONE_FILE]
@@ -90,7 +90,7 @@ def fetching_problem(model: HubModel) -> str | None:
     return None
 
 
-def _fetch_if_there(name: str, file: str, commit: str) -> bool:
+def _fetch_if_there(name: str, file: str, commit: str | None) -> bool:
     from huggingface_hub.errors import EntryNotFoundError
 
     try:
@@ -172,25 +172,47 @@ def find_model(policy: PolicyConfig, progress: Callable[[float], None] = lambda 
 def load_hf_config(model_name: str) -> Any:
     """The model's configuration as transformers reads its `config.json`. Code from the hub is never run.
 
+    Of a vision-language model it is flattened: the decoder's fields, and beside them those of the whole model.
+
     Raises:
         ConfigurationError: There is none, it cannot be read, or the family or one of its fields is not supported.
     """
-    from transformers import AutoConfig
-
-    from nemo_rl_moe.models.families import family_of_type
+    from nemo_rl_moe.models.families import decoder_type_of, family_of_type, vision_family_of
+    from nemo_rl_moe.models.families.vision import field_problems
+    from nemo_rl_moe.models.picture_rules import load_picture_rule
 
     config_json = load_config_json(model_name)
-    family = family_of_type(config_json.get("model_type"))
+    vision = vision_family_of(config_json)
+    if vision is None:
+        family = family_of_type(config_json.get("model_type"))
+        hf_config = _as_transformers_reads_it(model_name)
+        problems = family.config_fields.problems(config_json, hf_config, family.name)
+    else:
+        decoder_type = decoder_type_of(config_json)
+        decoder = vision.decoder or family_of_type(decoder_type, "text_config.")
+        hf_config = _as_transformers_reads_it(model_name)
+        problems = field_problems(vision, decoder, config_json, hf_config)
+    if problems:
+        raise ConfigurationError(problems)
+    if vision is None:
+        return hf_config
+    flat = vision.flattened(hf_config, decoder_type)
+    rule = load_picture_rule(model_name, flat)
+    assert rule is not None  # it has a tower
+    flat.pixel_rule = rule.pixels
+    return flat
+
+
+def _as_transformers_reads_it(model_name: str) -> Any:
+    from transformers import AutoConfig
+
     try:
         is_folder = Path(model_name).is_dir()
-        hf_config = AutoConfig.from_pretrained(
+        return AutoConfig.from_pretrained(
             model_name, trust_remote_code=False, local_files_only=is_folder or from_cache_alone()
         )
     except Exception as error:  # transformers checks fields with types of its own
         raise _unreadable(model_name, error) from error
-    if problems := family.config_fields.problems(config_json, hf_config, family.name):
-        raise ConfigurationError(problems)
-    return hf_config
 
 
 def plain_config(hf_config: Any) -> SimpleNamespace:
@@ -229,6 +251,30 @@ def load_config_json(model_name: str) -> dict[str, Any]:
         raise _not_had(model_name, CONFIG_FILE, one_line(error)) from error
     except Exception as error:  # transformers expects a well-formed file
         raise _unreadable(model_name, error) from error
+
+
+def load_model_json(model_name: str, file: str) -> Any:
+    """Content of a small file beside the model's `config.json`; None where there is none.
+
+    Args:
+        model_name: A folder, or a hub's name.
+        file: Its name, such as `preprocessor_config.json`.
+
+    Raises:
+        ConfigurationError: It cannot be read.
+    """
+    if Path(model_name).is_dir():
+        path = Path(model_name) / file
+        if not path.is_file():
+            return None
+    elif not _fetch_if_there(model_name, file, None):
+        return None
+    else:
+        path = _fetch(model_name, file, None)
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigurationError(f"policy.model_name: {path} cannot be read: {one_line(error)}") from error
 
 
 def _config_json_of_folder(folder: Path) -> dict[str, Any]:

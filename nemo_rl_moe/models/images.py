@@ -26,6 +26,9 @@ IS_IMAGE = "is_image"
 """Column: True for the prompt's tokens that stand for a piece of a picture, in the order of the pictures. A response
 may hold the same token id, which then is a token as any other."""
 
+ON_HOST = frozenset({PICTURE_SIZES, PICTURE_IDS})
+"""Columns that a model reads on the host, to know how much there is to do; the others are where the model is."""
+
 
 @dataclass(frozen=True)
 class Picture:

@@ -20,12 +20,16 @@ CONFIG_FILE, GENERATION_CONFIG_FILE, TOKENIZER_CONFIG_FILE = (
     "generation_config.json",
     "tokenizer_config.json",
 )
+PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE = "preprocessor_config.json", "processor_config.json"
+IMAGE_FILES = (PREPROCESSOR_CONFIG_FILE, PROCESSOR_CONFIG_FILE, "video_preprocessor_config.json")
+"""Of a model that sees: what transformers and serving engines make of images."""
 # What tokenizers are made of. No code: a tokenizer may need some of its own, see `tokenizer_code`.
 _COPIED = (
     GENERATION_CONFIG_FILE,
     "*.model",
     "added_tokens.json",
     "chat_template*",
+    *IMAGE_FILES,
     "merges.txt",
     "special_tokens_map.json",
     "tekken.json",
@@ -39,12 +43,12 @@ _LARGEST_COPIED_BYTES = 100 << 20
 def collect_model_files(
     config_json: Mapping[str, Any], hf_config: Any, model_folder: Path, tokenizer: "PreTrainedTokenizerBase"
 ) -> dict[str, bytes]:
-    """Configuration, generation configuration and tokenizer, as they lie beside exported weights.
+    """Configuration, generation configuration, tokenizer and image processor, as they lie beside exported weights.
 
     Args:
         config_json: Content of `config.json`.
         hf_config: What transformers makes of it.
-        model_folder: The model, whose own generation configuration is taken as it is where it has one.
+        model_folder: The model, whose own generation configuration and image processor are taken as they are.
         tokenizer: The tokenizer in use.
 
     Returns:
@@ -58,13 +62,14 @@ def collect_model_files(
             for path in sorted(folder.rglob("*"))
             if path.is_file()
         }
+    files |= {name: (model_folder / name).read_bytes() for name in IMAGE_FILES if (model_folder / name).is_file()}
     own = model_folder / GENERATION_CONFIG_FILE
     files[GENERATION_CONFIG_FILE] = own.read_bytes() if own.is_file() else _generation_config(hf_config)
     return files | {CONFIG_FILE: _as_json(config_json)}
 
 
 def copied_model_files(source: Path, config_json: Mapping[str, Any], hf_config: Any) -> dict[str, bytes]:
-    """Configuration, generation configuration and tokenizer copied from another folder, the tokenizer unchanged.
+    """Configuration, generation configuration, tokenizer and image processor copied from another folder as they are.
 
     Args:
         source: The folder.

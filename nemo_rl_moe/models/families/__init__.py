@@ -7,8 +7,9 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.families import deepseek, dense, gpt_oss, softmax_moe
+from nemo_rl_moe.models.families import deepseek, dense, gpt_oss, internvl, qwen_vl, softmax_moe
 from nemo_rl_moe.models.families.rules import ModelFamily
+from nemo_rl_moe.models.families.vision import VisionFamily, decoder_section
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "deepseek_v2": deepseek.DEEPSEEK_V2,
@@ -26,26 +27,60 @@ FAMILIES: Mapping[str, ModelFamily] = {
 """By the `model_type` of `config.json`."""
 
 
+VISION_FAMILIES: Mapping[str, VisionFamily] = {
+    "internvl": internvl.INTERNVL,
+    "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+}
+"""Families of vision-language models, by the `model_type` of `config.json`."""
+
+_DEFAULT_DECODER = "qwen2"
+"""Of a `text_config` that names none, as transformers takes it."""
+# A family is looked up for each parameter.
+_whole: dict[tuple[str, str], tuple[ModelFamily, ModelFamily]] = {}
+
+
 def family_of(hf_config: Any) -> ModelFamily:
-    """The family that a Hugging Face configuration belongs to.
+    """The family that a Hugging Face configuration (of a vision-language model: a flattened one) belongs to.
 
     Raises:
         ConfigurationError: Its `model_type` is not supported.
     """
-    return family_of_type(hf_config.model_type)
+    vision = VISION_FAMILIES.get(hf_config.model_type)
+    if vision is None:
+        return family_of_type(hf_config.model_type)
+    key = (hf_config.model_type, hf_config.decoder_type)
+    decoder = vision.decoder or family_of_type(hf_config.decoder_type, "text_config.")
+    if key not in _whole or _whole[key][0] is not decoder:
+        _whole[key] = (decoder, vision.around(decoder))
+    return _whole[key][1]
 
 
-def family_of_type(model_type: Any) -> ModelFamily:
-    """The family of a `model_type`.
+def vision_family_of(config_json: Mapping[str, Any]) -> VisionFamily | None:
+    """The vision-language family of a `config.json`; None for models of text alone, and for those not supported."""
+    model_type = config_json.get("model_type")
+    return VISION_FAMILIES.get(model_type) if isinstance(model_type, str) else None
+
+
+def decoder_type_of(config_json: Mapping[str, Any]) -> Any:
+    """The `model_type` of a vision-language model's decoder."""
+    return decoder_section(config_json, vision_family_of(config_json)).get("model_type", _DEFAULT_DECODER)
+
+
+def family_of_type(model_type: Any, section: str = "") -> ModelFamily:
+    """The family of a `model_type` of models of text alone, or of a decoder.
+
+    Args:
+        model_type: As it stands in the file.
+        section: Of `config.json`, such as `text_config.`.
 
     Raises:
         ConfigurationError: It is not supported.
     """
     found = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if found is None:
-        supported = ", ".join(sorted(FAMILIES))
+        families = FAMILIES.keys() | (set() if section else VISION_FAMILIES.keys())
         raise ConfigurationError(
-            f"policy.model_name: config.json: model_type {model_type!r} is not supported; supported: {supported}"
-            f"{did_you_mean(nearest(str(model_type), FAMILIES))}"
+            f"policy.model_name: config.json: {section}model_type {model_type!r} is not supported; supported: "
+            f"{', '.join(sorted(families))}{did_you_mean(nearest(str(model_type), families))}"
         )
     return found

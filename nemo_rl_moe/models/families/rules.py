@@ -9,12 +9,15 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.suggestions import shortened
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.models.families.vision import VisionFamily
 
 
 def field_names(text: str) -> frozenset[str]:
@@ -56,13 +59,14 @@ class ConfigFields:
     without_effect: frozenset[str] = frozenset()
     advice: Mapping[str, str] = field(default_factory=dict)
 
-    def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str) -> list[str]:
+    def problems(self, config_json: Mapping[str, Any], hf_config: Any, family: str, section: str = "") -> list[str]:
         """Unsupported fields of a configuration, a line for each.
 
         Args:
-            config_json: The file as it is.
+            config_json: The file as it is, or a section of it.
             hf_config: What transformers makes of it, its defaults included.
             family: The family's name.
+            section: Before each name, such as `vision_config.`.
         """
         lines = [
             f"{name}: got {shortened(repr(getattr(hf_config, name)))}, {self._what_to_do(name, values, family)}"
@@ -79,7 +83,7 @@ class ConfigFields:
             for name, value in config_json.items()
             if name not in known
         ]
-        return [f"policy.model_name: config.json: {line}" for line in lines]
+        return [f"policy.model_name: config.json: {section}{line}" for line in lines]
 
     def _what_to_do(self, name: str, values: Sequence[Any], family: str) -> str:
         return self.advice.get(name) or f"supported for {family}: {_listed(values)}"
@@ -211,9 +215,12 @@ class RuleTable:
 
     Args:
         rules: Canonical name, with `{layer}` and `{expert}` in place of numbers, to its rule.
+        prefixes: First part of canonical names to what Hugging Face has in its place: of parameters without a rule of
+            their own, which are taken as they are.
     """
 
-    def __init__(self, rules: Mapping[str, Rule]):
+    def __init__(self, rules: Mapping[str, Rule], prefixes: Mapping[str, str] | None = None):
+        self._by_name, self._prefixes = dict(rules), dict(prefixes or {})
         self._rules = [(_as_pattern(name), found) for name, found in rules.items()]
 
     def find(self, name: str) -> Rule | None:
@@ -221,7 +228,27 @@ class RuleTable:
         for pattern, found in self._rules:
             if match := pattern.fullmatch(name):
                 return _filled_in(found, match.groupdict())
+        for ours, theirs in self._prefixes.items():
+            if name.startswith(ours):
+                return rule(theirs + name.removeprefix(ours))
         return None
+
+    def within(self, rename: Callable[[str], str], prefixes: Mapping[str, str]) -> "RuleTable":
+        """The table of a larger model that has this one as a part.
+
+        Args:
+            rename: From the name of a source tensor to its name in the larger model.
+            prefixes: Of what the larger model has besides.
+        """
+
+        def renamed(sources: Sequence[Source]) -> tuple[Source, ...]:
+            return tuple(replace(source, name=rename(source.name)) for source in sources)
+
+        moved = {
+            name: replace(found, sources=renamed(found.sources), alternatives=tuple(map(renamed, found.alternatives)))
+            for name, found in self._by_name.items()
+        }
+        return RuleTable(moved, prefixes)
 
 
 def _as_pattern(name: str) -> re.Pattern[str]:
@@ -264,6 +291,7 @@ class ModelFamily:
             with why. A whole name must match.
         exported_fields: Fields of an exported `config.json` that say that the tensors left out are not there.
         normalizes_all_heads: The norms of queries and keys run over all heads together, not over each.
+        vision: Of a vision-language model: what it has beside the decoder; None for text alone.
     """
 
     name: str
@@ -275,3 +303,4 @@ class ModelFamily:
     unused_tensors: Callable[[Any], Mapping[str, str]] = _none_unused
     exported_fields: Mapping[str, Any] = field(default_factory=dict)
     normalizes_all_heads: bool = False
+    vision: "VisionFamily | None" = None

@@ -24,6 +24,7 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
+from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
 
@@ -121,6 +122,14 @@ class FastPolicyGPTModel(_PolicyOutput, FastGPTModel):
     """The same with this project's modules for machines without Transformer Engine."""
 
 
+class VisionGPTModel(_PolicyOutput, VisionInput, GPTModel):
+    """`PolicyGPTModel` of a vision-language model."""
+
+
+class FastVisionGPTModel(_PolicyOutput, VisionInput, FastGPTModel):
+    """`FastPolicyGPTModel` of a vision-language model."""
+
+
 def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_config: Any) -> list[GPTModel]:
     """This rank's model chunks (one, or one for each virtual pipeline stage), weights not yet set.
 
@@ -156,7 +165,10 @@ def freeze_routers(model: torch.nn.Module) -> None:
 
 def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any, vp_stage: int | None) -> GPTModel:
     fast = policy.megatron_cfg.layer_spec == "auto" and not use_transformer_engine(policy)
-    model_class: Callable[..., GPTModel] = FastPolicyGPTModel if fast else PolicyGPTModel
+    family = family_of(hf_config)
+    has_vision, has_mrope = family.vision is not None, family.vision is not None and family.vision.has_mrope
+    classes = (VisionGPTModel, FastVisionGPTModel) if has_vision else (PolicyGPTModel, FastPolicyGPTModel)
+    model_class: Callable[..., GPTModel] = classes[fast]
     chunk = model_class(
         config=config,
         transformer_layer_spec=_block_spec(policy, config, hf_config, vp_stage, fast),
@@ -166,13 +178,17 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
         parallel_output=True,
         share_embeddings_and_output_weights=bool(hf_config.tie_word_embeddings),
-        position_embedding_type="rope",
-        rotary_base=family_of(hf_config).rotary_base(hf_config),
+        position_embedding_type="mrope" if has_mrope else "rope",
+        rotary_base=family.rotary_base(hf_config),
+        # Pictures take their places among all tokens, which are cut afterwards.
+        scatter_embedding_sequence_parallel=not has_vision,
         vp_stage=vp_stage,
     )
     chunk.real_vocabulary_size = hf_config.vocab_size
     chunk.logprob_chunk_size = policy.logprob_chunk_size
     _stretch_positions(chunk, hf_config)
+    if has_vision:
+        add_vision(chunk, hf_config)
     return chunk
 
 

@@ -192,6 +192,9 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     if fields.get("multi_latent_attention"):
         # Refused by Transformer Engine, or its kernel dies at the first prefill.
         fields["apply_rope_fusion"] = False
+    if fields.get("mrope_section"):
+        # Its kernel for packed sequences takes the first angles for each of them.
+        fields["apply_rope_fusion"] = False
     if fields["add_bias_linear"]:
         # Transformer Engine's experts refuse it with biases.
         fields["bias_dropout_fusion"] = False

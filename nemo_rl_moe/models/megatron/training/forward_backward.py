@@ -53,6 +53,7 @@ class ForwardBackward:
         taps: Taps on the routers, for batches with a tape of routed experts; None without.
         advantages: Hears of every training forward too; None when nobody asks which experts serve which advantages.
         counts: Training passes count in the taps' ledger; False for passes beside the step's own.
+        pixels_per_token: Of `MicrobatchShape`.
     """
 
     config: TransformerConfig
@@ -64,6 +65,7 @@ class ForwardBackward:
     taps: RouterTaps | None = None
     advantages: AdvantageRecorder | None = None
     counts: bool = True
+    pixels_per_token: int | None = None
 
     def train(
         self,
@@ -157,9 +159,9 @@ class ForwardBackward:
 
     def _prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        shape = MicrobatchShape(multiple)
+        shape = MicrobatchShape(multiple, pixels_per_token=self.pixels_per_token)
         if self.config.pipeline_model_parallel_size > 1:
-            shape = common_shape(token_batches, packed=self.packed, column_multiple=multiple)
+            shape = common_shape(token_batches, shape, packed=self.packed)
         make = pack_microbatch if self.packed else pad_microbatch
         return [make(batch, shape, self.device) for batch in token_batches]
 

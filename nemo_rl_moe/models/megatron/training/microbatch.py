@@ -3,13 +3,15 @@
 """From a microbatch of sequences to the tensors that Megatron-Core's GPTModel takes, padded or packed."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch
+from nemo_rl_moe.models.image_positions import image_positions
+from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_SIZES
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
@@ -23,19 +25,22 @@ class ModelMicrobatch:
     Attributes:
         input_ids: Token ids.
         labels: The token after each position, 0 where there is none.
-        position_ids: Position within the sequence.
+        position_ids: What the rotary embedding turns by: the position within the sequence or, of a model with positions
+            in time, height and width, all three of them, `[3, rows, columns]`.
+        offsets: Position within the sequence.
         padding_mask: True on padding; None where there is none.
         packed_seq_params: Where each packed sequence begins; None when padded.
         sequence_start: Flat position of each sequence's first token.
         batch: The sequences themselves, on the device.
         model_columns: The batch's columns for the model: `[rows, columns, ...]` on the token axis, with the column's
             fill value on padding; `[rows, ...]` or, packed, `[sequences, ...]` on the sequence axis; where ragged, all
-            sequences' values behind one another.
+            sequences' values behind one another. Sizes and digests of pictures are on the host.
     """
 
     input_ids: Int[Tensor, "rows columns"]
     labels: Int[Tensor, "rows columns"]
-    position_ids: Int[Tensor, "rows columns"]
+    position_ids: Int[Tensor, "*three rows columns"]
+    offsets: Int[Tensor, "rows columns"]
     padding_mask: Bool[Tensor, "rows columns"] | None
     packed_seq_params: PackedSeqParams | None
     sequence_start: Int[Tensor, " batch"]
@@ -67,19 +72,22 @@ class MicrobatchShape:
         column_multiple: Columns are a multiple of this (the sequence-parallel size).
         rows: Rows of every microbatch; 0: as many as it has sequences.
         columns: Columns of every microbatch; 0: as many as it needs.
+        pixels_per_token: Of a model whose image tokens have positions in time, height and width: height and width of
+            the pixels of one; None: positions are those of text.
     """
 
     column_multiple: int
     rows: int = 0
     columns: int = 0
+    pixels_per_token: int | None = None
 
 
-def common_shape(microbatches: Sequence[TokenBatch], *, packed: bool, column_multiple: int) -> MicrobatchShape:
+def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, packed: bool) -> MicrobatchShape:
     """The one shape that fits all: pipeline stages exchange tensors of a fixed shape."""
     if packed:
-        return MicrobatchShape(column_multiple, rows=1, columns=max(int(batch.lengths.sum()) for batch in microbatches))
-    return MicrobatchShape(
-        column_multiple,
+        return replace(shape, rows=1, columns=max(int(batch.lengths.sum()) for batch in microbatches))
+    return replace(
+        shape,
         rows=max(len(batch) for batch in microbatches),
         columns=max(batch.input_ids.shape[1] for batch in microbatches),
     )
@@ -97,13 +105,14 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
     return ModelMicrobatch(
         input_ids=input_ids.to(device, non_blocking=True),
         labels=_next_tokens(input_ids).to(device, non_blocking=True),
-        position_ids=positions.to(device, non_blocking=True),
+        position_ids=_position_ids(batch, positions, shape.pixels_per_token).to(device, non_blocking=True),
+        offsets=positions.to(device, non_blocking=True),
         padding_mask=_mask_or_none(positions >= lengths[:, None], device),
         packed_seq_params=None,
         sequence_start=torch.arange(len(batch), device=device) * columns,
         batch=batch.to(device),
         model_columns={
-            name: _padded(column, rows, columns).to(device, non_blocking=True)
+            name: _on_its_device(name, _padded(column, rows, columns), device)
             for name, column in batch.columns_for(Destination.MODEL).items()
         },
     )
@@ -124,10 +133,18 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         starts.append(end)
     boundaries = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(length) for length in segments])[None]
+    of_rows = torch.arange(batch.input_ids.shape[1]).expand(batch.input_ids.shape)
+    by_row = _position_ids(batch, of_rows, shape.pixels_per_token)
+    position_ids = positions
+    if by_row.ndim == 3:
+        position_ids = positions.expand(3, 1, columns).clone()
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+            position_ids[:, 0, start : start + length] = by_row[:, row, :length]
     return ModelMicrobatch(
         input_ids=input_ids.to(device, non_blocking=True),
         labels=labels.to(device, non_blocking=True),
-        position_ids=positions.to(device, non_blocking=True),
+        position_ids=position_ids.to(device, non_blocking=True),
+        offsets=positions.to(device, non_blocking=True),
         padding_mask=_mask_or_none(torch.arange(columns)[None] >= total, device),
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
@@ -139,10 +156,36 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         sequence_start=torch.tensor(starts[:-1], device=device),
         batch=batch.to(device),
         model_columns={
-            name: _packed(column, lengths, columns).to(device, non_blocking=True)
+            name: _on_its_device(name, _packed(column, lengths, columns), device)
             for name, column in batch.columns_for(Destination.MODEL).items()
         },
     )
+
+
+def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | None) -> Tensor:
+    """What a rotary embedding turns by: of sequences one a row, which may be more rows than the batch has.
+
+    Args:
+        batch: The sequences, on the host.
+        positions: Position within the sequence, `[rows, columns]`.
+        pixels_per_token: Of `MicrobatchShape`.
+    """
+    if pixels_per_token is None:
+        return positions
+    found = positions.expand(3, *positions.shape)
+    if IS_IMAGE not in batch.columns:
+        return found
+    rows, columns = positions.shape
+    is_image = torch.zeros(rows, columns, dtype=torch.bool)
+    mask = batch.columns[IS_IMAGE].values[:, :columns]
+    is_image[: mask.shape[0], : mask.shape[1]] = mask
+    sizes = batch.columns[PICTURE_SIZES].values // pixels_per_token
+    return image_positions(is_image, [(int(height), int(width)) for height, width in sizes.tolist()])
+
+
+def _on_its_device(name: str, values: Tensor, device: torch.device) -> Tensor:
+    """A column where it is read: small ones that say how much there is of others stay on the host, for nobody waits."""
+    return values if name in ON_HOST else values.to(device, non_blocking=True)
 
 
 def _next_tokens(input_ids: Tensor) -> Tensor:

@@ -374,7 +374,7 @@ def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tens
         microbatch: The microbatch.
         cut: This rank's block of columns.
     """
-    follows = in_router_order(microbatch.position_ids, cut) > 0
+    follows = in_router_order(microbatch.offsets, cut) > 0
     follows[: microbatch.input_ids.shape[0]] = False
     return follows
 

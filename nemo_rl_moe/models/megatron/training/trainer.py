@@ -29,6 +29,7 @@ from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.vision_model import pixels_per_token_of_positions
 from nemo_rl_moe.models.megatron.training.advantage_recorder import attach_advantage_recorder
 from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
@@ -129,6 +130,7 @@ class MegatronModel:
             device=self.device,
             temperature=temperature,
             taps=self._taps,
+            pixels_per_token=pixels_per_token_of_positions(hf_config),
         )
         self._stages = None if self._taps is None else StagesOfLayers(self._taps, self.device)
         self._generator = MegatronGenerator(

@@ -78,8 +78,8 @@ def test_what_pads_a_packed_row_is_a_sequence_of_its_own() -> None:
 
 def test_common_shape() -> None:
     other = batch_of([1, 2], [3], [4])
-    assert common_shape([TWO, other], packed=False, column_multiple=2) == MicrobatchShape(2, rows=3, columns=5)
-    assert common_shape([TWO, other], packed=True, column_multiple=2) == MicrobatchShape(2, rows=1, columns=8)
+    assert common_shape([TWO, other], MicrobatchShape(2), packed=False) == MicrobatchShape(2, rows=3, columns=5)
+    assert common_shape([TWO, other], MicrobatchShape(2), packed=True) == MicrobatchShape(2, rows=1, columns=8)
 
 
 def test_columns_follow_their_sequences() -> None:
@@ -105,7 +105,7 @@ def test_every_target_comes_back_to_its_sequence(
     sequences: list[list[int]], multiple: int, extra_columns: int, packed: bool
 ) -> None:
     batch = batch_of(*sequences)
-    shape = common_shape([batch], packed=packed, column_multiple=multiple)
+    shape = common_shape([batch], MicrobatchShape(multiple), packed=packed)
     shape = MicrobatchShape(multiple, shape.rows, shape.columns + extra_columns)
     made = (pack_microbatch if packed else pad_microbatch)(batch, shape, CPU)
     assert made.input_ids.shape[1] % multiple == 0

@@ -1,0 +1,214 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Vision-language families: a decoder of another family, and beside it a vision tower with a projector.
+
+Tower and projector are transformers' own modules. Configurations are flattened: the decoder's fields on top, as those
+of a text model are, and beside them those of the whole model, its `model_type` among them.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtyping import Float, UInt8
+from torch import Tensor, nn
+
+from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily
+
+_KEY = "policy.model_name: config.json: "
+MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
+"""Of `rope_parameters`; in the flattened configuration they stand on top."""
+
+
+@dataclass(frozen=True)
+class TowerOutput:
+    """Output of tower and projector for some pictures, one after another.
+
+    Attributes:
+        embeddings: They take the place of the image tokens' word embeddings.
+        deep: What is added to the image tokens' hidden states behind each of the first decoder layers.
+    """
+
+    embeddings: Float[Tensor, "tokens hidden"]
+    deep: tuple[Float[Tensor, "tokens hidden"], ...] = ()
+
+
+@dataclass(frozen=True)
+class VisionFamily:
+    """What a vision-language family has beside its decoder.
+
+    Attributes:
+        name: For people.
+        decoder: The decoder's family; None: the one that `text_config` names.
+        config_fields: Fields of `config.json` outside of its sections; those that are read are beside the decoder's in
+            the flattened configuration.
+        tower_fields: Fields of `vision_config`.
+        decoder_name: From the name of a decoder's tensor in files of its own to the one that it has here.
+        prefixes: First part of canonical names of tower and projector, to what files have in its place.
+        projector: First parts of the projector's canonical names; all else under `vision.` is the tower.
+        build: Tower and projector of a flattened configuration, weights not yet set.
+        encode: Runs what `build` has made over pictures, `[height, width, 3]` each.
+        pixels_per_token: Height and width of the square of pixels that an image token stands for.
+        has_mrope: Image tokens have positions in time, height and width.
+        deep_layers: First decoder layers to whose output the tower adds something.
+        problems: What is wrong with a flattened configuration besides, a line each.
+    """
+
+    name: str
+    decoder: ModelFamily | None
+    config_fields: ConfigFields
+    tower_fields: ConfigFields
+    decoder_name: Callable[[str], str]
+    prefixes: Mapping[str, str]
+    projector: tuple[str, ...]
+    build: Callable[[Any], nn.Module]
+    encode: Callable[[nn.Module, Sequence[UInt8[Tensor, "height width 3"]], Any], TowerOutput]
+    pixels_per_token: Callable[[Any], int]
+    has_mrope: bool = False
+    deep_layers: Callable[[Any], int] = lambda hf_config: 0
+    problems: Callable[[Any], list[str]] = lambda hf_config: []
+
+    def around(self, decoder: ModelFamily) -> ModelFamily:
+        """The family of whole models with such a decoder."""
+
+        def transformer_fields(hf_config: Any) -> dict[str, Any]:
+            mrope = {"mrope_section": list(hf_config.mrope_section)} if self.has_mrope else {}
+            return decoder.transformer_fields(hf_config) | mrope
+
+        def unused_tensors(hf_config: Any) -> Mapping[str, str]:
+            return {self.decoder_name(name): why for name, why in decoder.unused_tensors(hf_config).items()}
+
+        return replace(
+            decoder,
+            name=self.name if self.decoder is not None else f"{self.name} with {decoder.name}",
+            transformer_fields=transformer_fields,
+            rules=decoder.rules.within(self.decoder_name, self.prefixes),
+            unused_tensors=unused_tensors,
+            vision=self,
+        )
+
+    def num_image_tokens(self, hf_config: Any, height: int, width: int) -> int:
+        """Image tokens of a picture (or tile) as the model takes it.
+
+        Args:
+            hf_config: The flattened configuration.
+            height: In pixels, a multiple of `pixels_per_token`.
+            width: The same.
+        """
+        side = self.pixels_per_token(hf_config)
+        return (height // side) * (width // side)
+
+    def is_projector(self, name: str) -> bool:
+        """True for the canonical name of one of the projector's parameters."""
+        return name.startswith(self.projector)
+
+    def embed(
+        self, tower: nn.Module, pixels: UInt8[Tensor, " bytes"], sizes: Sequence[tuple[int, int]], hf_config: Any
+    ) -> TowerOutput:
+        """Runs tower and projector.
+
+        Args:
+            tower: Of `build`.
+            pixels: Of all pictures one after another, row by row; where the tower is.
+            sizes: Height and width of each.
+            hf_config: The flattened configuration, with its `pixel_rule`.
+        """
+        parts = pixels.split([height * width * 3 for height, width in sizes])
+        pictures = [part.view(*size, 3) for part, size in zip(parts, sizes, strict=True)]
+        return self.encode(tower, pictures, hf_config)
+
+    def flattened(self, hf_config: Any, decoder_type: str) -> Any:
+        """One configuration of the whole model: the decoder's, with the outer fields and the tower's beside its own.
+
+        Args:
+            hf_config: As transformers reads it, with sections.
+            decoder_type: The decoder's `model_type`.
+
+        Raises:
+            ConfigurationError: A field has a value that is not supported.
+        """
+        flat = copy.deepcopy(hf_config.text_config)
+        flat.decoder_type = decoder_type
+        flat.model_type = hf_config.model_type
+        flat.tie_word_embeddings = hf_config.tie_word_embeddings
+        for name in self.config_fields.read - {"text_config"}:
+            setattr(flat, name, getattr(hf_config, name))
+        if self.has_mrope:
+            parameters = dict(flat.rope_parameters)
+            flat.mrope_section = parameters.pop("mrope_section", None)
+            flat.mrope_interleaved = bool(parameters.pop("mrope_interleaved", False))
+            flat.rope_parameters = parameters
+        problems = [*_common_problems(flat, has_mrope=self.has_mrope), *self.problems(flat)]
+        if problems:
+            raise ConfigurationError([_KEY + problem for problem in problems])
+        return flat
+
+
+def decoder_section(config_json: Mapping[str, Any], vision: VisionFamily | None) -> Mapping[str, Any]:
+    """The decoder's part of a `config.json`: a section of its own, or all that the whole model has no name for."""
+    if vision is None:
+        return config_json
+    section = config_json.get("text_config")
+    if section is not None:
+        return section if isinstance(section, Mapping) else {}
+    fields = vision.config_fields
+    outer = fields.read | fields.fixed.keys() | fields.without_effect | {"model_type", "tie_word_embeddings"}
+    return {name: value for name, value in config_json.items() if name not in outer}
+
+
+def field_problems(
+    vision: VisionFamily, decoder: ModelFamily, config_json: Mapping[str, Any], hf_config: Any
+) -> list[str]:
+    """Unsupported fields of a vision-language model's `config.json`, a line for each.
+
+    Args:
+        vision: Its family.
+        decoder: That of its decoder.
+        config_json: The file as it is.
+        hf_config: What transformers makes of it, with sections.
+    """
+    of_decoder = decoder_section(config_json, vision)
+    section = "text_config." if "text_config" in config_json else ""
+    outer = {name: value for name, value in config_json.items() if section or name not in of_decoder}
+    of_tower = config_json.get("vision_config") or {}
+    return [
+        *vision.config_fields.problems(outer, hf_config, vision.name),
+        *decoder.config_fields.problems(of_decoder, hf_config.text_config, decoder.name, section),
+        *vision.tower_fields.problems(of_tower, hf_config.vision_config, vision.name, "vision_config."),
+    ]
+
+
+def _common_problems(flat: Any, *, has_mrope: bool) -> list[str]:
+    problems = []
+    token = flat.image_token_id
+    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < flat.vocab_size:
+        problems.append(
+            f"image_token_id: got {shortened(repr(token))}, expected a token of the vocabulary of {flat.vocab_size}"
+        )
+    if has_mrope:
+        heads = flat.num_attention_heads
+        half = (getattr(flat, "head_dim", None) or flat.hidden_size // heads) // 2
+        section = flat.mrope_section
+        numbers = isinstance(section, list | tuple) and all(type(part) is int and part >= 0 for part in section)
+        if not numbers or len(section) != 3 or sum(section) != half:
+            problems.append(
+                f"rope_parameters.mrope_section: got {shortened(repr(section))}, expected three whole numbers that add "
+                f"up to {half}, half the size of a head"
+            )
+    return problems
+
+
+def built_config(plain: Any, config_class: type) -> Any:
+    """The configuration object that a module of transformers wants, from the plain one that workers get.
+
+    Args:
+        plain: Its fields, of `plain_config`, or such an object.
+        config_class: Its class.
+    """
+    if isinstance(plain, config_class):
+        return copy.deepcopy(plain)
+    known = config_class().to_dict().keys() - {"model_type", "transformers_version"}
+    return config_class(**{name: value for name, value in vars(plain).items() if name in known})

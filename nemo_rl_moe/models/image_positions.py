@@ -1,0 +1,49 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Positions in time, height and width (multimodal rotary embedding, Qwen2-VL: Wang et al. 2024, 2.1).
+
+Text counts on, alike in all three. The tokens of a picture all have the time of its first one, and count its rows and
+columns from there; what follows goes on behind the larger of its height and width.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+
+def image_positions(
+    is_image: Bool[Tensor, "rows columns"], grids: Sequence[tuple[int, int]]
+) -> Int[Tensor, "3 rows columns"]:
+    """Positions of sequences, one a row. Padding behind them counts on, and so does a response.
+
+    Args:
+        is_image: True for the tokens of pictures, of all rows in order.
+        grids: Rows and columns of tokens of each picture, in the order of their tokens.
+
+    Raises:
+        ValueError: The tokens are not those of the pictures.
+    """
+    rows, columns = is_image.shape
+    positions = torch.arange(columns).expand(3, rows, columns).clone()
+    remaining = iter(grids)
+    for row in is_image.any(1).nonzero()[:, 0].tolist():
+        at, (marked,) = 0, is_image[row].numpy().nonzero()
+        first_of_picture = 0
+        while first_of_picture < len(marked):
+            start = int(marked[first_of_picture])
+            height, width = next(remaining, (0, 0))
+            last = first_of_picture + height * width - 1
+            if height * width == 0 or last >= len(marked) or marked[last] != start + height * width - 1:
+                raise ValueError(f"row {row}: the image tokens from {start} on are not those of a picture")
+            here = int(positions[0, row, start])
+            down, right = torch.arange(height)[:, None], torch.arange(width)[None]
+            block = torch.stack([torch.zeros(height, width, dtype=torch.long), *torch.broadcast_tensors(down, right)])
+            at = start + height * width
+            positions[:, row, start:at] = here + block.reshape(3, -1)
+            positions[:, row, at:] = here + max(height, width) + torch.arange(columns - at)
+            first_of_picture = last + 1
+    if next(remaining, None) is not None:
+        raise ValueError("there are more pictures than image tokens")
+    return positions

@@ -1,0 +1,99 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that a vision tower takes, from the bytes of pictures: normalised, in patches (Qwen's towers) or as tiles.
+
+The numbers are those of transformers' image processors of Pillow and NumPy, to the last bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int, UInt8
+from torch import Tensor
+
+from nemo_rl_moe.models.images import Picture
+
+
+@dataclass(frozen=True)
+class PixelRule:
+    """Rule by which bytes of pixels become numbers: `(byte * scale - mean) / std`, and the patches that they form.
+
+    Attributes:
+        mean: Of red, green and blue.
+        std: Likewise.
+        scale: Usually 1 / 255.
+        patch_size: Sides of a patch in pixels.
+        merge_size: Sides of the block of patches that becomes one image token; of tiles it says nothing.
+        frames: Times that a patch holds its pixels: a tower for videos takes a picture as so many equal frames.
+    """
+
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    scale: float
+    patch_size: int
+    merge_size: int
+    frames: int
+
+    @property
+    def patch_dim(self) -> int:
+        """Numbers of one patch."""
+        return 3 * self.frames * self.patch_size**2
+
+    def normalised(self, pixels: UInt8[Tensor, "... 3"]) -> Float[Tensor, "... 3"]:
+        """Numbers of pixels in float32; scaled in float64 before they are rounded, as NumPy does it."""
+        scaled = (pixels.double() * self.scale).float()
+        mean, std = _filled(self.mean, scaled), _filled(self.std, scaled)
+        return (scaled - mean) / std
+
+
+def _filled(values: tuple[float, ...], like: Tensor) -> Float[Tensor, " colours"]:
+    """Numbers on the device of another tensor: filled in there, for a copy from the host would be waited for."""
+    return torch.stack([like.new_full((), value) for value in values])
+
+
+def merged_patches(
+    pictures: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule
+) -> tuple[Float[Tensor, "patches dim"], Int[Tensor, "pictures 3"]]:
+    """Patches of pictures, one picture after another.
+
+    A picture's patches come block by block, row by row, and within a block of `merge_size` times `merge_size` row by
+    row: so many neighbours become one token. A patch is `[3, frames, patch_size, patch_size]`, flat.
+
+    Args:
+        pictures: Their sides are multiples of `patch_size * merge_size`; may be none.
+        rule: Numbers and sizes.
+
+    Returns:
+        The patches in float32, and of each picture 1 and its sides in patches, on the CPU.
+    """
+    patch, merge = rule.patch_size, rule.merge_size
+    flat, grids = [], []
+    for picture in pictures:
+        height, width, _ = picture.shape
+        grids.append((1, height // patch, width // patch))
+        numbers = rule.normalised(picture).view(
+            height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, 3
+        )
+        # Blocks down and across, patches of a block down and across, colour, pixels down and across.
+        numbers = numbers.permute(0, 3, 1, 4, 6, 2, 5).unsqueeze(5)
+        flat.append(numbers.expand(*numbers.shape[:5], rule.frames, patch, patch).reshape(-1, rule.patch_dim))
+    grid = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    return torch.cat(flat) if flat else torch.zeros(0, rule.patch_dim), grid
+
+
+def tiles(
+    pictures: Sequence[UInt8[Tensor, "height width 3"]], rule: PixelRule
+) -> Float[Tensor, "tiles 3 height width"]:
+    """Tiles in float32, colour by colour.
+
+    Args:
+        pictures: At least one; all of the same size.
+        rule: Numbers.
+    """
+    return rule.normalised(torch.stack(list(pictures))).permute(0, 3, 1, 2).contiguous()
+
+
+def as_tensors(pictures: Sequence[Picture]) -> list[UInt8[Tensor, "height width 3"]]:
+    """Pictures as tensors, without a copy."""
+    return [torch.from_numpy(picture.pixels) for picture in pictures]
