@@ -32,9 +32,9 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     if not inputs:
         return None
     if not isinstance(chunk, VisionInput):
-        return f"has inputs beside its tokens ({", ".join(sorted(inputs))}), and the model takes text alone"
+        return f"has inputs beside its tokens ({', '.join(sorted(inputs))}), and the model takes text alone"
     if inputs.keys() != _OF_IMAGES:
-        return f"has the inputs {", ".join(sorted(inputs))}, expected {", ".join(sorted(_OF_IMAGES))}, as image_inputs makes them"
+        return f"has the inputs {', '.join(sorted(inputs))}, expected {', '.join(sorted(_OF_IMAGES))}, as image_inputs makes them"
     is_image, sizes = inputs[IS_IMAGE].values, inputs[PICTURE_SIZES].values
     if len(is_image) > num_tokens:
         return f"has {num_tokens} tokens, and {IS_IMAGE} tells of {len(is_image)}"
@@ -191,7 +191,9 @@ class _PicturesOfPrompts:
             return slots.expand(3, 1, -1)
         side = self._chunk.family.pixels_per_token(self._chunk.hf_config)
         grids = [
-            (self.sizes[digest][0] // side, self.sizes[digest][1] // side) for of_row in self._digests for digest in of_row
+            (self.sizes[digest][0] // side, self.sizes[digest][1] // side)
+            for of_row in self._digests
+            for digest in of_row
         ]
         from_first_token = image_positions(torch.from_numpy(self._is_image), grids)
         places = (slots - torch.from_numpy(self._starts)[:, None]).clamp(min=0)
