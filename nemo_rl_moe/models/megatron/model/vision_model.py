@@ -239,7 +239,8 @@ def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
     for name, module in tower.named_modules():
         above = owners.get(name.rpartition(".")[0]) if name else None
         owners[name] = module if isinstance(module, PreTrainedModel) else above
-        torch.manual_seed((seed << 32) ^ zlib.crc32(f"vision.{name}".encode()))
+        # torch's generator on the host takes 32 bits.
+        torch.manual_seed(zlib.crc32(f"{seed} {PREFIX}{name}".encode()))
         if owners[name] is None:  # a projector is transformers' model's own part, with the decoder's deviation
             PreTrainedModel._init_weights(SimpleNamespace(config=hf_config), module)
         else:
@@ -252,8 +253,10 @@ def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
     kept = [
         (module, name, buffer)
         for chunk in chunks
-        if isinstance(chunk, VisionInput) and chunk.pre_process
-        for module in chunk.vision.modules()
+        if isinstance(chunk, VisionInput)
+        for name, tower in chunk.named_children()
+        if f"{name}." == PREFIX
+        for module in tower.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.dtype == torch.float32
     ]
