@@ -47,6 +47,9 @@ _WRONG_TO_CHANGE_EVERYWHERE = {"data.shuffle": ORDER_OF_THE_DATA}
 _WRONG_TO_CHANGE_WITH_OPTIMIZER = {
     "policy.precision": _OPTIMIZER_STATE,
     "policy.megatron_cfg.freeze_moe_router": _OPTIMIZER_STATE,
+    "policy.freeze.vision_tower": _OPTIMIZER_STATE,
+    "policy.freeze.projector": _OPTIMIZER_STATE,
+    "policy.freeze.language_model": _OPTIMIZER_STATE,
 }
 _RENAMED_VALUES = {("dpo.reference_logprobs", "beforehand"): "precompute"}
 """Key and value of a checkpoint's configuration to the value's present name."""

@@ -260,6 +260,7 @@ def routers_have_gradients_to_measure(config: MasterConfig) -> Iterator[str]:
     reasons = {
         f"{MEGATRON}.track_moe_metrics false": not megatron.track_moe_metrics,
         f"{MEGATRON}.freeze_moe_router true": megatron.freeze_moe_router,
+        "policy.freeze.language_model true": config.policy.freeze.language_model,
         "forced routing": bool(megatron.moe_router_force_load_balancing)
         or megatron.moe_router_force_biased is not None
         or megatron.moe_router_force_hot_rank is not None,

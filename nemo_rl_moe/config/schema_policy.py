@@ -209,6 +209,17 @@ class MegatronConfig(MoeTransformerFields):
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
+class FreezeConfig(StrictModel):
+    """Parts of a vision-language model whose weights stay as they are."""
+
+    vision_tower: bool
+    """The vision tower, without the projector."""
+    projector: bool
+    """What brings the tower's output to the decoder's size."""
+    language_model: bool
+    """The decoder, with its embeddings, routers and experts."""
+
+
 class PolicyConfig(StrictModel):
     """The model that is trained."""
 
@@ -240,6 +251,8 @@ class PolicyConfig(StrictModel):
     """Put several samples into one row, without padding between them."""
     dynamic_batching: DynamicBatchingConfig
     """Put samples of similar length together, as many as fit."""
+    freeze: FreezeConfig
+    """Parts that are not trained."""
     megatron_cfg: MegatronConfig
     """Megatron-Core."""
 

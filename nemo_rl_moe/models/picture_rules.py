@@ -249,7 +249,8 @@ class _Fields:
             value = size.get(edge) if self.values.get(name) is None else self.values[name]
             if not _is_whole(value, 1):
                 raise self._error(f"{name} or size.{edge}", value, "a number of pixels")
-            limits.append(int(value))
+            assert isinstance(value, int)
+            limits.append(value)
         unit = sides["patch_size"] * sides["merge_size"]
         if limits[1] < max(limits[0], unit**2):
             raise self._error("max_pixels or size.longest_edge", limits[1], f"at least {max(limits[0], unit**2)}")

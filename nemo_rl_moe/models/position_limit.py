@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.families import vision_family_of
+from nemo_rl_moe.models.families.vision import decoder_section
 
 _EXTENDED = ("linear", "dynamic", "yarn")
 """Types of scaling of rotary embeddings that stretch what the model was trained with, which the file may not repeat."""
@@ -20,6 +22,7 @@ def position_limit(config_json: Mapping[str, Any]) -> int | None:
     Args:
         config_json: The model's `config.json` as it is.
     """
+    config_json = decoder_section(config_json, vision_family_of(config_json))
     stated = config_json.get("max_position_embeddings")
     if not isinstance(stated, int):
         return None

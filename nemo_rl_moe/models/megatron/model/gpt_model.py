@@ -24,7 +24,7 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
-from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision
+from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision, freeze_parts
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
 
@@ -152,6 +152,7 @@ def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_confi
         mark_attention_sinks(chunk)
         if policy.megatron_cfg.freeze_moe_router:
             freeze_routers(chunk)
+        freeze_parts(chunk, policy.freeze, hf_config)
         chunks.append(chunk)
     return chunks
 
@@ -188,7 +189,7 @@ def _build_chunk(policy: PolicyConfig, config: TransformerConfig, hf_config: Any
     chunk.logprob_chunk_size = policy.logprob_chunk_size
     _stretch_positions(chunk, hf_config)
     if has_vision:
-        add_vision(chunk, hf_config)
+        add_vision(chunk, hf_config, policy.init_seed)
     return chunk
 
 

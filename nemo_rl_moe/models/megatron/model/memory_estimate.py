@@ -8,10 +8,11 @@ from typing import Any
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import OptimizerConfig
+from nemo_rl_moe.config.schema_policy import FreezeConfig, OptimizerConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron.model.gpt_model import padded_vocabulary_size
 from nemo_rl_moe.models.megatron.model.transformer_config import layers_of_chunks, moe_layer_indices
+from nemo_rl_moe.models.megatron.model.vision_model import vision_parameters
 from nemo_rl_moe.models.megatron.training.portioned_step import PORTION_PARAMETERS
 
 # isort: split
@@ -64,7 +65,7 @@ def whole_model_parameters(config: TransformerConfig, hf_config: Any) -> int:
     """Parameters of the whole model, without padding of the vocabulary; tied embeddings count once."""
     layers = sum(_layer(config, hf_config, index, _Cut(), False).total for index in range(config.num_layers))
     embeddings = hf_config.vocab_size * config.hidden_size * (1 if hf_config.tie_word_embeddings else 2)
-    return int(layers + embeddings + config.hidden_size)
+    return int(layers + embeddings + config.hidden_size + sum(vision_parameters(hf_config)))
 
 
 def parameters_of_layers(config: TransformerConfig, hf_config: Any, tensor: int) -> int:
@@ -89,7 +90,12 @@ def active_parameters(config: TransformerConfig, hf_config: Any) -> int:
 
 
 def rank_parameters(
-    config: TransformerConfig, hf_config: Any, stage: int, *, routers_frozen: bool = False
+    config: TransformerConfig,
+    hf_config: Any,
+    stage: int,
+    *,
+    routers_frozen: bool = False,
+    freeze: FreezeConfig | None = None,
 ) -> Parameters:
     """Parameters of each rank of a pipeline stage: its tensor-parallel and expert-parallel ranks all hold as many.
 
@@ -98,6 +104,7 @@ def rank_parameters(
         hf_config: The model's Hugging Face configuration.
         stage: The pipeline stage.
         routers_frozen: Whether the routers' weights are left as they are.
+        freeze: Parts that are; None: none.
     """
     cut = _Cut(
         config.tensor_model_parallel_size, config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
@@ -113,7 +120,18 @@ def rank_parameters(
         for chunk in layers_of_chunks(config, stage)
         for index in chunk
     )
-    return sum(layers, start=Parameters(dense=ends))
+    whole = sum(layers, start=Parameters(dense=ends))
+    if freeze is not None and freeze.language_model:
+        whole = Parameters(frozen=whole.total)
+    return whole + _vision(hf_config, freeze) if is_first else whole
+
+
+def _vision(hf_config: Any, freeze: FreezeConfig | None) -> Parameters:
+    """Tower and projector, whole on every rank of the first stage."""
+    are_frozen = (False, False) if freeze is None else (freeze.vision_tower, freeze.projector)
+    parts = zip(vision_parameters(hf_config), are_frozen, strict=True)
+    found = [Parameters(frozen=size) if is_frozen else Parameters(dense=size) for size, is_frozen in parts]
+    return sum(found, start=Parameters())
 
 
 def _layer(config: TransformerConfig, hf_config: Any, index: int, cut: _Cut, routers_frozen: bool) -> Parameters:
@@ -273,7 +291,9 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
     """
     megatron, generates = config.policy.megatron_cfg, generating(config.policy)
     parallel = megatron.distributed_data_parallel_config
-    parameters = rank_parameters(transformer, hf_config, stage, routers_frozen=megatron.freeze_moe_router)
+    parameters = rank_parameters(
+        transformer, hf_config, stage, routers_frozen=megatron.freeze_moe_router, freeze=config.policy.freeze
+    )
     weight_bytes = transformer.params_dtype.itemsize
     gradient_bytes = _FLOAT32 if parallel.grad_reduce_in_fp32 else weight_bytes
     updated = parameters.trained

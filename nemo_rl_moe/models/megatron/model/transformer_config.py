@@ -207,6 +207,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
     problems += _problems_with_layers(fields)
+    problems += _problems_with_frozen_parts(policy, has_vision=family.vision is not None)
     if fields.get("softmax_type") == "learnable":
         problems += _problems_with_packed_sinks(policy)
     if "num_moe_experts" in fields:
@@ -234,6 +235,25 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     for name, value in added.items():
         setattr(config, name, value)
     return config
+
+
+def _problems_with_frozen_parts(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
+    """Parts that are not there, and models or pipeline stages of which nothing would train."""
+    freeze, key = policy.freeze, "policy.freeze."
+    if not has_vision:
+        why = "the model takes no images, so that this is a part that it lacks, or all of it"
+        return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value]
+    if not freeze.language_model:
+        return []
+    if freeze.vision_tower and freeze.projector:
+        return [f"{key}vision_tower, projector and language_model: got true for each, which leaves nothing to train"]
+    stages = policy.megatron_cfg.pipeline_model_parallel_size
+    if stages > 1:
+        return [
+            f"{key}language_model: got true, expected false with policy.megatron_cfg.pipeline_model_parallel_size "
+            f"{stages}: nothing would train on the stages behind the first"
+        ]
+    return []
 
 
 def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:

@@ -2,15 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pictures in a decoder: tower and projector on the first pipeline stage, their output among the word embeddings."""
 
+import functools
 import itertools
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.config.schema_policy import FreezeConfig
+from nemo_rl_moe.models.families import VISION_FAMILIES, family_of
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily
 from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
@@ -19,6 +24,9 @@ from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+
+PREFIX = "vision."
+"""Of the canonical names of tower and projector."""
 
 
 class MultimodalRotary(torch.nn.Module):
@@ -94,7 +102,10 @@ class VisionInput:
             position_ids = position_ids.expand(3, *position_ids.shape)
         if self.pre_process:  # type: ignore[attr-defined]
             if decoder_input is None:
-                decoder_input = self.embed(input_ids, self.model_columns, self.image_features(self.model_columns))
+                features = self.image_features(self.model_columns)
+                decoder_input = self.embed(input_ids, self.model_columns, features)
+                if features is None and torch.is_grad_enabled():
+                    decoder_input = decoder_input + self._zero_of_tower(input_ids.device).to(decoder_input.dtype)
             if self.config.sequence_parallel:  # type: ignore[attr-defined]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
                 # GPTModel cuts it only where it looks up the words by itself.
@@ -144,6 +155,19 @@ class VisionInput:
         rows = rows.to(pixels.device, non_blocking=True)
         return TowerOutput(output.embeddings[rows], tuple(each[rows] for each in output.deep))
 
+    def _zero_of_tower(self, device: torch.device) -> Tensor:
+        """0 with a gradient of 0 for each trained weight of tower and projector.
+
+        Gradients that are reduced while others are computed are waited for: each microbatch has to make all of them.
+        """
+        tower = self.vision  # type: ignore[attr-defined]
+        if not any(parameter.requires_grad for parameter in tower.parameters()):
+            return torch.zeros((), device=device)
+        side = self.family.pixels_per_token(self.hf_config)
+        blank = torch.zeros(side * side * 3, dtype=torch.uint8, device=device)
+        found = self.family.embed(tower, blank, [(side, side)], self.hf_config)
+        return 0.0 * sum((each.sum() for each in found.deep), start=found.embeddings.sum())
+
     def embed(
         self, input_ids: Int[Tensor, "rows columns"], columns: Mapping[str, Tensor], features: TowerOutput | None
     ) -> Float[Tensor, "columns rows hidden"]:
@@ -174,15 +198,17 @@ def placed(
     """
     number = is_image.flatten().long().cumsum(0).sub_(1).clamp_(0, len(features) - 1)
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
-    return torch.where(is_image.T[..., None], by_token, hidden)
+    # The next pipeline stage gets it as it lies.
+    return torch.where(is_image.T[..., None], by_token, hidden).contiguous()
 
 
-def add_vision(chunk: GPTModel, hf_config: Any) -> None:
+def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:
     """Gives a chunk what its family has beside the decoder: tower and projector, and the positions of image tokens.
 
     Args:
         chunk: A `VisionInput`.
         hf_config: The flattened configuration.
+        init_seed: Seed of the random weights of tower and projector.
     """
     family = family_of(hf_config).vision
     assert family is not None
@@ -193,9 +219,90 @@ def add_vision(chunk: GPTModel, hf_config: Any) -> None:
             chunk.config.kv_channels, base, hf_config.mrope_section, interleaved=hf_config.mrope_interleaved
         )
     if chunk.pre_process:
-        # Weights are set by this project: what is drawn here must not move the run's own random numbers.
+        # What is drawn here must not move the run's own random numbers.
         with torch.random.fork_rng(devices=[]):
             chunk.vision = family.build(hf_config)
+            draw_weights(chunk.vision, hf_config, init_seed)
+
+
+def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
+    """Random weights of tower and projector by transformers' rule, from the seed and each module's name alone.
+
+    Args:
+        tower: Of the family's `build`, on the host. torch's generator is moved.
+        hf_config: The flattened configuration.
+        seed: Of random weights.
+    """
+    from transformers import PreTrainedModel
+
+    owners: dict[str, Any] = {}
+    for name, module in tower.named_modules():
+        above = owners.get(name.rpartition(".")[0]) if name else None
+        owners[name] = module if isinstance(module, PreTrainedModel) else above
+        # torch's generator on the host takes 32 bits.
+        torch.manual_seed(zlib.crc32(f"{seed} {PREFIX}{name}".encode()))
+        if owners[name] is None:  # a projector is transformers' model's own part, with the decoder's deviation
+            PreTrainedModel._init_weights(SimpleNamespace(config=hf_config), module)
+        else:
+            owners[name]._init_weights(module)
+
+
+@contextmanager
+def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
+    """Keeps frequencies of the towers' rotary embeddings as they are while modules are brought to half precision."""
+    kept = [
+        (module, name, buffer)
+        for chunk in chunks
+        if isinstance(chunk, VisionInput)
+        for name, tower in chunk.named_children()
+        if f"{name}." == PREFIX
+        for module in tower.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype == torch.float32
+    ]
+    yield
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer
+
+
+def freeze_parts(chunk: GPTModel, freeze: FreezeConfig, hf_config: Any) -> None:
+    """Takes parts of a model out of training.
+
+    Args:
+        chunk: One of its chunks, not yet wrapped for data parallelism.
+        freeze: Which parts.
+        hf_config: The (flattened) configuration.
+    """
+    family = family_of(hf_config).vision
+    for name, parameter in chunk.named_parameters():
+        if not name.startswith(PREFIX) or family is None:
+            is_frozen = freeze.language_model
+        else:
+            is_frozen = freeze.projector if family.is_projector(name) else freeze.vision_tower
+        if is_frozen:
+            parameter.requires_grad_(False)
+
+
+@functools.cache
+def _count(model_type: str, config: str) -> tuple[int, int]:
+    family, hf_config = VISION_FAMILIES[model_type], _counted[config]
+    with torch.device("meta"):
+        tower = family.build(hf_config)
+    sizes = {f"{PREFIX}{name}": parameter.numel() for name, parameter in tower.named_parameters()}
+    of_projector = sum(size for name, size in sizes.items() if family.is_projector(name))
+    return sum(sizes.values()) - of_projector, of_projector
+
+
+_counted: dict[str, Any] = {}
+
+
+def vision_parameters(hf_config: Any) -> tuple[int, int]:
+    """Parameters of tower and of projector, which every rank of the first stage holds; 0 of a model of text alone."""
+    if family_of(hf_config).vision is None:
+        return 0, 0
+    key = repr((sorted(vars(hf_config.vision_config).items(), key=str), hf_config.hidden_size))
+    _counted[key] = hf_config
+    return _count(hf_config.model_type, key)
 
 
 def pixels_per_token_of_positions(hf_config: Any) -> int | None:

@@ -13,6 +13,7 @@ from nemo_rl_moe.models.megatron import cpu_backend  # before megatron.core
 from nemo_rl_moe.models.megatron.checkpoint.inner_optimizers import optimizer_parts
 from nemo_rl_moe.models.megatron.layers.routers import router_state_in_float32
 from nemo_rl_moe.models.megatron.model.transformer_config import DTYPES
+from nemo_rl_moe.models.megatron.model.vision_model import tower_buffers_in_float32
 from nemo_rl_moe.models.megatron.training import portioned_step
 from nemo_rl_moe.models.megatron.training.portioned_step import step_in_portions
 
@@ -32,8 +33,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def half_precision_modules(config: TransformerConfig, chunks: Sequence[GPTModel]) -> list[MegatronModule]:
-    """Model chunks with their weights in the configuration's number format; routers' state stays in float32."""
-    with router_state_in_float32(chunks):
+    """Model chunks with their weights in the configuration's number format; routers' state stays in float32, and so do
+    the frequencies of a vision tower."""
+    with router_state_in_float32(chunks), tower_buffers_in_float32(chunks):
         return [Float16Module(config, chunk) if config.bf16 else chunk for chunk in chunks]
 
 

@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Older versions of transformers saved these; they follow from the configuration.
 _ROTARY_BUFFERS = {r".*\.rotary_emb\.inv_freq": "buffers of the rotary embedding, which follow from config.json"}
-_TIED_OUTPUT = {r"lm_head\.weight": "the output layer is the embedding (tie_word_embeddings)"}
+_TIED = "the output layer is the embedding (tie_word_embeddings)"
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,12 @@ class LeftOut:
 
 def unused_patterns(hf_config: Any) -> dict[str, str]:
     """Regular expressions of the tensors that such a model's files may hold and it does not use, each with why."""
-    tied = _TIED_OUTPUT if hf_config.tie_word_embeddings else {}
-    return {**_ROTARY_BUFFERS, **tied, **family_of(hf_config).unused_tensors(hf_config)}
+    family = family_of(hf_config)
+    output = family.rules.find("output_layer.weight")
+    if output is None or not hf_config.tie_word_embeddings:
+        return {**_ROTARY_BUFFERS, **family.unused_tensors(hf_config)}
+    tied = {re.escape(source.name): _TIED for source in output.sources}
+    return {**_ROTARY_BUFFERS, **tied, **family.unused_tensors(hf_config)}
 
 
 def sort_out(

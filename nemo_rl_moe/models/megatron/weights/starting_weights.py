@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
 from nemo_rl_moe.models.megatron.checkpoint.load import load_model
+from nemo_rl_moe.models.megatron.model.vision_model import PREFIX as VISION_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 
@@ -29,9 +30,12 @@ _RESIDUAL_OUTPUTS = ("self_attention.linear_proj.weight", "linear_fc2.weight")
 
 
 def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
-    """Fills every parameter: norms with 1, biases with 0, the rest from a normal distribution of `init_method_std`."""
+    """Fills every parameter but a vision tower's and projector's, which `add_vision` draws: norms with 1, biases with
+    0, the rest from a normal distribution of `init_method_std`."""
     with torch.no_grad():
         for piece in parameter_pieces(chunks, config):
+            if piece.name.startswith(VISION_PREFIX):
+                continue  # drawn when it was built
             piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
 
 

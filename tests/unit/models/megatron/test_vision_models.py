@@ -1,0 +1,272 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Vision-language models against transformers, and one optimizer step of every layout against that of one rank."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families.internvl import INTERNVL
+from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from tests.support.family_outputs import files_beside
+from tests.support.family_reference import assert_same_tensors, tensors_in
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import (
+    layout,
+    logprobs_by_sequence,
+    parallel_job,
+    shard_of_rank,
+    tiny_hf_config,
+    tiny_policy,
+)
+from tests.support.vision_models import MODELS, mixed_batch, tiny_vision_config, transformers_inputs, write_vision_model
+
+PACKED = {"sequence_packing__enabled": True}
+# The last microbatch has no picture.
+MICROBATCHES = ((0, 2), (3, 6), (7, 4), (1, 5))
+STEPS = 4
+TOLERANCE = 2e-5
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One rank's log-probabilities before training, then losses, gradient norms and weights of the tower."""
+
+    logprobs: dict[int, np.ndarray]
+    losses: list[float]
+    norms: list[float]
+    tower: dict[str, np.ndarray]
+
+
+def policy_of(world_size: int, **changes: Any) -> PolicyConfig:
+    """With gradients that are reduced while others are computed."""
+    overlap = {"distributed_data_parallel_config__overlap_grad_reduce": True}
+    return tiny_policy(world_size, **{"moe_aux_loss_coeff": 0.0, **overlap, **changes})
+
+
+def trainer_of(folder: str, policy: PolicyConfig) -> MegatronTrainer:
+    return MegatronTrainer(policy, plain_config(load_hf_config(folder)), Path(folder), num_steps=STEPS)
+
+
+def train(folder: str, model_type: str, policy: PolicyConfig, export: str = "") -> Trained:
+    with parallel_job(policy):
+        trainer = trainer_of(folder, policy)
+        if export:
+            trainer.save_weights(Path(export), files_beside(Path(folder)))
+        batch, place = mixed_batch(model_type), trainer.coordinates
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+        logprobs = logprobs_by_sequence(trainer, shard, batch, MICROBATCHES)
+        results = [trainer.train([shard], sft_loss) for _ in range(STEPS)]
+        tower = {
+            name: parameter.detach().numpy().copy()
+            for chunk in trainer.chunks
+            for name, parameter in chunk.named_parameters()
+            if name.startswith("vision.")
+        }
+        return Trained(
+            logprobs, [result.global_loss for result in results], [result.grad_norm for result in results], tower
+        )
+
+
+def write_and_compute(model_type: str, folder: str) -> np.ndarray:
+    """Writes the model; log-probabilities of every token given those before, by transformers."""
+    from transformers import AutoModelForImageTextToText
+
+    write_vision_model(model_type, Path(folder))
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    batch = mixed_batch(model_type)
+    with torch.no_grad():
+        logits = model.eval()(**transformers_inputs(model_type, batch)).logits[:, :-1].log_softmax(-1)
+    found: np.ndarray = logits.gather(-1, batch.input_ids[:, 1:, None])[..., 0].numpy()
+    return found
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Model type, folder, transformers' log-probabilities, and training on one rank; exports beside the folder."""
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    (logprobs,) = run_ranks(write_and_compute, 1, request.param, str(folder))
+    (one,) = run_ranks(train, 1, str(folder), request.param, policy_of(1), str(folder.parent / "exported"))
+    return request.param, folder, logprobs, one
+
+
+def test_logprobs_are_those_of_transformers_and_an_export_is_what_was_read(reference: Any) -> None:
+    _, folder, expected, one = reference
+    for row, found in one.logprobs.items():
+        np.testing.assert_allclose(found[1:], expected[row, : len(found) - 1], atol=TOLERANCE)
+    assert len({name.split(".")[1] for name in one.tower}) > 1
+    assert_same_tensors(folder.parent / "exported", folder)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "changes"),
+    [
+        (1, PACKED),
+        (2, PACKED | layout(tp=2)),
+        (2, layout(pp=2)),
+        pytest.param(1, {"activation_checkpointing": "none"}, marks=pytest.mark.slow),
+        (2, {}),
+        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
+        pytest.param(2, PACKED | layout(pp=2), marks=pytest.mark.slow),
+        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
+        pytest.param(2, PACKED | layout(ep=2), marks=pytest.mark.slow),
+    ],
+)
+def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, changes: dict[str, Any]) -> None:
+    model_type, folder, _, one = reference
+    if model_type == "qwen2_5_vl" and changes.get("expert_model_parallel_size"):
+        pytest.skip("the model has no experts")
+    ranks = run_ranks(train, world_size, str(folder), model_type, policy_of(world_size, **changes))
+    for rank in ranks:
+        assert rank.losses == pytest.approx(one.losses, rel=1e-5)
+        assert rank.norms == pytest.approx(one.norms, rel=1e-4)
+        for row, found in rank.logprobs.items():
+            np.testing.assert_allclose(found, one.logprobs[row], atol=TOLERANCE)
+    with_tower = [rank for rank in ranks if rank.tower]
+    assert with_tower
+    for rank in with_tower:
+        for name, weights in rank.tower.items():
+            np.testing.assert_allclose(weights, one.tower[name], atol=1e-4, err_msg=name)
+            np.testing.assert_array_equal(weights, with_tower[0].tower[name], err_msg=f"replicas of {name}")
+
+
+def gradients(folder: str, model_type: str, policy: PolicyConfig) -> dict[str, np.ndarray]:
+    """Gradients of one rank before an optimizer step, under transformers' names."""
+    from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
+
+    with parallel_job(policy):
+        trainer = trainer_of(folder, policy)
+        shard = shard_of_rank(mixed_batch(model_type), microbatches=MICROBATCHES)
+        if trainer._recorder is not None:
+            trainer._recorder.start(len(MICROBATCHES))
+        trainer._forward_backward.train(trainer.ddp_chunks, shard, sft_loss)
+        with torch.no_grad():
+            for chunk in trainer.chunks:
+                for parameter in chunk.parameters():
+                    parameter.copy_(parameter.main_grad)
+        found = tensors_of_this_rank(trainer.chunks, trainer.config, trainer.hf_config)
+        return {name: tensor.numpy() for name, tensor in found}
+
+
+def transformers_gradients(folder: str, model_type: str) -> dict[str, np.ndarray]:
+    """The same by transformers, in files' names: written and read again."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    batch = mixed_batch(model_type)
+    logits = model(**transformers_inputs(model_type, batch)).logits[:, :-1].log_softmax(-1)
+    chosen = logits.gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+    mask = batch.token_mask[:, 1:]
+    (-(chosen * mask).sum() / mask.sum()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(f"{folder}_gradients")
+    return {name: tensor.numpy() for name, tensor in tensors_in(Path(f"{folder}_gradients")).items()}
+
+
+def test_gradients_of_decoder_projector_and_tower_are_those_of_transformers(reference: Any) -> None:
+    model_type, folder, _, _ = reference
+    policy = policy_of(1, distributed_data_parallel_config__overlap_grad_reduce=False)
+    (ours,) = run_ranks(gradients, 1, str(folder), model_type, policy)
+    (theirs,) = run_ranks(transformers_gradients, 1, str(folder), model_type)
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        # A share of the mean over four microbatches, which the schedule divides.
+        difference = np.abs(ours[name] - expected).max()
+        assert difference <= 1e-5 * max(np.abs(expected).max(), 1e-2), name
+    assert all(np.abs(theirs[name]).max() > 0 for name in theirs if "vision" in name or "visual" in name)
+
+
+def test_random_weights_follow_the_seed_and_the_names_alone() -> None:
+    (found,) = run_ranks(random_towers, 1)
+    first, again, other = found
+    assert first.keys() == again.keys() == other.keys()
+    for name, weights in first.items():
+        np.testing.assert_array_equal(weights, again[name], err_msg=name)
+        if "norm" in name or name.endswith("ln_q.weight"):
+            assert set(weights.tolist()) == ({0.0} if name.endswith("bias") else {1.0}), name
+        elif weights.ndim > 1 and "token" not in name and "position" not in name:
+            assert np.abs(weights - other[name]).max() > 0.01, name
+            assert 0.05 < weights.std() < 0.15, name
+
+
+def random_towers() -> list[dict[str, np.ndarray]]:
+    """Weights of both families' towers by seed 1, once more, and by seed 2."""
+    from nemo_rl_moe.models.families import VISION_FAMILIES, decoder_type_of
+    from nemo_rl_moe.models.megatron.model.vision_model import draw_weights
+
+    found = []
+    for seed in (1, 1, 2):
+        weights = {}
+        for model_type in MODELS:
+            config, family = tiny_vision_config(model_type), VISION_FAMILIES[model_type]
+            flat = family.flattened(config, decoder_type_of(config.to_dict()))
+            tower = family.build(flat)
+            draw_weights(tower, flat, seed)
+            weights |= {f"{model_type}.{name}": each.detach().numpy() for name, each in tower.named_parameters()}
+        found.append(weights)
+    return found
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """Names of weights that a step has changed, and that it has left."""
+
+    changed: set[str]
+    left: set[str]
+
+
+def step_with_frozen_parts(folder: str, model_type: str, parts: tuple[str, ...]) -> Frozen:
+    policy = policy_of(1, **{f"freeze__{part}": True for part in parts})
+    with parallel_job(policy):
+        trainer = trainer_of(folder, policy)
+        (chunk,) = trainer.chunks
+        before = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+        trainer.train([shard_of_rank(mixed_batch(model_type), microbatches=MICROBATCHES)], sft_loss)
+        is_same = {name: torch.equal(parameter, before[name]) for name, parameter in chunk.named_parameters()}
+        return Frozen({name for name in is_same if not is_same[name]}, {name for name in is_same if is_same[name]})
+
+
+@pytest.mark.parametrize("parts", [("vision_tower",), ("vision_tower", "language_model"), ("projector",)])
+def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, parts: tuple[str, ...]) -> None:
+    model_type, folder, _, _ = reference
+    (found,) = run_ranks(step_with_frozen_parts, 1, str(folder), model_type, parts)
+    projector = {"qwen2_5_vl": "vision.merger.", "internvl": "vision.multi_modal_projector."}[model_type]
+
+    def part_of(name: str) -> str:
+        if not name.startswith("vision."):
+            return "language_model"
+        return "projector" if name.startswith(projector) else "vision_tower"
+
+    assert {part_of(name) for name in found.left} == set(parts)
+    assert {part_of(name) for name in found.changed} == {"vision_tower", "projector", "language_model"} - set(parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "changes", "told"),
+    [
+        (("vision_tower", "projector", "language_model"), {}, "which leaves nothing to train"),
+        (("language_model",), layout(pp=2), "pipeline_model_parallel_size 2: nothing would train on the stages"),
+    ],
+)
+def test_nothing_left_to_train_is_told(parts: tuple[str, ...], changes: dict[str, Any], told: str) -> None:
+    config = tiny_vision_config("internvl")
+    flat = INTERNVL.flattened(config, "qwen3_moe")
+    policy = policy_of(2, **changes, **{f"freeze__{part}": True for part in parts})
+    with pytest.raises(ConfigurationError, match=told):
+        build_transformer_config(policy, flat)
+
+
+def test_a_text_model_has_no_vision_tower_to_freeze() -> None:
+    with pytest.raises(ConfigurationError, match="got true, expected false: the model takes no images"):
+        build_transformer_config(policy_of(1, freeze__vision_tower=True), tiny_hf_config())
