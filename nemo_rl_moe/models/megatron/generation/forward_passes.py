@@ -66,13 +66,16 @@ class StockForward:
             # Without one Megatron-Core keeps a mask of each length: made in inference mode, no training could use it.
             mask = ~causal_mask(columns, columns, token_ids.device)[None, None]
         self._chunk.set_input_tensor(received)
-        positions, extra = None, {}
+        positions: Tensor | None = None
+        extra: dict[str, Tensor] = {}
         if self._images is not None:
             positions = self._images.positions
             if self._chunk.pre_process:
                 words = self._chunk.embedding(input_ids=token_ids, position_ids=None)
-                hidden_states, deep = self._images.place(words, self._context.sequence_len_offset)
-                extra = {"decoder_input": hidden_states}
+                placed, deep = self._images.place(words, self._context.sequence_len_offset)
+                if deep:
+                    raise NotImplementedError("Megatron-Core's cache with a tower that adds to several layers")
+                extra = {"decoder_input": placed}
         hidden_states: Tensor = self._chunk(
             token_ids, positions, mask, inference_context=self._context, runtime_gather_output=True, **extra
         )

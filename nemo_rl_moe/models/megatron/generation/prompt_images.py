@@ -34,7 +34,8 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     if not isinstance(chunk, VisionInput):
         return f"has inputs beside its tokens ({', '.join(sorted(inputs))}), and the model takes text alone"
     if inputs.keys() != _OF_IMAGES:
-        return f"has the inputs {', '.join(sorted(inputs))}, expected {', '.join(sorted(_OF_IMAGES))}, as image_inputs makes them"
+        found, expected_names = (", ".join(sorted(names)) for names in (inputs, _OF_IMAGES))
+        return f"has the inputs {found}, expected {expected_names}, as image_inputs makes them"
     is_image, sizes = inputs[IS_IMAGE].values, inputs[PICTURE_SIZES].values
     if len(is_image) > num_tokens:
         return f"has {num_tokens} tokens, and {IS_IMAGE} tells of {len(is_image)}"
@@ -46,9 +47,9 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
         if height % side or width % side or not height * width:
             return f"has a picture of {height} x {width} pixels, expected multiples of {side}"
         expected += family.num_image_tokens(chunk.hf_config, height, width)
-    found = int(is_image.sum())
-    if found != expected:
-        return f"has {found} image tokens, expected {expected}, which is what its {len(sizes)} pictures give"
+    marked = int(is_image.sum())
+    if marked != expected:
+        return f"has {marked} image tokens, expected {expected}, which is what its {len(sizes)} pictures give"
     return None
 
 
