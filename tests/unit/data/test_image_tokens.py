@@ -220,3 +220,17 @@ def test_prompts_with_other_images_are_other_prompts(
     assert [prompt.sample_id[-1] for prompt in kept] == ["2"]
     assert (kept.report.num_training_prompts, kept.report.num_images) == (1, 1)
     assert json.dumps(dict(kept[0].record))
+
+
+def test_a_sample_whose_second_image_is_cut_is_left_out(
+    qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]
+) -> None:
+    """Its first turn has an answer to train on, and its image whole."""
+    draw(tmp_path, "a.png")
+    draw(tmp_path, "b.png", seed=1)
+    turns = [turn for name in ("a.png", "b.png") for turn in asked(name)["messages"]]  # type: ignore[attr-defined]
+    path = write_jsonl({"messages": turns}, asked())
+    assert [len(example) for example in load(qwen, path, 48)] == [48, 6]
+    for longest in (42, 41, 30, 25):  # the second image ends with token 41, and one behind it closes it
+        kept = [example.sample_id[-1] for example in load(qwen, path, longest)]
+        assert kept == (["1", "2"] if longest >= 41 else ["2"])
