@@ -107,6 +107,12 @@ def layout(**sizes: int) -> dict[str, Any]:
     return {names[name]: size for name, size in sizes.items()} | {"sequence_parallel": sizes.get("tp", 1) > 1}
 
 
+def sharing_sequences(policy: Any, num_ranks: int) -> Any:
+    """The policy with context parallelism, which a configuration for CPUs cannot ask for."""
+    megatron = policy.megatron_cfg.model_copy(update={"context_parallel_size": num_ranks})
+    return policy.model_copy(update={"megatron_cfg": megatron})
+
+
 def tiny_batch(seed: int, vocabulary_size: int = 64, shortest: int = 5, longest: int = 17) -> TokenBatch:
     """Eight random sequences of different lengths; the first three tokens of each are the prompt."""
     generator = torch.Generator().manual_seed(seed)

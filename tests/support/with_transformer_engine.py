@@ -32,10 +32,15 @@ _KEPT = (
 
 
 class _CudaIsTheHost(TorchFunctionMode):
-    """Makes tensors on the host that are asked for on a GPU: Megatron-Core names it, with fused permutation."""
+    """Makes tensors on the host that are asked for on a GPU, which Megatron-Core names with fused permutation and with
+    context parallelism."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return function(*args, **kwargs)

@@ -17,6 +17,7 @@ from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, hidden_states_only
+from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -149,17 +150,19 @@ class ForwardBackward:
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=microbatches[0].input_ids.shape[1],
+            seq_length=microbatches[0].num_columns,
             micro_batch_size=microbatches[0].input_ids.shape[0],
             forward_only=forward_only,
         )
         return results
 
     def _prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
+        place = place_of_rank()
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        shape = MicrobatchShape(multiple)
+        multiple *= place.sequence_multiple
+        shape = MicrobatchShape(multiple, place=place)
         if self.config.pipeline_model_parallel_size > 1:
-            shape = common_shape(token_batches, packed=self.packed, column_multiple=multiple)
+            shape = common_shape(token_batches, packed=self.packed, column_multiple=multiple, place=place)
         make = pack_microbatch if self.packed else pad_microbatch
         return [make(batch, shape, self.device) for batch in token_batches]
 
@@ -257,7 +260,9 @@ def _training_loss(
 ) -> tuple[Tensor, MicrobatchMetrics]:
     outputs = loss_function(_loss_inputs(shard, microbatch, TokenStatistics(-output, None, entropy)))
     # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
-    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
+    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them. Of context-parallel
+    # ranks, by whose number the schedule multiplies and the reduction divides, each has the loss of whole rows, and its
+    # gradient at its own columns.
     scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
     return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SHARE)}
 
