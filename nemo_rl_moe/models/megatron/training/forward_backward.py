@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
@@ -25,7 +26,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
@@ -179,7 +180,7 @@ class ForwardBackward:
         bare.needs_entropy = Head.ENTROPY in needs_of(loss_function)
         with ExitStack() as stack:
             if self.recorder is not None:
-                stack.enter_context(self.recorder.training_forward(chunk, number))
+                stack.enter_context(self.recorder.training_forward(chunk, number, self._image_tokens(microbatch)))
             if self.advantages is not None:
                 stack.enter_context(self.advantages.training_forward(number, microbatch))
             output = self._run_model(model, microbatch, number, labels=microbatch.labels)
@@ -243,6 +244,11 @@ class ForwardBackward:
             ),
         )
         return output
+
+    def _image_tokens(self, microbatch: ModelMicrobatch) -> Tensor | None:
+        """True on image tokens, in the order of this rank's routers; None of a model without pictures."""
+        is_image = microbatch.model_columns.get(IS_IMAGE)
+        return None if is_image is None else in_router_order(is_image, cut_of_rank(self.config))
 
     def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
         if not self.explicit_mask:
