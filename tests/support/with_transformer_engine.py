@@ -25,6 +25,7 @@ _ROOMS = ("megatron", "nemo_rl_moe.models.megatron", "nemo_rl_moe.models.policy"
 _KEPT = (
     "tests.support",
     "tests.support.gloo_ranks",
+    "tests.support.nccl_rules",
     "tests.support.rank_state",
     "tests.support.rank_imports",
     __name__,
