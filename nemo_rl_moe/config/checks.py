@@ -15,6 +15,7 @@ from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_policy import sequence_multiple
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 
 MEGATRON = "policy.megatron_cfg"
@@ -82,14 +83,20 @@ def model_parallel_fits_world(config: MasterConfig) -> Iterator[str]:
             yield f"{workers} cannot be divided by {size} ({MEGATRON}: {factors}); take a multiple of {size} workers"
 
 
-def context_parallel_is_supported(config: MasterConfig) -> Iterator[str]:
-    """Context parallelism, which is not supported."""
-    size = config.policy.megatron_cfg.context_parallel_size
-    if size > 1:
-        yield (
-            f"{MEGATRON}.context_parallel_size: got {size}, expected 1: context parallelism needs Transformer Engine's"
-            " attention and is not supported here"
-        )
+def context_parallel_has_an_attention(config: MasterConfig) -> Iterator[str]:
+    """Context parallelism, which no attention but Transformer Engine's has."""
+    megatron = config.policy.megatron_cfg
+    without = {
+        "on CPUs (cluster.gpus_per_node 0)": config.cluster.gpus_per_node == 0,
+        f"with {MEGATRON}.layer_spec local": megatron.layer_spec == "local",
+    }
+    for where, is_so in without.items():
+        if megatron.context_parallel_size > 1 and is_so:
+            yield (
+                f"{MEGATRON}.context_parallel_size: got {megatron.context_parallel_size}, expected 1 {where}:"
+                " only Transformer Engine's attention lets ranks share a sequence"
+            )
+            return
 
 
 def sequence_parallel_goes_with_tensor_parallel(config: MasterConfig) -> Iterator[str]:
@@ -187,14 +194,16 @@ def packing_has_an_attention(config: MasterConfig) -> Iterator[str]:
 def a_microbatch_holds_the_longest_sample(config: MasterConfig) -> Iterator[str]:
     """Token budget of a microbatch: at least one whole sample, which may be two sequences."""
     num_sequences = algorithm_of(config).sequences_per_sample
-    longest = config.policy.max_total_sequence_length * num_sequences
-    is_pair = num_sequences == 2
+    is_pair, ranks = num_sequences == 2, config.policy.megatron_cfg.context_parallel_size
+    multiple = sequence_multiple(ranks)
     for name in ("sequence_packing", "dynamic_batching"):
-        budget = getattr(config.policy, name)
-        if budget.enabled and budget.train_mb_tokens < longest:
+        budget, longest = getattr(config.policy, name), config.policy.max_total_sequence_length
+        padded = -(-longest // multiple) * multiple if name == "sequence_packing" else longest
+        if budget.enabled and budget.train_mb_tokens < padded * num_sequences:
+            shared = f", padded for {MEGATRON}.context_parallel_size {ranks}," if padded > longest else ""
             yield (
                 f"policy.{name}.train_mb_tokens: got {budget.train_mb_tokens}, expected at least"
-                f" {'2 x ' if is_pair else ''}policy.max_total_sequence_length = {longest}"
+                f" {'2 x ' if is_pair else ''}policy.max_total_sequence_length{shared} = {padded * num_sequences}"
                 f"{', as the sequences of a pair run together' if is_pair else ''}"
             )
 
@@ -340,7 +349,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 COMMON_RULES: tuple[Rule, ...] = (
     roles_are_placed,
     model_parallel_fits_world,
-    context_parallel_is_supported,
+    context_parallel_has_an_attention,
     sequence_parallel_goes_with_tensor_parallel,
     expert_tensor_parallel_size_is_possible,
     virtual_pipeline_is_possible,

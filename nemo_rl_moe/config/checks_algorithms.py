@@ -341,6 +341,16 @@ def engines_have_places(config: GRPOMasterConfig) -> Iterator[str]:
         )
 
 
+def sequences_are_whole_where_they_grow(config: GRPOMasterConfig) -> Iterator[str]:
+    """Generation by ranks that share each sequence, for which the trainer's own engine has no cache of keys."""
+    ranks = config.policy.megatron_cfg.context_parallel_size
+    if ranks > 1 and config.policy.generation.backend == "megatron":
+        yield (
+            f"policy.generation.backend: got megatron, expected vllm with policy.megatron_cfg.context_parallel_size"
+            f" {ranks}: the trainer's ranks generate whole sequences alone"
+        )
+
+
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
     """Way of the weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC no two machines."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
@@ -409,6 +419,7 @@ GRPO_RULES = (
     estimator_reads_its_settings,
     advantage_bounds_leave_room,
     engines_have_places,
+    sequences_are_whole_where_they_grow,
     weights_can_travel,
 )
 

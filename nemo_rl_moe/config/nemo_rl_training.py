@@ -13,9 +13,6 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
     values = translation.values
     uses_megatron = theirs.get(f"{MEGATRON}.enabled", False)
     engine = MEGATRON if uses_megatron else "policy.dtensor_cfg"
-    context = theirs.get(f"{engine}.context_parallel_size", 1)
-    if context > 1:
-        translation.changed.append(f"{engine}.context_parallel_size: {context}: 1, as only that is supported")
     if not uses_megatron:
         for key in [key for key in values if key.startswith(f"{MEGATRON}.")]:
             del values[key]
@@ -36,7 +33,7 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
         values["policy.logprob_chunk_size"] = chunk_size
     if variables := theirs.get(f"{engine}.env_vars"):
         values[f"{MEGATRON}.env_vars"] = {name: str(value) for name, value in variables.items()}
-    values[f"{MEGATRON}.context_parallel_size"] = 1
+    values[f"{MEGATRON}.context_parallel_size"] = theirs.get(f"{engine}.context_parallel_size", 1)
     values[f"{MEGATRON}.sequence_parallel"] = values.get(f"{MEGATRON}.tensor_model_parallel_size", 1) > 1
     values[f"{MEGATRON}.activation_checkpointing"] = _recomputed(theirs, engine)
     if values.get(f"{MEGATRON}.moe_router_load_balancing_type") == "none":

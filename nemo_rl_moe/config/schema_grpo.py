@@ -19,7 +19,7 @@ from nemo_rl_moe.config.schema_base import (
     Text,
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
-from nemo_rl_moe.config.schema_run import LoggerConfig
+from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
 from nemo_rl_moe.config.user_code import is_own
 
 NonPositiveFloat = Annotated[float, Field(le=0)]
@@ -320,9 +320,10 @@ class CallableConfig(StrictModel):
 class EnvironmentConfig(StrictModel):
     """Scoring of responses."""
 
-    name: Literal["math", "reasoning_gym", "callable"] | OwnCode
-    """math: math-verify against the record's answer; reasoning_gym: the task's verifier; callable: a function;
-    otherwise `package.module:name`, a class or function that makes an environment of your own."""
+    name: Literal["math", "exact", "reasoning_gym", "callable"] | OwnCode
+    """math: math-verify against the record's answer; exact: the same text as the record's answer; reasoning_gym: the
+    task's verifier; callable: a function; otherwise `package.module:name`, a class or function that makes an
+    environment of your own."""
     parameters: dict[str, Any]
     """Named arguments of an environment of your own; {}: none."""
     num_workers: PositiveInt
@@ -394,6 +395,13 @@ class PromptDataConfig(StrictModel):
     tools: list[dict[str, Any]]
     """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
     that does not show them is an error."""
+    image_key: Text | None
+    """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
+    with images of their own are read either way."""
+    image_root: PathText | None
+    """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
+    """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
 
 
 class GenerationLoggerConfig(LoggerConfig):

@@ -166,7 +166,8 @@ class MegatronConfig(MoeTransformerFields):
     expert_tensor_parallel_size: PositiveInt
     """Ranks that share each expert's matrices: 1, or the tensor parallel size."""
     context_parallel_size: PositiveInt
-    """Ranks that share each sequence; only 1 is supported."""
+    """Ranks that share each sequence, each with as many of its tokens; above 1 on GPUs alone, with Transformer Engine's
+    attention, of models without attention windows and sinks, and not beside `generation.backend: megatron`."""
     sequence_parallel: bool
     """Share activations between the tensor-parallel ranks along the sequence; goes with tensor parallelism."""
     activation_checkpointing: ActivationCheckpointing
@@ -218,6 +219,12 @@ class FreezeConfig(StrictModel):
     """What brings the tower's output to the decoder's size."""
     language_model: bool
     """The decoder, with its embeddings, routers and experts."""
+
+
+def sequence_multiple(context_parallel_size: int) -> int:
+    """Tokens that a row or a packed sequence is padded to a multiple of, where ranks share it: they cut it into twice
+    as many chunks as they are."""
+    return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 
 class PolicyConfig(StrictModel):
@@ -294,6 +301,7 @@ class RoleModelConfig(StrictModel):
         megatron = policy.megatron_cfg
         shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}
         alone: dict[str, Any] = {
+            "context_parallel_size": 1,
             "virtual_pipeline_model_parallel_size": None,
             "num_layers_in_first_pipeline_stage": None,
             "num_layers_in_last_pipeline_stage": None,

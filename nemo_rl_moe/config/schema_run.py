@@ -5,6 +5,8 @@
 import re
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from nemo_rl_moe.config.schema_base import (
     DurationText,
     ExpectedWords,
@@ -54,6 +56,10 @@ class DataSourceConfig(StrictModel):
     """The split to take of a dataset; a `.jsonl` file has none and ignores it."""
 
 
+MOST_IMAGE_PIXELS = 178_000_000
+"""Pixels of an image that Pillow opens."""
+
+
 class DataConfig(StrictModel):
     """The samples to train on and to validate with."""
 
@@ -73,6 +79,13 @@ class DataConfig(StrictModel):
     tools: list[dict[str, Any]]
     """Definitions of tools in the standard form, for records that have no `tools` of their own; []: none. A template
     that does not show them is an error."""
+    image_key: Text | None
+    """Key of a record's images beside its messages: one, or a list; null: such images are not read. Parts of a content
+    with images of their own are read either way."""
+    image_root: PathText | None
+    """Folder that paths of images start from, and do not lead out of; null: the folder of the data file."""
+    max_image_pixels: Annotated[int, Field(ge=1, le=MOST_IMAGE_PIXELS)]
+    """Most pixels of an image as its file says, before it is decoded; a line with a larger one cannot be used."""
 
 
 class ConsoleConfig(StrictModel):

@@ -10,6 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_rl_moe.data.chat_template import renderer_for
+from nemo_rl_moe.data.image_files import StoredImage
+from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, SampleImages
 from nemo_rl_moe.data.length_limit import LengthLimit
 from nemo_rl_moe.data.records import BadLine, Example
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
@@ -30,12 +32,14 @@ class TokenizedExample:
         token_mask: True on the assistant's tokens, its end token included; shape [tokens].
         truncated: Tokens were cut off at the end.
         sample_id: Where it came from.
+        images: Its images, none of them for a text; None: the model takes text alone.
     """
 
     input_ids: NDArray[np.int32]
     token_mask: NDArray[np.bool_]
     truncated: bool
     sample_id: str
+    images: SampleImages | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -43,6 +47,11 @@ class TokenizedExample:
     def num_trained_tokens(self) -> int:
         """Number of tokens that count in the loss; the first token of a sequence has no prediction and never counts."""
         return int(self.token_mask[1:].sum())
+
+    @property
+    def lacks_images(self) -> bool:
+        """True where the cut at the end took an image away, or a part of one."""
+        return self.images is not None and self.images.end > len(self)
 
 
 BatchTokenizer = Callable[[Sequence[Example]], list[TokenizedExample | BadLine]]
@@ -66,7 +75,10 @@ def tokenize_example(example: Example, tokenizer: "PreTrainedTokenizerBase", max
 
 
 def batch_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs = NO_INPUTS
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    run_wide: TemplateInputs = NO_INPUTS,
+    images: RecordImages = NO_IMAGES,
 ) -> BatchTokenizer:
     """Makes a function that tokenizes a list of conversations; for one that cannot be tokenized it gives a `BadLine`.
 
@@ -74,9 +86,11 @@ def batch_tokenizer(
         tokenizer: A Hugging Face tokenizer.
         max_length: Tokens to keep of each conversation.
         run_wide: What the chat template gets beside the messages where a record says nothing else.
+        images: Treatment of images.
 
     Raises:
-        DataError: The tokenizer cannot be used at all. The function raises it too.
+        DataError: The tokenizer cannot be used at all. The function raises it too, and where there are images and the
+            model takes text alone.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     render = renderer_for(tokenizer, run_wide)
@@ -84,13 +98,13 @@ def batch_tokenizer(
     masked = _encode_with_offsets if tokenizer.is_fast else _encode_with_prefixes
 
     def tokenize(examples: Sequence[Example]) -> list[TokenizedExample | BadLine]:
-        rendered = render(examples)
-        good = [item for item in rendered if isinstance(item, Rendered)]
+        rendered = images.check(examples, render(examples))
+        good = [item[0] for item in rendered if not isinstance(item, str)]
         encoded = iter(limit.encode(lambda items: masked(tokenizer, items), good, _cut))
         return [
-            _finish(example, item, next(encoded), max_length)
-            if isinstance(item, Rendered)
-            else BadLine(example.sample_id, item)
+            BadLine(example.sample_id, item)
+            if isinstance(item, str)
+            else _finish(example, item[0], next(encoded), max_length, images, item[1])
             for example, item in zip(examples, rendered, strict=True)
         ]
 
@@ -110,7 +124,12 @@ class _Encoded:
 
 
 def _finish(
-    example: Example, rendered: Rendered, encoded: _Encoded | str, max_length: int
+    example: Example,
+    rendered: Rendered,
+    encoded: _Encoded | str,
+    max_length: int,
+    images: RecordImages,
+    stored: tuple[StoredImage, ...],
 ) -> TokenizedExample | BadLine:
     if isinstance(encoded, str) or encoded.problem is not None:
         return BadLine(example.sample_id, encoded if isinstance(encoded, str) else str(encoded.problem))
@@ -118,8 +137,16 @@ def _finish(
     # What is trained on may stand behind the cut; but somewhere it must stand.
     if not encoded.token_mask[1:].any() and not (is_truncated and any(end > first for first, end in rendered.spans)):
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
-    ids, mask = encoded.input_ids[:max_length], encoded.token_mask[:max_length]
-    return TokenizedExample(ids, mask, is_truncated, example.sample_id)
+    ids, mask = encoded.input_ids, encoded.token_mask
+    if images.tokens is None:
+        return TokenizedExample(ids[:max_length], mask[:max_length], is_truncated, example.sample_id)
+    expanded = images.tokens.expand(ids, stored, max_length, example.sample_id)
+    if isinstance(expanded, str):
+        return BadLine(example.sample_id, expanded)
+    ids, mask = expanded.input_ids, np.repeat(mask, expanded.repeats)
+    return TokenizedExample(
+        ids[:max_length], mask[:max_length], len(ids) > max_length, example.sample_id, expanded.images
+    )
 
 
 def _cut(rendered: Rendered, characters: int) -> Rendered:

@@ -65,8 +65,9 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     _require_no_tools(run_wide)
 
     def render(prompt: PromptRecord) -> Rendered | str:
-        if not prompt.is_text or prompt.inputs.tools:
+        if not prompt.is_text or prompt.inputs.tools or prompt.images:
             what = "there are tools" if prompt.inputs.tools else "the prompt is a list of messages"
+            what = "there are images" if prompt.images else what
             return (
                 f"{what}, but the tokenizer has no chat template; "
                 "set policy.tokenizer.chat_template, or give the prompt as a string"
@@ -170,8 +171,9 @@ def _plain_renderer(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInpu
     end = str(tokenizer.eos_token)
 
     def render(example: Example) -> Rendered | str:
-        if example.plain is None or example.inputs.tools:
+        if example.plain is None or example.inputs.tools or example.images:
             what = "there are tools" if example.inputs.tools else "the example is a conversation"
+            what = "there are images" if example.images else what
             return (
                 f"{what}, but the tokenizer has no chat template; "
                 "set policy.tokenizer.chat_template, or give prompt and completion as strings"

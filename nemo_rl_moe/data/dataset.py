@@ -28,11 +28,13 @@ class ItemSize:
         num_tokens: All of its tokens.
         num_trained_tokens: Those of them that count in the loss.
         is_truncated: It was cut at the maximum length.
+        num_images: Its images; None: the model takes text alone.
     """
 
     num_tokens: int
     num_trained_tokens: int = 0
     is_truncated: bool = False
+    num_images: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class DataReport:
         num_kept: Items to train on or to validate with.
         num_tokens: Tokens of these.
         num_trained_tokens: Those of the tokens that count in the loss.
+        num_images: Images of the kept items; None: the model takes text alone.
         num_truncated: Kept items that were cut at the maximum length.
         num_dropped: Items left out for the reason in `words`.
         num_repeated: Prompts left out because they had been read or drawn before.
@@ -73,6 +76,7 @@ class DataReport:
     num_kept: int
     num_tokens: int = 0
     num_trained_tokens: int = 0
+    num_images: int | None = None
     num_truncated: int = 0
     num_dropped: int = 0
     num_repeated: int = 0
@@ -81,11 +85,13 @@ class DataReport:
     bad_lines: tuple[str, ...] = ()
 
     def summary(self) -> str:
-        """The report on one line; numbers that are 0 are not mentioned."""
+        """The report on one line; numbers that are 0 are not mentioned, but for the images of a model that sees."""
         tokens = counted(self.num_tokens, "token")
         if self.words.trained_tokens is not None:
             tokens += f" ({self.num_trained_tokens:,} {self.words.trained_tokens})"
         parts = [counted(self.num_kept, self.words.noun), tokens]
+        if self.num_images is not None:
+            parts.append(counted(self.num_images, "image"))
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} cut at the maximum length")
         if self.num_dropped:
@@ -157,6 +163,9 @@ def read_items(
         num_kept=len(kept),
         num_tokens=sum(size.num_tokens for size in sizes),
         num_trained_tokens=sum(size.num_trained_tokens for size in sizes),
+        num_images=sum(size.num_images or 0 for size in sizes)
+        if any(size.num_images is not None for size in sizes)
+        else None,
         num_truncated=sum(size.is_truncated for size in sizes),
         num_dropped=num_dropped,
         num_bad_lines=bad.count,

@@ -5,7 +5,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.messages import Message, content_text
 from nemo_rl_moe.data.turn_spans import RenderError
 
 RenderVariant = Callable[[Sequence[Message]], str]
@@ -38,7 +38,7 @@ def require_all_shown(messages: Sequence[Message], text: str, render: RenderVari
     for index, message in enumerate(messages):
         if message["role"] in ("user", "assistant"):
             _require_all_calls(messages, index, text, render)
-        elif not _is_shown(message["content"], text, _instead(messages, index), messages, render):
+        elif not _is_shown(content_text(message["content"]), text, _instead(messages, index), messages, render):
             raise RenderError(
                 f"turn {index} is of role {message['role']}, and the chat template leaves it out; set "
                 "policy.tokenizer.chat_template to a template that shows it, or leave the turn out"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padded batches of tokenized examples, and their order over epochs."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from nemo_rl_moe.data.chat import TokenizedExample
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.data.image_tokens import batch_inputs
+from nemo_rl_moe.distributed.batch import Column, TokenBatch, collate_inputs
 from nemo_rl_moe.errors import DataError
 
 
@@ -20,6 +21,9 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
     Args:
         examples: At least one.
         pad_token_id: Token after an example's end.
+
+    Raises:
+        DataError: An image cannot be read any more, or has changed.
     """
     lengths = torch.tensor([len(example) for example in examples], dtype=torch.long)
     shape = (len(examples), int(lengths.max()))
@@ -28,11 +32,26 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
     for row, example in enumerate(examples):
         input_ids[row, : len(example)] = torch.as_tensor(example.input_ids, dtype=torch.long)
         token_mask[row, : len(example)] = torch.as_tensor(example.token_mask)
-    return TokenBatch(input_ids, lengths, token_mask, tuple(example.sample_id for example in examples))
+    return TokenBatch(
+        input_ids, lengths, token_mask, tuple(example.sample_id for example in examples), _columns(examples, shape[1])
+    )
+
+
+def _columns(examples: Sequence[TokenizedExample], longest: int) -> dict[str, Column]:
+    """The model's inputs beside the tokens; all examples have the same ones."""
+    inputs = batch_inputs([(example.images, len(example)) for example in examples])
+    return {name: collate_inputs([of_example[name] for of_example in inputs], longest) for name in inputs[0]}
+
+
+def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArray[Any]]:
+    """Token ids of each example, and behind them digests of its images, by which data sets are told apart."""
+    for example in examples:
+        digests = example.images.digests() if example.images is not None else ()
+        yield np.concatenate([example.input_ids, np.frombuffer(b"".join(digests), dtype=np.int32)])
 
 
 class TokenStore(Sequence[TokenizedExample]):
-    """Sequence of tokenized examples in three flat arrays: 5 bytes a token.
+    """Sequence of tokenized examples in three flat arrays: 5 bytes a token. Images are kept as they were named.
 
     Args:
         examples: The examples, in order.
@@ -45,6 +64,7 @@ class TokenStore(Sequence[TokenizedExample]):
         self._token_mask = np.concatenate([np.empty(0, np.bool_), *(example.token_mask for example in examples)])
         self._truncated = [example.truncated for example in examples]
         self._sample_ids = [example.sample_id for example in examples]
+        self._images = [example.images for example in examples]
 
     def __len__(self) -> int:
         return len(self._sample_ids)
@@ -59,7 +79,11 @@ class TokenStore(Sequence[TokenizedExample]):
         position = range(len(self))[index]  # knows negative indices, and raises IndexError past the end
         piece = slice(self._starts[position], self._starts[position + 1])
         return TokenizedExample(
-            self._input_ids[piece], self._token_mask[piece], self._truncated[position], self._sample_ids[position]
+            self._input_ids[piece],
+            self._token_mask[piece],
+            self._truncated[position],
+            self._sample_ids[position],
+            self._images[position],
         )
 
 

@@ -1,15 +1,26 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Messages of a conversation: roles, content as a text or in parts, tool calls and their results."""
+"""Messages of a conversation: roles, content as a text or in parts, tool calls and their results.
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeGuard
+The content of a parsed message is one text; where there are images, a list of parts of type text and image.
+"""
 
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.image_records import IMAGE_PARTS, parse_image_part
+from nemo_rl_moe.data.record_values import (
+    RecordError,
+    decoded_json,
+    is_list,
+    json_object,
+    kind_of,
+    require_encodable,
+    without_nulls,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MOST_NAMES = 20
 TEXT_PART = "text"
 CALL = "function_call"
 SPEAKERS = {
@@ -26,13 +37,10 @@ SPEAKERS = {
     "function_response": "tool",
 }
 """Role of each value that `from` may have in a message of the form of ShareGPT, `{"from": ..., "value": ...}`."""
-_CONTENT_FORM = "expected a string, or a list of parts of type text"
+_CONTENT_FORM = "expected a string, or a list of parts of type text or image"
 
 Message = dict[str, Any]
-
-
-class RecordError(ValueError):
-    """A record cannot be used; the message is the reason, without the place."""
+Content = str | list[dict[str, Any]]
 
 
 def parse_turns(value: object, name: str, role: str) -> list[Message]:
@@ -70,8 +78,23 @@ def parse_messages(value: object, name: str) -> list[Message]:
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Contents of messages, joined by blank lines; a turn that only calls tools has none."""
-    return "\n\n".join(message["content"] for message in messages if message["content"])
+    """Texts of messages, joined by blank lines; a turn that only calls tools, or only shows images, has none."""
+    texts = [content_text(message["content"]) for message in messages]
+    return "\n\n".join(text for text in texts if text)
+
+
+def content_text(content: Content | None) -> str:
+    """Text of a content, without its images."""
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part["type"] == TEXT_PART)
+    return content or ""
+
+
+def with_text_around(content: Content, before: str, behind: str) -> Content:
+    """A content between two texts."""
+    if isinstance(content, str):
+        return f"{before}{content}{behind}"
+    return _joined([_text_part(before), *content, _text_part(behind)])
 
 
 def _message(value: object, name: str) -> Message:
@@ -94,7 +117,7 @@ def _message(value: object, name: str) -> Message:
             f"{name}.tool_calls stand in a turn of role {role}, expected assistant: the model calls tools"
         )
     if "content" in message:
-        message["content"] = _content(message["content"], f"{name}.{said}")
+        message["content"] = _content(message["content"], f"{name}.{said}", role)
     elif calls:
         message["content"] = ""
     else:
@@ -125,27 +148,46 @@ def _from_sharegpt(message: Message, name: str) -> Message:
     return message
 
 
-def _content(value: object, name: str) -> str:
-    """Text of a content; that of parts is joined as it is, with nothing in between."""
+def _content(value: object, name: str, role: str) -> Content:
+    """A content; texts of parts are joined as they are, with nothing in between."""
     if isinstance(value, str):
         require_encodable(value, name)
         return value
     if not is_list(value):
         raise RecordError(f"{name} is {kind_of(value)}, {_CONTENT_FORM}")
-    return "".join(_text_of_part(part, f"{name}[{index}]") for index, part in enumerate(value))
+    return _joined([_part(part, f"{name}[{index}]", role) for index, part in enumerate(value)])
 
 
-def _text_of_part(part: object, name: str) -> str:
+def _part(part: object, name: str, role: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise RecordError(f"{name} is {kind_of(part)}, expected an object with type and text")
     kind, text = part.get("type"), part.get("text")
+    if kind in IMAGE_PARTS:
+        if role == "assistant":
+            raise RecordError(f"{name} is an image in a turn of role assistant, expected text: models write text")
+        return parse_image_part(part, name)
     if kind != TEXT_PART:
         found = f"of type {kind!r}" if isinstance(kind, str) else "without a type"
-        raise RecordError(f"{name} is a part {found}, expected {TEXT_PART}: models are trained on text alone")
+        raise RecordError(f"{name} is a part {found}, expected {TEXT_PART} or image")
     if not isinstance(text, str):
         raise RecordError(f"{name}.text is {kind_of(text)}, expected a string")
     require_encodable(text, f"{name}.text")
-    return text
+    return _text_part(text)
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": TEXT_PART, TEXT_PART: text}
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> Content:
+    """Parts with neighbouring texts joined and empty ones left out; one text where there is no image."""
+    joined: list[dict[str, Any]] = []
+    for part in parts:
+        if part["type"] == TEXT_PART and joined and joined[-1]["type"] == TEXT_PART:
+            joined[-1] = _text_part(joined[-1][TEXT_PART] + part[TEXT_PART])
+        elif part["type"] != TEXT_PART or part[TEXT_PART]:
+            joined.append(part)
+    return joined if any(part["type"] != TEXT_PART for part in joined) else content_text(joined)
 
 
 def _tool_calls(value: object, name: str) -> list[dict[str, Any]]:
@@ -163,82 +205,3 @@ def _tool_call(call: object, name: str) -> dict[str, Any]:
         raise RecordError(f"{name}.function.name is {kind_of(called)}, expected the name of a tool")
     arguments = json_object(function.get("arguments", {}), f"{name}.function.arguments")
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
-
-
-def json_object(value: object, name: str) -> dict[str, Any]:
-    """An object that a record holds as it is, or as its JSON in a string; of an empty string, the empty object.
-
-    Raises:
-        RecordError: It is neither.
-    """
-    decoded = decoded_json(value, name) if value != "" else {}
-    if not isinstance(decoded, Mapping):
-        found = "JSON of " if isinstance(value, str) else ""
-        raise RecordError(f"{name} is {found}{kind_of(decoded)}, expected an object, or its JSON as a string")
-    return dict(decoded)
-
-
-def decoded_json(value: object, name: str) -> Any:
-    """Value of a string's JSON; any other value as it is.
-
-    Raises:
-        RecordError: The string is no JSON.
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise RecordError(f"{name} is a string that is not valid JSON: {reason}") from None
-
-
-def without_nulls(value: Any) -> Any:
-    """The value without the nulls of objects, however deep: tables fill the keys that a row lacks with them.
-
-    Strings of JSON and members of lists stay as they are.
-    """
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if is_list(value) else value
-
-
-def require_encodable(text: str, name: str) -> None:
-    """Rejects half of a surrogate pair, which JSON can spell and no tokenizer can encode.
-
-    Raises:
-        RecordError: The text holds one.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        code = ord(text[error.start])
-        problem = f"{name} holds \\u{code:04x} alone, half of a surrogate pair, which is no character"
-        raise RecordError(problem) from None
-
-
-def is_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """True for lists and tuples, false for texts."""
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def names_in(names: Iterable[str]) -> str:
-    """The first 20 names of a record's keys or a table's columns, for a message."""
-    found = [shortened(str(name)) for name in names]
-    more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-    return f"{', '.join(found[:MOST_NAMES])}{more}" if found else "none"
-
-
-def kind_of(value: object) -> str:
-    """JSON's name of a value's type, with its article."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, int | float):
-        return "a number"
-    if isinstance(value, str):
-        return "a string"
-    if isinstance(value, Mapping):
-        return "an object"
-    return "a list" if is_list(value) else f"a {type(value).__name__}"

@@ -4,6 +4,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, overload
 
 import numpy as np
@@ -12,9 +13,11 @@ from jaxtyping import Float
 
 from nemo_rl_moe.data.chat import BatchTokenizer, TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, ReportWords, read_items
+from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore, collate
-from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_turns
-from nemo_rl_moe.data.records import BadLine, Example
+from nemo_rl_moe.data.messages import Message, parse_turns
+from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
+from nemo_rl_moe.data.records import BadLine, Example, with_images
 from nemo_rl_moe.data.sources import open_lines
 from nemo_rl_moe.data.template_inputs import (
     NO_INPUTS,
@@ -48,12 +51,17 @@ class PreferenceRecord:
     rejected: Example
 
 
-def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
+def parse_preference(record: object, sample_id: str, image_key: str | None = None) -> PreferenceRecord:
     """Parses one decoded record.
 
     `prompt`, `chosen` and `rejected` are each a text or a list of messages. Where both responses repeat the prompt, as
     in data sets that hold whole conversations, it counts once; where there is no `prompt`, it is the messages that both
     conversations begin with. `tools` and `chat_template_kwargs` are for the chat template; further keys are ignored.
+
+    Args:
+        record: A decoded line.
+        sample_id: Where it is.
+        image_key: Key of images beside the messages, which belong to the prompt; None: such images are not read.
 
     Raises:
         RecordError: The record cannot be used.
@@ -78,7 +86,10 @@ def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
         if not any(message["role"] == "assistant" for message in response):
             raise RecordError(f"{name} has no assistant turn: there is no response")
         both = (plain[0], plain_response) if plain else None
-        return Example(f"{sample_id} ({name})", (*prompt, *response), len(prompt), both, inputs)
+        # Images beside the messages find their places in the prompt, whatever the responses hold.
+        shown, images = with_images(prompt, record, image_key)
+        answer, later = with_images(response, {}, image_key)
+        return Example(f"{sample_id} ({name})", (*shown, *answer), len(prompt), both, inputs, (*images, *later))
 
     return PreferenceRecord(
         sample_id,
@@ -87,15 +98,20 @@ def parse_preference(record: object, sample_id: str) -> PreferenceRecord:
     )
 
 
-def preference_columns(path: str, names: Sequence[str]) -> list[str]:
+def preference_columns(path: str, names: Sequence[str], image_key: str | None = None) -> list[str]:
     """The columns of a table that are read.
+
+    Args:
+        path: The table, for messages.
+        names: Of its columns.
+        image_key: Column of images; None: none is read.
 
     Raises:
         DataError: It has no pairs.
     """
     if any(name not in names for name in RESPONSES):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}")
-    return [name for name in (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS) if name in names]
+    return [name for name in (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS, image_key) if name and name in names]
 
 
 def _prompt_of(
@@ -134,6 +150,7 @@ class PreferencePair:
 _TokenizedPair = tuple[TokenizedExample, TokenizedExample]
 
 WORDS = ReportWords("pair", "of responses", "no two different responses before the cut")
+WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not all images, before the cut")
 
 
 class PreferenceDataset(Sequence[PreferencePair]):
@@ -185,6 +202,7 @@ def load_preferences(
     max_length: int,
     on_bad_line: OnBadLine = "stop",
     run_wide: TemplateInputs = NO_INPUTS,
+    images: RecordImages = NO_IMAGES,
 ) -> PreferenceDataset:
     """Reads and tokenizes pairs of responses.
 
@@ -195,20 +213,25 @@ def load_preferences(
         max_length: Tokens to keep of each sequence, prompt and response together.
         on_bad_line: see `read_items`.
         run_wide: What the chat template gets beside the messages where a record says nothing else.
+        images: Treatment of images.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
     """
-    tokenize = batch_tokenizer(tokenizer, max_length, run_wide)
+    tokenize = batch_tokenizer(tokenizer, max_length, run_wide, images)
+    source = open_lines(
+        path, split, partial(parse_preference, image_key=images.key), partial(preference_columns, image_key=images.key)
+    )
     kind: ItemKind[PreferenceRecord, _TokenizedPair] = ItemKind(
-        WORDS,
+        WORDS if images.tokens is None else WORDS_WITH_IMAGES,
         lambda records: _tokenized_pairs(records, tokenize),
         _size_of,
         lambda dropped: (
-            f"of {dropped} no two different responses stand within policy.max_total_sequence_length={max_length} tokens"
+            f"of {dropped} no two different responses{' with all images' if images.tokens is not None else ''} stand "
+            f"within policy.max_total_sequence_length={max_length} tokens"
         ),
     )
-    pairs, report = read_items(open_lines(path, split, parse_preference, preference_columns), kind, on_bad_line)
+    pairs, report = read_items(source, kind, on_bad_line)
     return PreferenceDataset(TokenStore([example for pair in pairs for example in pair]), report)
 
 
@@ -223,7 +246,7 @@ def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBa
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()
     columns = {REFERENCE_SUMS: per_sequence(values)} if sums else {}
-    return replace(batch, columns=columns, group_size=2)
+    return replace(batch.with_columns(**columns), group_size=2)
 
 
 def _tokenized_pairs(records: Sequence[PreferenceRecord], tokenize: BatchTokenizer) -> list[_TokenizedPair | BadLine]:
@@ -242,6 +265,9 @@ def _size_of(pair: _TokenizedPair) -> ItemSize | None:
     """Tokens of both sequences; None where the cut leaves no two different responses."""
     chosen, rejected = pair
     trained = [sequence.num_trained_tokens() for sequence in pair]
+    if any(sequence.lacks_images for sequence in pair):
+        return None
     if not all(trained) or np.array_equal(chosen.input_ids, rejected.input_ids):
         return None
-    return ItemSize(len(chosen) + len(rejected), sum(trained), chosen.truncated or rejected.truncated)
+    is_truncated = chosen.truncated or rejected.truncated
+    return ItemSize(len(chosen) + len(rejected), sum(trained), is_truncated, num_images_of(chosen.images))

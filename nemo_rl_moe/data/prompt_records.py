@@ -9,7 +9,10 @@ from typing import Any
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_turns, require_encodable, text_of
+from nemo_rl_moe.data.image_records import ImageReference, without_content
+from nemo_rl_moe.data.messages import Message, content_text, parse_turns, text_of, with_text_around
+from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in, require_encodable
+from nemo_rl_moe.data.records import with_images
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 from nemo_rl_moe.errors import DataError
 
@@ -25,8 +28,9 @@ class PromptRecord:
         sample_id: Where it came from.
         messages: The turns, the last one the user's or a tool's; a prompt that is a text is one turn.
         is_text: The prompt was written as a text.
-        record: The record, with `question` and `answer` in it.
+        record: The record, with `question` and `answer` in it, and without encoded images.
         inputs: What the record gives the chat template beside the messages.
+        images: Those of the messages, in order.
     """
 
     sample_id: str
@@ -34,6 +38,7 @@ class PromptRecord:
     is_text: bool
     record: Mapping[str, Any]
     inputs: TemplateInputs = NO_INPUTS
+    images: tuple[ImageReference, ...] = ()
 
     @property
     def text(self) -> str:
@@ -47,7 +52,10 @@ def apply_template(messages: Sequence[Message], template: str | None) -> tuple[M
     if template is None or not asked:
         return tuple(messages)
     last = messages[asked[-1]]
-    wrapped = {**last, "content": template.replace("{prompt}", last["content"])}
+    before, found, behind = template.partition("{prompt}")
+    # Images stand once, whatever the template repeats of the text.
+    behind = behind.replace("{prompt}", content_text(last["content"]))
+    wrapped = {**last, "content": with_text_around(last["content"], before, behind) if found else template}
     return (*messages[: asked[-1]], wrapped, *messages[asked[-1] + 1 :])
 
 
@@ -57,7 +65,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
     The record that an environment later sees is the data's own, with two keys set: `answer`, from `data.answer_key`
     (a number as text), and, unless it is there, `question`, the prompt's text. `math` and `reasoning_gym` cannot do
     without an answer, and `reasoning_gym` not without the task's `metadata`; a function of the user's own gets None for
-    an answer that is missing, and one of any type as it is.
+    an answer that is missing, and one of any type as it is. Of images it holds the paths, and no encoded ones.
 
     Args:
         data: Where in a record prompt and answer are.
@@ -79,8 +87,10 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
                 f"{data.prompt_key} ends in a turn of role {role!r}, "
                 f"expected {' or '.join(ANSWERED)}: a model answers it"
             )
+        messages, images = with_images(messages, record, data.image_key)
         question = text_of(messages)
-        complete = {"question": question, **record, "answer": _answer(record, data.answer_key, env_name)}
+        told = without_content(record) if images else record
+        complete = {"question": question, **told, "answer": _answer(record, data.answer_key, env_name)}
         if env_name == "reasoning_gym" and not isinstance(record.get("metadata"), Mapping):
             raise RecordError(
                 f"metadata is {kind_of(record['metadata'])}, expected an object"
@@ -88,7 +98,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
                 else "the line has no metadata, which holds what the reasoning_gym task needs to score an answer"
             )
         asked = apply_template(messages, data.prompt_template)
-        return PromptRecord(sample_id, asked, isinstance(prompt, str), complete, parse_template_inputs(record))
+        return PromptRecord(sample_id, asked, isinstance(prompt, str), complete, parse_template_inputs(record), images)
 
     return parse
 

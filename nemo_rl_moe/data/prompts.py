@@ -8,16 +8,20 @@ from hashlib import blake2b
 from itertools import islice
 from typing import TYPE_CHECKING, Any, overload
 
+import numpy as np
+
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, read_items
+from nemo_rl_moe.data.image_files import StoredImage
+from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
 from nemo_rl_moe.data.length_limit import LengthLimit, cut_text
 from nemo_rl_moe.data.loader import epoch_order
 from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt_columns, prompt_parser
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
-from nemo_rl_moe.data.template_renderer import Rendered
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.environments.reasoning_gym import draw_items
 from nemo_rl_moe.errors import ConfigurationError, DataError
 
@@ -56,7 +60,8 @@ class RepeatFilter:
     def _is_new(self, prompt: PromptRecord) -> bool:
         # Digests, because the texts of a million prompts would fill the memory. Lone surrogates, which a JSON file may
         # hold, have no UTF-8; `repr` escapes them.
-        content = repr((prompt.is_text, prompt.messages, prompt.inputs, self._compared_with(prompt)))
+        images = [image.identity() for image in prompt.images]
+        content = repr((prompt.is_text, prompt.messages, images, prompt.inputs, self._compared_with(prompt)))
         digest = blake2b(content.encode(), digest_size=_DIGEST_BYTES).digest()
         if digest in self._seen:
             return False
@@ -78,12 +83,36 @@ class Prompt:
         text: The prompt as text, without what a chat template adds.
         token_ids: The rendered prompt.
         record: The record of the data; always has `question` and `answer`.
+        images: Its images, none of them for a text; None: the model takes text alone.
     """
 
     sample_id: str
     text: str
     token_ids: tuple[int, ...]
     record: Mapping[str, Any]
+    images: SampleImages | None = None
+
+    @property
+    def model_inputs(self) -> dict[str, ModelInput]:
+        """The model's inputs beside the tokens, its images decoded anew; for many prompts see `prompt_inputs`.
+
+        Raises:
+            DataError: An image cannot be read any more, or has changed.
+        """
+        return prompt_inputs([self])[0]
+
+    def identity(self) -> tuple[object, ...]:
+        """Tokens and images: equal where the model is asked the same."""
+        return self.token_ids, self.images.digests() if self.images is not None else ()
+
+
+def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
+    """The model's inputs of prompts beside their tokens, each image decoded once; empty for a model of text.
+
+    Raises:
+        DataError: An image cannot be read any more, or has changed.
+    """
+    return batch_inputs([(prompt.images, len(prompt.token_ids)) for prompt in prompts])
 
 
 WORDS = ReportWords("prompt", None, "longer than a prompt may be")
@@ -118,6 +147,7 @@ def load_prompts(
     tokenizer: "PreTrainedTokenizerBase",
     max_prompt_length: int,
     env: EnvironmentConfig | None,
+    images: ImageTokenizer | None = None,
 ) -> PromptDataset:
     """Reads one set of prompts, or draws it from the environment's task, and tokenizes it.
 
@@ -132,6 +162,7 @@ def load_prompts(
         max_prompt_length: Most tokens of a prompt; longer ones are left out and counted.
         env: What will score the responses: decides what a record needs, and is what prompts are drawn from. None:
             nothing scores them; repeated prompts stay, and records need no answer.
+        images: Turns images into tokens; None: the model takes text alone.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
@@ -143,8 +174,17 @@ def load_prompts(
     repeats = RepeatFilter("callable" if env.is_own else env.name) if env is not None else None
     kind = ItemKind(
         WORDS,
-        _prompt_tokenizer(tokenizer, max_prompt_length, run_wide_inputs(data.tools, data.chat_template_kwargs)),
-        lambda prompt: ItemSize(len(prompt.token_ids)) if len(prompt.token_ids) <= max_prompt_length else None,
+        _prompt_tokenizer(
+            tokenizer,
+            max_prompt_length,
+            run_wide_inputs(data.tools, data.chat_template_kwargs),
+            RecordImages(data.image_key, images),
+        ),
+        lambda prompt: (
+            ItemSize(len(prompt.token_ids), num_images=num_images_of(prompt.images))
+            if len(prompt.token_ids) <= max_prompt_length
+            else None
+        ),
         lambda dropped: (
             f"{dropped} longer than {max_prompt_length} tokens, which is "
             "policy.max_total_sequence_length less policy.generation.max_new_tokens"
@@ -226,7 +266,7 @@ def _drawn(
 
 
 def _prompt_tokenizer(
-    tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs
+    tokenizer: "PreTrainedTokenizerBase", max_length: int, run_wide: TemplateInputs, images: RecordImages
 ) -> Callable[[Sequence[PromptRecord]], list[Prompt | BadLine]]:
     render = prompt_renderer_for(tokenizer, run_wide)
     limit = LengthLimit(tokenizer, max_length)
@@ -237,35 +277,49 @@ def _prompt_tokenizer(
         return list(encoding["input_ids"])
 
     def tokenize(records: Sequence[PromptRecord]) -> list[Prompt | BadLine]:
-        rendered = render(records)
-        texts = [item.text for item in rendered if isinstance(item, Rendered)]
+        rendered = images.check(records, render(records))
+        texts = [item[0].text for item in rendered if not isinstance(item, str)]
         encoded = iter(limit.encode(encode, texts, cut_text))
         return [
-            _finish(record, next(encoded) if isinstance(item, Rendered) else item)
+            BadLine(record.sample_id, item)
+            if isinstance(item, str)
+            else _finish(record, next(encoded), max_length, images, item[1])
             for record, item in zip(records, rendered, strict=True)
         ]
 
     return tokenize
 
 
-def _finish(prompt: PromptRecord, encoded: list[int] | str) -> Prompt | BadLine:
+def _finish(
+    prompt: PromptRecord,
+    encoded: list[int] | str,
+    max_length: int,
+    images: RecordImages,
+    stored: tuple[StoredImage, ...],
+) -> Prompt | BadLine:
     if isinstance(encoded, str):
         return BadLine(prompt.sample_id, encoded)
     if not encoded:
         return BadLine(prompt.sample_id, "the prompt has no token to start from")
-    return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record)
+    if images.tokens is None:
+        return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record)
+    expanded = images.tokens.expand(np.array(encoded, dtype=np.int64), stored, max_length, prompt.sample_id)
+    if isinstance(expanded, str):
+        return BadLine(prompt.sample_id, expanded)
+    return Prompt(prompt.sample_id, prompt.text, tuple(expanded.input_ids.tolist()), prompt.record, expanded.images)
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
-    """The held-out prompts that are no training prompts, token for token; the report counts the others.
+    """The held-out prompts that are no training prompts, token for token and image for image; the report counts the
+    others.
 
     Raises:
         DataError: None is left.
     """
-    shared = {prompt.token_ids for prompt in held_out}.intersection(prompt.token_ids for prompt in training)
+    shared = {prompt.identity() for prompt in held_out}.intersection(prompt.identity() for prompt in training)
     if not shared:
         return held_out
-    kept = [prompt for prompt in held_out if prompt.token_ids not in shared]
+    kept = [prompt for prompt in held_out if prompt.identity() not in shared]
     if not kept:
         raise DataError(
             f"data.validation: each of the {counted(len(held_out), 'prompt')} of {held_out.report.name} is a training "
@@ -275,6 +329,7 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
         held_out.report,
         num_kept=len(kept),
         num_tokens=sum(len(prompt.token_ids) for prompt in kept),
+        num_images=None if held_out.report.num_images is None else sum(num_images_of(p.images) or 0 for p in kept),
         num_training_prompts=len(held_out) - len(kept),
     )
     return PromptDataset(kept, report)

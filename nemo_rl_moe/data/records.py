@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_moe.data.messages import Message, RecordError, kind_of, names_in, parse_messages, parse_turns
+from nemo_rl_moe.data.image_records import ImageReference, parse_images, place_images, take_images
+from nemo_rl_moe.data.messages import Message, parse_messages, parse_turns
+from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
 
 CONVERSATIONS, SYSTEM = "conversations", "system"
@@ -19,10 +21,12 @@ class Example:
 
     Attributes:
         sample_id: Where it came from: `file:line`, or `dataset[split]:row`.
-        messages: The turns; each has `role` and `content`, a text, and whatever else the chat template may read.
+        messages: The turns; each has `role` and `content`, a text or parts of type text and image, and whatever else
+            the chat template may read.
         first_trained_message: Assistant turns before this index are context; those from it on are trained on.
         plain: Prompt and completion as the user wrote them, when both are strings.
         inputs: What the record gives the chat template beside the messages.
+        images: Those of the messages, in order.
     """
 
     sample_id: str
@@ -30,6 +34,7 @@ class Example:
     first_trained_message: int = 0
     plain: tuple[str, str] | None = None
     inputs: TemplateInputs = NO_INPUTS
+    images: tuple[ImageReference, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,17 @@ class BadLine:
         return f"{self.sample_id}: {self.reason[:_LONGEST_REASON]}{more}"
 
 
-def parse_record(record: object, sample_id: str) -> Example:
+def parse_record(record: object, sample_id: str, image_key: str | None = None) -> Example:
     """Parses one decoded record of a conversation.
 
     `messages` wins over `conversations`, the form of ShareGPT, and that over `prompt`. Beside conversations, a text
     under `system` is the system turn. `tools` and `chat_template_kwargs` are for the chat template; other keys are
     ignored.
+
+    Args:
+        record: A decoded line.
+        sample_id: Where it is.
+        image_key: Key of images beside the messages; None: such images are not read.
 
     Raises:
         RecordError: The record cannot be used.
@@ -67,11 +77,24 @@ def parse_record(record: object, sample_id: str) -> Example:
             _require_assistant(messages, name)
             if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
                 messages = [*parse_turns(record[SYSTEM], SYSTEM, SYSTEM), *messages]
-            return Example(sample_id, tuple(messages), inputs=parse_template_inputs(record))
-    return _prompt_and_completion(record, sample_id)
+            shown, images = with_images(messages, record, image_key)
+            return Example(sample_id, tuple(shown), inputs=parse_template_inputs(record), images=images)
+    return _prompt_and_completion(record, sample_id, image_key)
 
 
-def _prompt_and_completion(record: Mapping[str, Any], sample_id: str) -> Example:
+def with_images(
+    messages: Sequence[Message], record: Mapping[str, Any], image_key: str | None
+) -> tuple[list[Message], tuple[ImageReference, ...]]:
+    """Messages of a record with the images that stand beside them, as chat templates read them, and all images.
+
+    Raises:
+        RecordError: An image cannot be used, or there are more or fewer places than images.
+    """
+    beside = [] if image_key is None else parse_images(record.get(image_key), image_key)
+    return take_images(place_images(messages, beside, image_key))
+
+
+def _prompt_and_completion(record: Mapping[str, Any], sample_id: str, image_key: str | None) -> Example:
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None and completion is None:
         raise RecordError(f"the line has neither messages nor prompt and completion; its keys: {names_in(record)}")
@@ -82,7 +105,8 @@ def _prompt_and_completion(record: Mapping[str, Any], sample_id: str) -> Example
     answer = parse_turns(completion, "completion", "assistant")
     _require_assistant(answer, "completion")
     plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
-    return Example(sample_id, (*context, *answer), len(context), plain, parse_template_inputs(record))
+    shown, images = with_images([*context, *answer], record, image_key)
+    return Example(sample_id, tuple(shown), len(context), plain, parse_template_inputs(record), images)
 
 
 def _require_assistant(messages: Sequence[Message], name: str) -> None:

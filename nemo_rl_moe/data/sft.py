@@ -3,10 +3,12 @@
 """Conversations for supervised fine-tuning, tokenized."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, Progress, ReportWords, read_items
+from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore
 from nemo_rl_moe.data.sources import open_source
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 
 WORDS = ReportWords("example", "to train on", "no response before the cut")
+WORDS_WITH_IMAGES = replace(WORDS, dropped="no response, or not all images, before the cut")
 
 
 class TokenizedDataset(TokenStore):
@@ -39,6 +42,7 @@ def load_sft_dataset(
     on_bad_line: OnBadLine = "stop",
     progress: Progress | None = None,
     run_wide: TemplateInputs = NO_INPUTS,
+    images: RecordImages = NO_IMAGES,
 ) -> TokenizedDataset:
     """Reads and tokenizes conversations for supervised fine-tuning.
 
@@ -51,22 +55,28 @@ def load_sft_dataset(
             `skip` leaves bad lines out and counts them.
         progress: Called now and then with the lines read so far and the lines in all.
         run_wide: What the chat template gets beside the messages where a record says nothing else.
+        images: Treatment of images.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no example is
             left.
     """
     kind = ItemKind(
-        WORDS,
-        batch_tokenizer(tokenizer, max_length, run_wide),
+        WORDS if images.tokens is None else WORDS_WITH_IMAGES,
+        batch_tokenizer(tokenizer, max_length, run_wide, images),
         _size_of,
         lambda dropped: (
-            f"of {dropped} nothing to train on stands within policy.max_total_sequence_length={max_length} tokens"
+            f"of {dropped} nothing to train on, or not every image, stands within "
+            f"policy.max_total_sequence_length={max_length} tokens"
+            if images.tokens is not None
+            else f"of {dropped} nothing to train on stands within policy.max_total_sequence_length={max_length} tokens"
         ),
     )
-    return TokenizedDataset(*read_items(open_source(path, split), kind, on_bad_line, progress))
+    return TokenizedDataset(*read_items(open_source(path, split, images.key), kind, on_bad_line, progress))
 
 
 def _size_of(example: TokenizedExample) -> ItemSize | None:
     trained = example.num_trained_tokens()
-    return ItemSize(len(example), trained, example.truncated) if trained else None
+    if not trained or example.lacks_images:
+        return None
+    return ItemSize(len(example), trained, example.truncated, num_images_of(example.images))

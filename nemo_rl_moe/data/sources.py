@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
-from nemo_rl_moe.data.messages import RecordError, names_in
+from nemo_rl_moe.data.record_values import RecordError, names_in
 from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, tell
@@ -171,9 +172,12 @@ def read_table(
 def _rows(table: "Dataset") -> "Iterator[dict[str, Any] | RecordError]":
     """The rows in order; in the place of one that Python has no values for, the reason."""
     number = 0
+    has_images = "Image(" in str(table.features)
     while number < len(table):
         try:
-            for row in table.select(range(number, len(table))):
+            rest = table.select(range(number, len(table)))
+            # `datasets` decodes images, however large; they are wanted as they are.
+            for row in (one.to_pylist()[0] for one in rest.with_format("arrow")) if has_images else rest:
                 yield row
                 number += 1
         except UnicodeDecodeError as error:
@@ -240,17 +244,19 @@ class LineSource(Generic[Parsed]):
     lines: Iterator[Parsed | BadLine]
 
 
-def open_source(path: str, split: str) -> LineSource[Example]:
+def open_source(path: str, split: str, image_key: str | None = None) -> LineSource[Example]:
     """Opens examples for supervised fine-tuning.
 
     Args:
         path: The file, folder or hub's name.
         split: The split to take; a `.jsonl` file has none and ignores it.
+        image_key: Key of images beside the messages; None: such images are not read.
 
     Raises:
         DataError: There is nothing that can be read.
     """
-    return open_lines(path, split, parse_record, _example_columns)
+    columns = partial(_example_columns, image_key=image_key)
+    return open_lines(path, split, partial(parse_record, image_key=image_key), columns)
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
@@ -285,11 +291,11 @@ def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
     return LineSource(path, count_lines(Path(path)), read_text(Path(path), key, noting_samples(parse)))
 
 
-def _example_columns(path: str, names: Sequence[str]) -> list[str]:
+def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> list[str]:
     columns = [name for name in EXAMPLE_COLUMNS if name in names]
     if not columns:
         raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {names_in(names)}")
-    more = (SYSTEM, *TEMPLATE_COLUMNS) if CONVERSATIONS in names else TEMPLATE_COLUMNS
+    more = [*TEMPLATE_COLUMNS, *([image_key] if image_key else []), *([SYSTEM] if CONVERSATIONS in names else [])]
     return [*columns, *(name for name in more if name in names)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_rl_moe.config.tool_definitions import definition_problem, reserved_name_problem
-from nemo_rl_moe.data.messages import RecordError, decoded_json, is_list, json_object, kind_of, without_nulls
+from nemo_rl_moe.data.record_values import RecordError, decoded_json, is_list, json_object, kind_of, without_nulls
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"
 TEMPLATE_COLUMNS = (TOOLS, TEMPLATE_KWARGS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig
 from nemo_rl_moe.config.user_code import described, import_function, is_own
+from nemo_rl_moe.environments.exact import ExactEnvironment
 from nemo_rl_moe.environments.interface import Score, Scorer, ScoringItem
 from nemo_rl_moe.environments.math import MathEnvironment
 from nemo_rl_moe.environments.reasoning_gym import ReasoningGymEnvironment
@@ -89,7 +90,12 @@ def _make_callable(config: EnvironmentConfig) -> Scorer:
     return CallableEnvironment(config.callable)
 
 
+def _make_exact(config: EnvironmentConfig) -> Scorer:
+    return ExactEnvironment()
+
+
 ENVIRONMENTS: dict[str, Callable[[EnvironmentConfig], Scorer]] = {
+    "exact": _make_exact,
     "math": _make_math,
     "reasoning_gym": _make_reasoning_gym,
     "callable": _make_callable,

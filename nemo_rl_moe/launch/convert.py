@@ -16,6 +16,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, UserError
 from nemo_rl_moe.launch.output_folder import require_free, staged
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.families import vision_family_of
 from nemo_rl_moe.models.hf_files import (
     MEGATRON_WEIGHTS_FOLDER,
     check_small_files,
@@ -177,7 +178,8 @@ def _convert(conversion: Conversion, console: ConsoleLogger) -> None:
         )
     num_parameters = sum(parameter.numel() for chunk in model.chunks for parameter in chunk.parameters())
     console.message(f"{target}: {num_parameters:,} parameters in {policy.precision}")
-    console.message(_next_step(conversion.target_format, target))
+    has_vision = vision_family_of(config_json) is not None
+    console.message(_next_step(conversion.target_format, target, has_vision=has_vision))
 
 
 def _check_size(held: SafetensorsFolder, num_parameters: int) -> None:
@@ -207,9 +209,10 @@ def _announce(console: ConsoleLogger, moe_configuration: Mapping[str, Any], sour
     announce_moe(console, moe_configuration, sources)
 
 
-def _next_step(target_format: WeightsFormat, target: Path) -> str:
+def _next_step(target_format: WeightsFormat, target: Path, *, has_vision: bool) -> str:
     train = f"to train it: policy.model_name={target} policy.init=pretrained"
-    return train if target_format == "megatron" else f"{train}; to load it: AutoModelForCausalLM.from_pretrained"
+    loaded_by = "AutoModelForImageTextToText" if has_vision else "AutoModelForCausalLM"
+    return train if target_format == "megatron" else f"{train}; to load it: {loaded_by}.from_pretrained"
 
 
 def _dtype_of(config_json: Mapping[str, Any], held: SafetensorsFolder | None, console: ConsoleLogger) -> NumberFormat:

@@ -5,6 +5,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
@@ -16,6 +17,7 @@ from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import counted
+from nemo_rl_moe.data.image_tokens import RecordImages
 from nemo_rl_moe.data.preferences import PreferenceRecord, load_preferences, parse_preference, preference_columns
 from nemo_rl_moe.data.records import Example
 from nemo_rl_moe.data.sft import load_sft_dataset
@@ -24,8 +26,10 @@ from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.errors import ConfigurationError, printable
 from nemo_rl_moe.launch.grpo import read_prompts
-from nemo_rl_moe.launch.setup import read_samples, use_corrected_template
+from nemo_rl_moe.launch.setup import images_of_data, read_samples, use_corrected_template
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.hf_files import load_config_json, load_hf_config
+from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,6 +75,23 @@ class ShownSequence:
         mask = self.example.token_mask
         return [CUT if i >= self.max_length else TRAINED if mask[i] else CONTEXT for i in range(len(mask))]
 
+    def image_numbers(self) -> list[int | None]:
+        """Number of the image that each token stands for."""
+        numbers: list[int | None] = [None] * len(self.example)
+        for number, (first, count) in enumerate(self.example.images.runs if self.example.images is not None else ()):
+            numbers[first : first + count] = [number] * count
+        return numbers
+
+    def images(self) -> list[str]:
+        """Words for each image: its sizes in the file, height first, and its tokens."""
+        images = self.example.images
+        if images is None:
+            return []
+        return [
+            f"[image {image.height}x{image.width}, {counted(count, 'token')}]"
+            for image, (_, count) in zip(images.images, images.runs, strict=True)
+        ]
+
     def title(self) -> str:
         """Source and numbers of tokens of the sample."""
         kinds = self.kinds()
@@ -114,7 +135,8 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
     logger = ConsoleLogger(total_steps=0, live=config.logger.console.live, stream=stream)
     tokenizer = load_tokenizer(config.policy.tokenizer.name, config.policy.tokenizer.chat_template)
     use_corrected_template(tokenizer, config.policy.tokenizer, logger)
-    view = _view(config, tokenizer, logger, number)
+    pictures = _picture_rule(config)
+    view = _view(config, tokenizer, logger, number, pictures)
     logger.close()
 
     def show(text: Text) -> None:
@@ -130,51 +152,79 @@ def show_data(config: MasterConfig, number: int, stream: TextIO | None = None) -
         show(sequence_text(sequence, tokenizer.decode, in_colour))
 
 
-def _view(config: MasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int) -> DataView:
+def _picture_rule(config: MasterConfig) -> PictureRule | None:
+    """Rule by which the model takes images; None for a model of text alone."""
+    name = config.policy.model_name
+    # What else is wrong with the model is told by a run.
+    return load_picture_rule(name, load_hf_config(name)) if "vision_config" in load_config_json(name) else None
+
+
+def _view(
+    config: MasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    logger: ConsoleLogger,
+    number: int,
+    pictures: PictureRule | None,
+) -> DataView:
     if isinstance(config, SFTMasterConfig):
-        return _conversations(config, tokenizer, logger, number)
+        return _conversations(config, tokenizer, logger, number, pictures)
     if isinstance(config, DPOMasterConfig):
-        return _pairs(config, tokenizer, logger, number)
+        return _pairs(config, tokenizer, logger, number, pictures)
     if isinstance(config, GRPOMasterConfig):
-        return _prompts(config, tokenizer, logger, number)
+        return _prompts(config, tokenizer, logger, number, pictures)
     name = algorithm_of(config).name
     raise ConfigurationError(f"data: got the algorithm {name}, expected one with the data of sft, dpo or grpo")
 
 
 def _conversations(
-    config: SFTMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
+    config: SFTMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    logger: ConsoleLogger,
+    number: int,
+    pictures: PictureRule | None,
 ) -> DataView:
-    dataset = read_samples(load_sft_dataset, config, config.data.train, tokenizer, logger)
+    dataset = read_samples(load_sft_dataset, config, config.data.train, tokenizer, logger, pictures)
     source = config.data.train
-    originals = (line for line in open_source(source.path, source.split).lines if isinstance(line, Example))
-    sequences = _with_what_was_cut(config, tokenizer, dataset[:number], originals)
+    lines = open_source(source.path, source.split, config.data.image_key).lines
+    originals = (line for line in lines if isinstance(line, Example))
+    sequences = _with_what_was_cut(config, tokenizer, dataset[:number], originals, pictures)
     return DataView(sequences, [len(example) for example in dataset], config.policy.max_total_sequence_length)
 
 
 def _pairs(
-    config: DPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
+    config: DPOMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    logger: ConsoleLogger,
+    number: int,
+    pictures: PictureRule | None,
 ) -> DataView:
-    pairs = read_samples(load_preferences, config, config.data.train, tokenizer, logger)
+    pairs = read_samples(load_preferences, config, config.data.train, tokenizer, logger, pictures)
     source = config.data.train
-    lines = open_lines(source.path, source.split, parse_preference, preference_columns).lines
+    key = config.data.image_key
+    parse, columns = partial(parse_preference, image_key=key), partial(preference_columns, image_key=key)
+    lines = open_lines(source.path, source.split, parse, columns).lines
     originals = (
         response for line in lines if isinstance(line, PreferenceRecord) for response in (line.chosen, line.rejected)
     )
     shown = [response for pair in pairs[:number] for response in (pair.chosen, pair.rejected)]
-    sequences = _with_what_was_cut(config, tokenizer, shown, originals)
+    sequences = _with_what_was_cut(config, tokenizer, shown, originals, pictures)
     lengths = [len(response) for pair in pairs for response in (pair.chosen, pair.rejected)]
     return DataView(sequences, lengths, config.policy.max_total_sequence_length)
 
 
 def _prompts(
-    config: GRPOMasterConfig, tokenizer: "PreTrainedTokenizerBase", logger: ConsoleLogger, number: int
+    config: GRPOMasterConfig,
+    tokenizer: "PreTrainedTokenizerBase",
+    logger: ConsoleLogger,
+    number: int,
+    pictures: PictureRule | None,
 ) -> DataView:
-    prompts = read_prompts(config, config.data.train, tokenizer, logger)
+    prompts = read_prompts(config, config.data.train, tokenizer, logger, pictures=pictures)
     most = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     sequences = []
     for prompt in prompts[:number]:
         ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        example = TokenizedExample(ids, np.zeros(len(ids), dtype=np.bool_), False, prompt.sample_id)
+        example = TokenizedExample(ids, np.zeros(len(ids), dtype=np.bool_), False, prompt.sample_id, prompt.images)
         sequences.append(ShownSequence(example, most))
     return DataView(sequences, [len(prompt.token_ids) for prompt in prompts], most)
 
@@ -184,6 +234,7 @@ def _with_what_was_cut(
     tokenizer: "PreTrainedTokenizerBase",
     examples: Sequence[TokenizedExample],
     originals: Iterator[Example],
+    pictures: PictureRule | None,
 ) -> list[ShownSequence]:
     """The examples with the first tokens behind the cut, for which the data is read once more as far as needed."""
     max_length, data = config.policy.max_total_sequence_length, config.data
@@ -191,7 +242,8 @@ def _with_what_was_cut(
     run_wide = run_wide_inputs(data.tools, data.chat_template_kwargs)
     longer: dict[str, TokenizedExample] = {}
     if cut:
-        tokenize = batch_tokenizer(tokenizer, max_length + MOST_CUT_TOKENS, run_wide)
+        images = RecordImages(data.image_key, images_of_data(data, data.train.path, tokenizer, pictures))
+        tokenize = batch_tokenizer(tokenizer, max_length + MOST_CUT_TOKENS, run_wide, images)
         with load_limit(data.load_timeout_s, data.train.path):
             for original in originals:
                 if original.sample_id in cut:
@@ -213,8 +265,13 @@ def sequence_text(sequence: ShownSequence, decode: Callable[[Sequence[int]], str
     """
     ids = sequence.example.input_ids.tolist()
     text, place, told = Text(), 0, ""
-    for kind, run in groupby(sequence.kinds()):
+    shown = sequence.images()
+    for (kind, image), run in groupby(zip(sequence.kinds(), sequence.image_numbers(), strict=True)):
         first, place = place, place + len(list(run))
+        if image is not None:
+            text.append_text(_piece(shown[image], kind, in_colour))
+            told = decode(ids[:place])
+            continue
         # Some tokenizers drop a space at the beginning of what they decode: take what the whole gains by these tokens.
         so_far = decode(ids[:place])
         gained = so_far[len(told) :] if so_far.startswith(told) else decode(ids[first:place])

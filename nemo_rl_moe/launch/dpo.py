@@ -11,7 +11,7 @@ from nemo_rl_moe.algorithms.dpo import batches_to_measure, precompute_reference_
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
 from nemo_rl_moe.config.schema import DPOMasterConfig
-from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
+from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches, token_ids_and_images
 from nemo_rl_moe.data.preferences import PreferenceDataset, collate_pairs, load_preferences
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
@@ -83,11 +83,14 @@ def run_dpo(config: DPOMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer or the data cannot be used.
         WorkerDiedError: A worker failed.
     """
-    tokenizer = run.prepare_model().tokenizer
-    training = read_samples(load_preferences, config, config.data.train, tokenizer, run.console)
+    model = run.prepare_model()
+    tokenizer = model.tokenizer
+    training = read_samples(load_preferences, config, config.data.train, tokenizer, run.console, model.pictures)
     held_out = None
     if config.data.validation is not None:
-        held_out = read_samples(load_preferences, config, config.data.validation, tokenizer, run.console)
+        held_out = read_samples(
+            load_preferences, config, config.data.validation, tokenizer, run.console, model.pictures
+        )
     pairs = Pairs(config, pad_token_id(tokenizer), training, held_out)
     fingerprints = {
         TRAINING_DATA: samples_fingerprint(config.data.train.path, _token_ids(training)),
@@ -119,4 +122,4 @@ def _measure(
 
 def _token_ids(pairs: PreferenceDataset) -> Iterator[Any]:
     for pair in pairs:
-        yield from (pair.chosen.input_ids, pair.rejected.input_ids)
+        yield from token_ids_and_images((pair.chosen, pair.rejected))

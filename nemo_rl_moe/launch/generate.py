@@ -85,7 +85,9 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
         sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,
     )
-    prompts = read_prompts(config, config.data.train, model.tokenizer, run.console, is_scored=False)
+    prompts = read_prompts(
+        config, config.data.train, model.tokenizer, run.console, pictures=model.pictures, is_scored=False
+    )
     if prompts.report.num_dropped:
         longest = config.policy.max_total_sequence_length - generation.max_new_tokens
         raise DataError(

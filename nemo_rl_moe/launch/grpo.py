@@ -31,9 +31,10 @@ from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameter
 from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, check_model_of_engine, find_engine
 from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.refit import make_refit_check
-from nemo_rl_moe.launch.setup import PreparedModel
+from nemo_rl_moe.launch.setup import PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.picture_rules import PictureRule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch, TapeWatch
@@ -72,7 +73,7 @@ class PreparedRollouts:
 
     def fingerprints(self, config: GRPOMasterConfig) -> dict[str, str]:
         """Fingerprints of a resumed run's inputs: the prompts, and the model where a reference is read from it."""
-        prompts = samples_fingerprint(config.data.train.path or "drawn", (prompt.token_ids for prompt in self.training))
+        prompts = samples_fingerprint(config.data.train.path or "drawn", _token_ids_and_images(self.training))
         if not algorithm_of(config).needs_reference(config):
             return {TRAINING_DATA: prompts}
         return {TRAINING_DATA: prompts, MODEL: model_fingerprint(config.policy.model_name)}
@@ -125,14 +126,16 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     model = run.prepare_model()
     check_model_of_engine(config.policy.generation.backend, model.hf_config, config.policy.model_name)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
-    training = read_prompts(config, config.data.train, model.tokenizer, run.console)
+    training = read_prompts(config, config.data.train, model.tokenizer, run.console, pictures=model.pictures)
     held_out: Sequence[Prompt] = ()
     if config.data.validation is not None:
         is_overfitting = is_same_file(config.data.train, config.data.validation)
         if is_overfitting:
             run.console.message("validating with the training prompts: data.validation.path is data.train.path")
         left_out = () if is_overfitting else training
-        held_out = read_prompts(config, config.data.validation, model.tokenizer, run.console, left_out)
+        held_out = read_prompts(
+            config, config.data.validation, model.tokenizer, run.console, left_out, pictures=model.pictures
+        )
     return PreparedRollouts(model, environment, make_engine, sampling, training, held_out)
 
 
@@ -247,6 +250,7 @@ def read_prompts(
     console: ConsoleLogger,
     training: Iterable[Prompt] = (),
     *,
+    pictures: PictureRule | None,
     is_scored: bool = True,
 ) -> PromptDataset:
     """Reads, or draws, and tokenises one set of prompts, without the training prompts, and tells what was left out.
@@ -257,6 +261,7 @@ def read_prompts(
         tokenizer: The model's.
         console: Shows the phase and the report.
         training: Prompts to leave out.
+        pictures: Rule by which the model takes images; None: it takes text alone.
         is_scored: False: prompts need no answer, and repeated ones stay.
 
     Raises:
@@ -265,7 +270,8 @@ def read_prompts(
     longest = config.policy.max_total_sequence_length - config.policy.generation.max_new_tokens
     what = f"reading {source.path}" if source.path else f"drawing {source.num_items} prompts"
     with console.phase(what), load_limit(config.data.load_timeout_s, source.path or "drawn prompts"):
-        prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None)
+        images = images_of_data(config.data, source.path, tokenizer, pictures)
+        prompts = load_prompts(source, config.data, tokenizer, longest, config.env if is_scored else None, images)
         prompts = without_training_prompts(prompts, training)
     console.message(prompts.report.summary())
     return prompts
@@ -280,6 +286,13 @@ def is_same_file(training: PromptSourceConfig, validation: PromptSourceConfig) -
     if path is None or path != validation.path:
         return False
     return path.endswith(".jsonl") or training.split == validation.split
+
+
+def _token_ids_and_images(prompts: Iterable[Prompt]) -> Iterator[Any]:
+    """Token ids of each prompt, and behind them digests of its images."""
+    for prompt in prompts:
+        digests = prompt.images.digests() if prompt.images is not None else ()
+        yield (*prompt.token_ids, *b"".join(digests))
 
 
 @contextmanager

@@ -92,6 +92,8 @@ def layout_lines(config: MasterConfig, transformer: TransformerConfig) -> list[s
         ("tensor parallel (TP)", str(megatron.tensor_model_parallel_size)),
         ("pipeline parallel (PP)", _pipeline(transformer)),
     ]
+    if megatron.context_parallel_size > 1:
+        rows.append(("context parallel (CP)", str(megatron.context_parallel_size)))
     if transformer.num_moe_experts is not None:
         experts = transformer.num_moe_experts // megatron.expert_model_parallel_size
         rows += [

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.config.schema import DPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.schema_grpo import PromptDataConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig, TokenizerConfig
-from nemo_rl_moe.config.schema_run import DataSourceConfig
+from nemo_rl_moe.config.schema_run import DataConfig, DataSourceConfig
 from nemo_rl_moe.data.corrected_templates import correct_template
+from nemo_rl_moe.data.image_files import ImageReader, image_folder
+from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, image_tokenizer
 from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
@@ -33,6 +36,7 @@ from nemo_rl_moe.models.hf_files import (
     load_hf_config,
 )
 from nemo_rl_moe.models.model_files import collect_model_files
+from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME
@@ -56,6 +60,7 @@ class PreparedModel:
         tokenizer: The tokenizer in use.
         files: What lies beside exported weights, file name to content.
         policy: The section that describes it, of the policy or of another role.
+        pictures: Rule by which it takes images; None: it takes text alone.
     """
 
     source: ModelSource
@@ -63,6 +68,7 @@ class PreparedModel:
     tokenizer: "PreTrainedTokenizerBase"
     files: Mapping[str, bytes]
     policy: PolicyConfig
+    pictures: PictureRule | None = None
 
 
 def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel:
@@ -78,6 +84,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
         hf_config, config_json = load_hf_config(str(folder)), load_config_json(str(folder))
         if problems := too_long_sequences(policy, config_json):
             raise ConfigurationError(problems)
+        pictures = load_picture_rule(str(folder), hf_config)
         check_weights(policy, folder)
         # Imported here: Megatron-Core takes seconds to import, which the phase tells.
         from nemo_rl_moe.models.megatron.model.router_settings import exported_config
@@ -90,7 +97,7 @@ def prepare_model(policy: PolicyConfig, console: ConsoleLogger) -> PreparedModel
     tokenizer = load_tokenizer(policy.tokenizer.name, policy.tokenizer.chat_template)
     files = collect_model_files(exported.content, hf_config, folder, tokenizer)
     use_corrected_template(tokenizer, policy.tokenizer, console)  # behind what is exported, which keeps the model's own
-    return PreparedModel(source, hf_config, tokenizer, files, policy)
+    return PreparedModel(source, hf_config, tokenizer, files, policy, pictures)
 
 
 def use_corrected_template(
@@ -143,6 +150,7 @@ def read_samples(
     source: DataSourceConfig,
     tokenizer: Any,
     console: ConsoleLogger,
+    pictures: PictureRule | None,
 ) -> Samples:
     """Reads and tokenises one set of samples, and tells what was cut, dropped or skipped.
 
@@ -152,6 +160,7 @@ def read_samples(
         source: Entry of the `data` section.
         tokenizer: The model's.
         console: Shows the phase and the report.
+        pictures: Rule by which the model takes images; None: it takes text alone.
 
     Raises:
         DataError: A file is missing or a line cannot be used.
@@ -165,9 +174,24 @@ def read_samples(
             longest,
             config.data.on_bad_line,
             run_wide=run_wide_inputs(config.data.tools, config.data.chat_template_kwargs),
+            images=RecordImages(config.data.image_key, images_of_data(config.data, source.path, tokenizer, pictures)),
         )
     console.message(samples.report.summary())
     return samples
+
+
+def images_of_data(
+    data: DataConfig | PromptDataConfig, path: str | None, tokenizer: Any, pictures: PictureRule | None
+) -> ImageTokenizer | None:
+    """Treatment of a data set's images; None: the model takes text alone.
+
+    Raises:
+        DataError: The tokenizer lacks a token that the model needs.
+    """
+    if pictures is None:
+        return None
+    reader = ImageReader(image_folder(path, data.image_root), data.max_image_pixels)
+    return image_tokenizer(pictures, tokenizer, reader)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from nemo_rl_moe.algorithms.sft import train_sft
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.checkpoints.changes import TRAINING_DATA, samples_fingerprint
 from nemo_rl_moe.config.schema import SFTMasterConfig
-from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches
+from nemo_rl_moe.data.loader import GlobalBatchLoader, sequential_batches, token_ids_and_images
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.tokenizer import pad_token_id
 from nemo_rl_moe.distributed.batch import TokenBatch
@@ -23,19 +23,22 @@ def run_sft(config: SFTMasterConfig, run: TrainingRun) -> None:
         UserError: The model, the tokenizer or the data cannot be used.
         WorkerDiedError: A worker failed.
     """
-    tokenizer = run.prepare_model().tokenizer
-    training = read_samples(load_sft_dataset, config, config.data.train, tokenizer, run.console)
+    model = run.prepare_model()
+    tokenizer = model.tokenizer
+    training = read_samples(load_sft_dataset, config, config.data.train, tokenizer, run.console, model.pictures)
     batch_size, padding = config.policy.train_global_batch_size, pad_token_id(tokenizer)
     loader = GlobalBatchLoader(training, batch_size, padding, config.sft.seed, config.data.shuffle)
     held_out = None
     if config.data.validation is not None:
-        held_out = read_samples(load_sft_dataset, config, config.data.validation, tokenizer, run.console)
+        held_out = read_samples(
+            load_sft_dataset, config, config.data.validation, tokenizer, run.console, model.pictures
+        )
 
     def validation_batches() -> Iterator[TokenBatch]:
         assert held_out is not None
         return sequential_batches(held_out, batch_size, padding, config.sft.val_batches)
 
-    fingerprint = samples_fingerprint(config.data.train.path, (example.input_ids for example in training))
+    fingerprint = samples_fingerprint(config.data.train.path, token_ids_and_images(training))
     run.begin(num_training_steps(config.sft, len(loader)), {TRAINING_DATA: fingerprint})
     if run.is_complete:
         return

@@ -141,11 +141,13 @@ class PictureRule:
         sizes: Of its pictures.
         resample: Pillow's number of the filter.
         pixels: Their numbers.
+        token_id: Stands for a piece of a picture; a chat template shows one of them for each image.
     """
 
     sizes: PatchSizes | TileSizes
     resample: int
     pixels: PixelRule
+    token_id: int
 
     def num_tokens(self, height: int, width: int) -> int:
         """Image tokens of an image of this size.
@@ -197,7 +199,7 @@ def load_picture_rule(model_name: str, hf_config: Any) -> PictureRule | None:
         )
     if not isinstance(found, Mapping):
         raise ConfigurationError(f"{_KEY}: {file}: got {shortened(repr(found))}, expected an object")
-    return _Fields(file, found).rule(hf_config.vision_config, getattr(hf_config, "downsample_ratio", None))
+    return _Fields(file, found).rule(hf_config)
 
 
 @dataclass(frozen=True)
@@ -212,12 +214,8 @@ class _Fields:
     file: str
     values: Mapping[str, Any]
 
-    def rule(self, vision: Any, downsample_ratio: float | None) -> PictureRule:
-        """The whole rule.
-
-        Args:
-            vision: The model's `vision_config`.
-            downsample_ratio: The model's.
+    def rule(self, hf_config: Any) -> PictureRule:
+        """The whole rule for a model.
 
         Raises:
             ConfigurationError: It is not supported, or does not go with the model.
@@ -226,11 +224,13 @@ class _Fields:
             if self.values.get(name, True) is False:
                 raise self._error(name, False, "true")
         kind = str(self.values.get("image_processor_type", "")).removesuffix("Fast").removesuffix("Pil")
+        vision, token_id = hf_config.vision_config, hf_config.image_token_id
+        downsample_ratio = getattr(hf_config, "downsample_ratio", None)
         resample = self._whole("resample", _BICUBIC, least=0)
         if kind == _PATCHES:
-            return PictureRule(self._patch_sizes(vision), resample, self._pixels(vision))
+            return PictureRule(self._patch_sizes(vision), resample, self._pixels(vision), token_id)
         if kind == _TILES:
-            return PictureRule(self._tile_sizes(vision, downsample_ratio), resample, self._pixels(vision))
+            return PictureRule(self._tile_sizes(vision, downsample_ratio), resample, self._pixels(vision), token_id)
         raise self._error("image_processor_type", self.values.get("image_processor_type"), f"{_PATCHES} or {_TILES}")
 
     def _patch_sizes(self, vision: Any) -> PatchSizes:

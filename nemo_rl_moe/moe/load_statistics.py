@@ -29,10 +29,14 @@ class ExpertLoad:
     Attributes:
         layers: Global decoder layer index of each row.
         counts: Exact counts, each real token `k` times; on the host.
+        image_counts: Those of image tokens alone, of a model with vision; None of others.
+        topk: `k`; None where nobody needs it.
     """
 
     layers: tuple[int, ...]
     counts: Int[Tensor, "layers experts"]
+    image_counts: Int[Tensor, "layers experts"] | None = None
+    topk: int | None = None
 
 
 class LayerLoad(TypedDict):

@@ -66,6 +66,7 @@ class ExpertLoadRecorder:
 
     Attributes:
         counts: `c[m,i,e]` of this rank.
+        image_counts: Those of image tokens, over all microbatches; None where nobody tells them apart.
         events: Passes of this rank in order.
         expert_load: The load matrix of the last step over all ranks, once it has been reduced.
     """
@@ -75,29 +76,49 @@ class ExpertLoadRecorder:
         self._device = device
         self._microbatch: int | None = None
         self._indices: list[tuple[int, Tensor, Tensor | None]] = []
+        self._is_image: Bool[Tensor, " tokens"] | None = None
         self._offsets: dict[tuple[int, ...], Tensor] = {}
         self.counts: Int[Tensor, "microbatches moe_layers experts"] = torch.zeros(0, *self._shape, dtype=torch.long)
+        self.image_counts: Int[Tensor, "moe_layers experts"] | None = None
         self.events: list[StepEvent] = []
         self.expert_load: ExpertLoad | None = None
 
-    def start(self, num_microbatches: int) -> None:
-        """Clears what was recorded and makes room for so many microbatches."""
+    def start(self, num_microbatches: int, *, counts_images: bool = False) -> None:
+        """Clears what was recorded and makes room for so many microbatches.
+
+        Args:
+            num_microbatches: Microbatches of the call.
+            counts_images: Count image tokens apart too; the same on every rank.
+        """
         self.events = []
+        self.image_counts = torch.zeros(self._shape, dtype=torch.long, device=self._device) if counts_images else None
         if self.counts.shape[0] == num_microbatches:
             self.counts.zero_()
         else:
             self.counts = torch.zeros(num_microbatches, *self._shape, dtype=torch.long, device=self._device)
 
     @contextmanager
-    def training_forward(self, chunk: int, microbatch: int) -> Iterator[None]:
-        """While open, the routers' assignments count for this microbatch."""
+    def training_forward(
+        self, chunk: int, microbatch: int, is_image: Bool[Tensor, " tokens"] | None = None
+    ) -> Iterator[None]:
+        """While open, the routers' assignments count for this microbatch.
+
+        Args:
+            chunk: Index of the model chunk.
+            microbatch: Index of the microbatch.
+            is_image: True on image tokens, of the tokens that this rank's routers see, in their order; None: all are
+                text.
+        """
         self.events.append(StepEvent(FORWARD, chunk, microbatch))
         self._microbatch = microbatch
+        self._is_image = None if self.image_counts is None else is_image
         try:
             yield
-            self._add_indices(self.counts[microbatch], self._indices)
+            self._add_indices(self.counts[microbatch], self._indices, None)
+            if self.image_counts is not None and self._is_image is not None:
+                self._add_indices(self.image_counts, self._indices, self._is_image)
         finally:
-            self._microbatch = None
+            self._microbatch = self._is_image = None
             self._indices = []
 
     @property
@@ -126,15 +147,25 @@ class ExpertLoadRecorder:
         if self._microbatch is None:
             return
         if routed.dtype == torch.bool:
-            valid = None if padding is None else ~padding
-            add_assignments(self.counts[self._microbatch, layer_position], routed, valid)
+            add_assignments(self.counts[self._microbatch, layer_position], routed, _counted(padding, None))
+            if self.image_counts is not None and self._is_image is not None:
+                add_assignments(self.image_counts[layer_position], routed, _counted(padding, self._is_image))
         else:
             self._indices.append((layer_position, routed, padding))
 
     def _add_indices(
-        self, counts: Int[Tensor, "moe_layers experts"], calls: Sequence[tuple[int, Tensor, Tensor | None]]
+        self,
+        counts: Int[Tensor, "moe_layers experts"],
+        calls: Sequence[tuple[int, Tensor, Tensor | None]],
+        only: Bool[Tensor, " tokens"] | None,
     ) -> None:
-        """Adds router calls, at once those that saw the same tokens: on small models each operation takes its time."""
+        """Adds router calls, at once those that saw the same tokens: on small models each operation takes its time.
+
+        Args:
+            counts: Assignments so far.
+            calls: Row of the layer, indices and padding of each call.
+            only: Tokens that count; None: all but padding.
+        """
         alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
         for call in calls:
             _, routed, padding = call
@@ -145,9 +176,17 @@ class ExpertLoadRecorder:
                 offsets = torch.tensor(positions, device=counts.device) * counts.shape[1]
                 self._offsets[positions] = offsets[:, None, None]
             places = torch.stack([routed for _, routed, _ in group]) + self._offsets[positions]
-            if padding is not None:
-                padding = padding[:, None].expand_as(places[0]).expand_as(places).reshape(-1)
-            add_assignments(counts.view(-1), places.view(-1, 1), None if padding is None else ~padding)
+            valid = _counted(padding, only)
+            if valid is not None:
+                valid = valid[:, None].expand_as(places[0]).expand_as(places).reshape(-1)
+            add_assignments(counts.view(-1), places.view(-1, 1), valid)
+
+
+def _counted(padding: Bool[Tensor, " tokens"] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
+    """True on tokens that count; None: all of them."""
+    if padding is None:
+        return only
+    return ~padding if only is None else only & ~padding
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:

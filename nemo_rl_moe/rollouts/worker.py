@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.environments.interface import BatchScorer, Score, ScoringItem
 from nemo_rl_moe.generation.interface import (
     GeneratedSequence,
@@ -97,6 +97,7 @@ class RolloutWorker:
 
         Raises:
             EnvironmentFailedError: The watch ends the run.
+            DataError: An image of a prompt cannot be read any more, or has changed.
         """
         seeds = np.random.SeedSequence(list(seed_key)).generate_state(len(prompts) * num_generations, np.uint64)
         self.engine.wake()
@@ -118,7 +119,9 @@ class RolloutWorker:
         requests: _Pool[GenerationRequest, GeneratedSequence] = _Pool(self.engine.generate)
         items: _Pool[ScoringItem, Score] = _Pool(lambda batch: enumerate(self.scorer.score(batch)))
         loop = asyncio.get_running_loop()
-        repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+        # The trajectories of a group share the arrays of their images.
+        prepared = zip(prompts, prompt_inputs(prompts), strict=True)
+        repeated = [pair for pair in prepared for _ in range(num_generations)]
         tasks = [
             loop.create_task(
                 self.environment.rollout(
@@ -133,10 +136,11 @@ class RolloutWorker:
                         decode=self.decode,
                         encode=self.encode,
                         reward_weights=self.reward_weights,
+                        model_inputs=dict(inputs),
                     )
                 )
             )
-            for number, (prompt, seed) in enumerate(zip(repeated, seeds, strict=True))
+            for number, ((prompt, inputs), seed) in enumerate(zip(repeated, seeds, strict=True))
         ]
         try:
             while await _all_wait(tasks, requests, items):

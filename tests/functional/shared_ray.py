@@ -95,7 +95,14 @@ def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> sub
 
     Returns:
         Exit code and output, as of a process.
+
+    Raises:
+        AssertionError: NCCL would not have carried what the run's ranks have said to each other.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with chdir(folder):
-        return called_here([*words, "--run-id", uuid.uuid4().hex], merged=merged)
+        done = called_here([*words, "--run-id", uuid.uuid4().hex], merged=merged)
+    problems = _server.problems() if _server is not None else []
+    # Ranks of a run that has failed were stopped wherever they were.
+    assert done.returncode or not problems, "\n".join(problems)
+    return done

@@ -5,6 +5,8 @@
 A rank's process spends three of its four seconds on imports; tests of what runs compute start over a hundred of them.
 Ray starts `python forked_workers.py SOCKET default_worker.py ...` in place of Python: that asks the server behind the
 socket for a fork that takes its arguments, environment, working folder and standard streams, and ends when that ends.
+
+What workers say to each other is recorded, and must be what NCCL would carry: `nccl_rules`.
 """
 
 import contextlib
@@ -34,6 +36,12 @@ class WorkerServer:
         """Command that Ray is to use as Python: its `py_executable`."""
         return f"{sys.executable} -S {__file__} {self._path}"
 
+    def problems(self) -> list[str]:
+        """What NCCL would not have carried of what workers have said since the last call."""
+        from tests.support.nccl_rules import take_problems
+
+        return take_problems(Path(self._folder))
+
     def start(self) -> None:
         """Starts it, with this process's environment; returns when it has imported everything."""
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({self._path!r})"]
@@ -59,6 +67,7 @@ def serve(path: str) -> None:  # pragma: no cover  (runs in another process)
 
     import nemo_rl_moe.models.megatron.model.agreement
     import nemo_rl_moe.models.megatron.training.trainer  # noqa: F401
+    from tests.support.nccl_rules import record_into
 
     # Threads do not survive a fork.
     torch.set_num_threads(1)
@@ -83,6 +92,7 @@ def serve(path: str) -> None:  # pragma: no cover  (runs in another process)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             selector.close()
             listener.close()
+            record_into(Path(path).parent)
             _become(json.loads(request), streams)
         for stream in streams:
             os.close(stream)

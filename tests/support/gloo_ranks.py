@@ -5,6 +5,8 @@
 Megatron-Core takes many seconds to import, so it is imported once, in a server process from which ranks are forked. A
 rank's process is used again by the next call, after `rank_state` has put its state back; a call that fails costs the
 processes that it ran in, and a call with `fresh=True` has some of its own.
+
+What the ranks say to each other must be what NCCL would carry too: `nccl_rules`.
 """
 
 import atexit
@@ -49,6 +51,12 @@ class _Failure:
 
 
 @dataclass(frozen=True)
+class _Answer:
+    value: Any
+    record: Any
+
+
+@dataclass(frozen=True)
 class _Rank:
     process: BaseProcess
     connection: Connection
@@ -68,7 +76,7 @@ _idle: dict[str, list[_Rank]] = {}
 
 def _serve_calls(connection: Connection, stack_file: str, prepared_by: str) -> None:
     """What a rank's process does: run functions, one after the other, and send what each returned."""
-    from tests.support import rank_state
+    from tests.support import nccl_rules, rank_state
 
     first_on_path: list[str] = importlib.import_module(prepared_by).prepare() if prepared_by else []
 
@@ -90,12 +98,13 @@ def _serve_calls(connection: Connection, stack_file: str, prepared_by: str) -> N
                 function = getattr(importlib.import_module(call.module), call.function)
                 state.note_new_modules()
                 os.environ.update(call.environment)
-                answer = function(*call.arguments)
-                connection.send(answer)
+                with nccl_rules.recorded() as record:
+                    answer = function(*call.arguments)
+                connection.send(_Answer(answer, record))
             except BaseException:
                 connection.send(_Failure(traceback.format_exc()))
                 break
-            del call, function, answer
+            del call, function, answer, record
             state.restore()
             connection.send(rank_state.num_threads() <= _MOST_THREADS)
         # The answer is sent; nothing is worth waiting for peers that still need this rank.
@@ -127,9 +136,11 @@ def run_ranks(
         What each rank returned, in rank order.
 
     Raises:
-        RankError: A rank raised, died, or did not answer in time.
+        RankError: A rank raised, died, or did not answer in time; or NCCL would not have carried what they said.
     """
     from torch.distributed import TCPStore
+
+    from tests.support.nccl_rules import problems_of_job
 
     fresh = fresh or _ALWAYS_FRESH
     ranks = _start(world_size, prepared_by) if fresh else _take(world_size, prepared_by)
@@ -143,7 +154,7 @@ def run_ranks(
         answers = _collect(ranks, time.monotonic() + timeout_s)
         problems = [
             f"rank {index}: {answer.text}" for index, answer in sorted(answers.items()) if isinstance(answer, _Failure)
-        ]
+        ] or problems_of_job([answers[index].record for index in range(world_size)])
     finally:
         if fresh or problems:
             for rank in ranks:
@@ -152,7 +163,7 @@ def run_ranks(
             _idle.setdefault(prepared_by, []).extend(ranks)
     if problems:
         raise RankError("\n".join(problems))
-    return [answers[index] for index in range(world_size)]
+    return [answers[index].value for index in range(world_size)]
 
 
 # For comparing both ways: results must be the same.

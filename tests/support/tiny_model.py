@@ -14,7 +14,8 @@ from transformers import Qwen3MoeConfig
 from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch, make_shard
+from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch, make_shard, per_token
+from nemo_rl_moe.models.images import IS_IMAGE
 from tests.support.rank_state import keep_process_groups
 
 NUM_SEQUENCES = 8
@@ -107,6 +108,12 @@ def layout(**sizes: int) -> dict[str, Any]:
     return {names[name]: size for name, size in sizes.items()} | {"sequence_parallel": sizes.get("tp", 1) > 1}
 
 
+def sharing_sequences(policy: Any, num_ranks: int) -> Any:
+    """The policy with context parallelism, which a configuration for CPUs cannot ask for."""
+    megatron = policy.megatron_cfg.model_copy(update={"context_parallel_size": num_ranks})
+    return policy.model_copy(update={"megatron_cfg": megatron})
+
+
 def tiny_batch(seed: int, vocabulary_size: int = 64, shortest: int = 5, longest: int = 17) -> TokenBatch:
     """Eight random sequences of different lengths; the first three tokens of each are the prompt."""
     generator = torch.Generator().manual_seed(seed)
@@ -120,6 +127,17 @@ def tiny_batch(seed: int, vocabulary_size: int = 64, shortest: int = 5, longest:
         token_mask=trained,
         sample_ids=tuple(f"sample {index}" for index in range(NUM_SEQUENCES)),
     )
+
+
+def with_image_tokens(batch: TokenBatch, seed: int = 7) -> TokenBatch:
+    """The batch with a mask of image tokens, as a model with vision has it: on none of its sequences' last tokens, on
+    none at all of two sequences, and on padding too, where it says nothing.
+    """
+    rows, width = batch.input_ids.shape
+    is_image = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.4
+    is_image[2] = is_image[6] = False
+    is_image &= torch.arange(width) != (batch.lengths - 1)[:, None]
+    return batch.with_columns(**{IS_IMAGE: per_token(is_image, Destination.MODEL, fill=False)})
 
 
 def shard_of_rank(

@@ -14,7 +14,14 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from tests.support.family_models import FAMILY_MODELS
-from tests.support.tiny_model import MICROBATCHES, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config
+from tests.support.tiny_model import (
+    MICROBATCHES,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_hf_config,
+    with_image_tokens,
+)
 
 # The second one moves weights that the first has moved, with moments that it has left.
 NUM_STEPS = 2
@@ -31,6 +38,7 @@ class RunSettings:
         microbatches: Sequences of each microbatch, over all data-parallel ranks.
         batch: Arguments of `tiny_batch`.
         num_steps: Optimizer steps.
+        images: Some tokens are image tokens.
     """
 
     policy: PolicyConfig
@@ -38,6 +46,7 @@ class RunSettings:
     microbatches: Sequence[Sequence[int]] = MICROBATCHES
     batch: Mapping[str, int] = field(default_factory=dict)
     num_steps: int = NUM_STEPS
+    images: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,8 @@ def shard_of_step(trainer: MegatronTrainer, settings: RunSettings, step: int) ->
     """What this rank trains on in one step."""
     place = trainer.coordinates
     batch = tiny_batch(100 + step, **settings.batch)
+    if settings.images:
+        batch = with_image_tokens(batch)
     return shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, settings.microbatches)
 
 

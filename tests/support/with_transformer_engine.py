@@ -25,6 +25,7 @@ _ROOMS = ("megatron", "nemo_rl_moe.models.megatron", "nemo_rl_moe.models.policy"
 _KEPT = (
     "tests.support",
     "tests.support.gloo_ranks",
+    "tests.support.nccl_rules",
     "tests.support.rank_state",
     "tests.support.rank_imports",
     __name__,
@@ -32,10 +33,15 @@ _KEPT = (
 
 
 class _CudaIsTheHost(TorchFunctionMode):
-    """Makes tensors on the host that are asked for on a GPU: Megatron-Core names it, with fused permutation."""
+    """Makes tensors on the host that are asked for on a GPU, which Megatron-Core names with fused permutation and with
+    context parallelism."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
         if kwargs.get("device") is not None and str(kwargs["device"]).startswith("cuda"):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         return function(*args, **kwargs)

@@ -401,7 +401,7 @@ def generic(key: str) -> str:
 
 
 def test_documented_keys_are_those_of_a_real_report() -> None:
-    """Two expert-parallel ranks train the tiny model one step with everything turned on."""
+    """Two expert-parallel ranks train the tiny model one step with everything turned on, and image tokens."""
     policy = tiny_policy(
         2,
         **layout(ep=2),
@@ -413,6 +413,8 @@ def test_documented_keys_are_those_of_a_real_report() -> None:
         moe_metrics__mode="detailed",
         moe_metrics__what_if_expert_parallel_sizes="[4]",
     )
-    (metrics, other) = (run.moe_metrics[0] for run in run_ranks(train_run, 2, RunSettings(policy, num_steps=1)))
+    (metrics, other) = (
+        run.moe_metrics[0] for run in run_ranks(train_run, 2, RunSettings(policy, num_steps=1, images=True))
+    )
     assert metrics == other
     assert {generic(key) for key in metrics} == documented_keys(METRICS_PAGE)

@@ -133,6 +133,21 @@ def test_engine_of_vllm_on_cpus(capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "sleep" not in printed
 
 
+def test_ranks_that_share_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [f"{MEGATRON}.context_parallel_size=4", "policy.generation.backend=vllm"]
+    code, printed, errors = plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B, *chosen, "--target", "8xH100")
+    assert (code, errors) == (0, "")
+    rows = values(printed)
+    assert (rows["data parallel (DP)"], rows["context parallel (CP)"]) == ("2", "4")
+    # Over all eight ranks, as without.
+    assert rows["optimizer: master weights and two moments (float32, sharded)"] == "2.58"
+    # Inputs of 28 layers of a quarter of the tokens, 2 x 2048 bytes each, and logits of a chunk of 1,024.
+    activations = 28 * 4096 // 4 * 2 * 2048 + 1024 * 151936 * 4
+    label = next(label for label in rows if label.startswith("+ in a backward pass, 4096 tokens"))
+    assert rows[label] == f"{activations / 1e9:.2f}"
+    assert "context parallel (CP)" not in values(plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)[1])
+
+
 def test_forced_routing_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.moe_router_force_hot_rank=0")
     assert "FORCED ROUTING" in printed

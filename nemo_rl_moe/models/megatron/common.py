@@ -27,6 +27,7 @@ from nemo_rl_moe.models.megatron.model.transformer_config import (
 from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.modality_metrics import modality_metrics
 from nemo_rl_moe.moe.overload_factor import OverloadSums, overload_metrics, predictions, what_if_metrics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, reduce_over_ranks, sum_over_ranks
 
@@ -59,9 +60,9 @@ def get_moe_metrics(
     a value other than 0.
 
     With a configuration, names and layers follow from it, and a loss that is enabled and was not recorded is 0. Also
-    with a recorder, load balance travels in the same all-reduce. Overload factors are worked out among the ranks that
-    exchange tokens; their sums travel in it too, and their maxima in a second one. What goes over the whole job grows
-    neither with ranks nor with microbatches.
+    with a recorder, load balance travels in the same all-reduce, that of image tokens too where the recorder tells them
+    apart. Overload factors are worked out among the ranks that exchange tokens; their sums travel in it too, and their
+    maxima in a second one. What goes over the whole job grows neither with ranks nor with microbatches.
 
     Args:
         loss_scale: `1 / num_microbatches`, with the microbatches of the whole step on each data-parallel rank.
@@ -112,7 +113,9 @@ def get_moe_metrics(
     if recorder is None:
         return metrics
     assert reduced.load is not None
-    recorder.expert_load = load = ExpertLoad(tuple(layers), reduced.load)
+    recorder.expert_load = load = ExpertLoad(
+        tuple(layers), reduced.load, reduced.image_load, int(config.moe_router_topk)
+    )
     metrics |= load_balance_metrics(
         load,
         router_topk=config.moe_router_topk,
@@ -120,6 +123,7 @@ def get_moe_metrics(
         top_k_experts=top_k_experts,
         detailed=detailed,
     )
+    metrics |= modality_metrics(load, detailed=detailed)
     if reduced.overload is not None:
         metrics |= overload_metrics(reduced.overload, layers, reduced.peak_ratio, per_layer=per_layer_logging)
         _, *predicted = predictions(reduced.overload)
@@ -191,12 +195,14 @@ class _Reduced:
     Attributes:
         losses: Auxiliary losses by name and MoE layer, summed over the microbatches.
         load: Assignments of each layer's experts; None without a recorder.
+        image_load: Those of image tokens; None where the recorder does not tell them apart.
         overload: Overload factors of the size that ran and of those that are asked for; None where nobody asks.
         peak_ratio: Highest of all ranks' `cumulative_peak_ratios`; None with `overload`.
     """
 
     losses: Float[Tensor, "names layers"]
     load: Int[Tensor, "layers experts"] | None = None
+    image_load: Int[Tensor, "layers experts"] | None = None
     overload: OverloadSums | None = None
     peak_ratio: float | None = None
 
@@ -212,18 +218,22 @@ def _reduce(
     sums, maxima = [_own_losses(names, config, device)], list[Tensor]()
     if recorder is not None:
         sums.append(recorder.counts.sum(0))
+        if recorder.image_counts is not None:
+            sums.append(recorder.image_counts)
         if what_if_sizes is not None:
             share, peak = overload_of_rank(recorder, config, what_if_sizes)
             sums += [share.factors, share.routed]
             maxima = [share.maxima, peak]
     (losses, *rest), highest = reduce_over_ranks(sums, maxima, device)
     losses = losses[:, list(layers)]
-    if not rest:
+    if recorder is None:
         return _Reduced(losses)
-    load, *of_overload = rest
-    if not of_overload:
-        return _Reduced(losses, load.long())
-    return _Reduced(losses, load.long(), OverloadSums(of_overload[0], of_overload[1], highest[0]), highest[1].item())
+    load = rest.pop(0).long()
+    image_load = None if recorder.image_counts is None else rest.pop(0).long()
+    if not rest:
+        return _Reduced(losses, load, image_load)
+    factors, routed = rest
+    return _Reduced(losses, load, image_load, OverloadSums(factors, routed, highest[0]), highest[1].item())
 
 
 def _share_of_rank(name: str) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
+from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shards, stored_per_token
 from nemo_rl_moe.distributed.cluster import RayCluster
@@ -60,7 +60,8 @@ POLICY_ROLE = "policy"
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
     """Batching of a policy: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
-        return PackedBatching(max_tokens=policy.sequence_packing.train_mb_tokens)
+        multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
+        return PackedBatching(policy.sequence_packing.train_mb_tokens, multiple)
     if policy.dynamic_batching.enabled:
         dynamic = policy.dynamic_batching
         return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens)
@@ -212,7 +213,7 @@ class ModelWorkers:
         return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
 
     def _start(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> Callable[[], list[Any]]:
-        """Calls every worker with its share of the batch; pipeline and tensor ranks of one share all get that share.
+        """Calls every worker with its share of the batch; pipeline, tensor and context ranks of one share all get that.
 
         Where there are fewer shares than data-parallel ranks, the last of those are not called.
         """
@@ -492,8 +493,9 @@ def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
     """Environment variables of the workers: what the layout needs on GPUs, then the user's."""
     megatron = policy.megatron_cfg
     # One queue to the GPU, so that what overlaps starts in the order of the calls, as Megatron-Core asks where
-    # tensor-parallel ranks talk while they compute.
-    by_layout = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if on_gpus and megatron.tensor_model_parallel_size > 1 else {}
+    # tensor-parallel or context-parallel ranks talk while they compute.
+    talk = megatron.tensor_model_parallel_size * megatron.context_parallel_size > 1
+    by_layout = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if on_gpus and talk else {}
     return by_layout | megatron.env_vars
 
 

@@ -74,8 +74,21 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
         ),
         (
             (f"{M}.context_parallel_size=2",),
-            f"{M}.context_parallel_size: got 2, expected 1: context parallelism needs Transformer Engine's attention"
-            " and is not supported here",
+            f"{M}.context_parallel_size: got 2, expected 1 on CPUs (cluster.gpus_per_node 0): only Transformer Engine's"
+            " attention lets ranks share a sequence",
+        ),
+        (
+            ("cluster.gpus_per_node=2", f"{M}.context_parallel_size=2", f"{M}.layer_spec=local"),
+            f"{M}.context_parallel_size: got 2, expected 1 with {M}.layer_spec local: only Transformer Engine's"
+            " attention lets ranks share a sequence",
+        ),
+        (
+            (
+                *("cluster.gpus_per_node=3", f"{M}.context_parallel_size=3"),
+                "policy.sequence_packing={enabled: true, train_mb_tokens: 64}",
+            ),
+            "policy.sequence_packing.train_mb_tokens: got 64, expected at least policy.max_total_sequence_length,"
+            f" padded for {M}.context_parallel_size 3, = 66",
         ),
         (
             (f"{M}.expert_tensor_parallel_size=2",),
@@ -153,7 +166,7 @@ def test_broken_rule_gives_its_one_line(problems_of: Problems, overrides: tuple[
 
 
 def _follows_from_context_parallel(problem: str, line: str) -> bool:
-    return "context_parallel_size: got" in line and problem != line
+    return "context_parallel_size: got" in line and problem.startswith("cluster: 1 workers")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,12 @@ BROKEN = [
         f"{VLLM}.tensor_parallel_size: got 2, expected 1 on CPUs (cluster.gpus_per_node 0)",
     ),
     (
+        (*ON_GPUS, "policy.generation.backend=megatron", "policy.megatron_cfg.context_parallel_size=2"),
+        "sequences_are_whole_where_they_grow",
+        "policy.generation.backend: got megatron, expected vllm with policy.megatron_cfg.context_parallel_size 2: the"
+        " trainer's ranks generate whole sequences alone",
+    ),
+    (
         (*ON_GPUS, f"{VLLM}.tensor_parallel_size=3"),
         "engines_have_places",
         f"{VLLM}.tensor_parallel_size: got 3, expected a divisor of cluster.gpus_per_node 4; nearest below: 2",

@@ -107,7 +107,7 @@ Problems = Callable[..., list[str]]
         ),
         (
             "env.name=maths",
-            "env.name: got 'maths' (str), expected one of math, reasoning_gym, callable or package.module:name;"
+            "env.name: got 'maths' (str), expected one of math, exact, reasoning_gym, callable or package.module:name;"
             " did you mean math?",
         ),
         ("env.timeout_s=.inf", "env.timeout_s: got inf (float), expected a finite number above 0 and up to 100000000"),

@@ -99,12 +99,12 @@ def test_nulls_that_a_table_fills_in_are_absent():
         ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "messages[0].content is null, expected a string, or a list of parts of type text",
+            "messages[0].content is null, expected a string, or a list of parts of type text or image",
         ),
         ({"messages": [{"role": 1, "content": "a"}]}, "messages[0].role is a number, expected a string"),
         (
             {"messages": [{"role": "user", "content": 3}]},
-            "messages[0].content is a number, expected a string, or a list of parts of type text",
+            "messages[0].content is a number, expected a string, or a list of parts of type text or image",
         ),
         (
             {"messages": [{"role": "user", "content": ["a"]}]},
@@ -123,7 +123,8 @@ def test_nulls_that_a_table_fills_in_are_absent():
         ({"conversations": [{"from": "human"}]}, "conversations[0] has no value"),
         (
             {"conversations": [{"from": "gpt", "value": None}]},
-            "conversations[0].value is null, expected a string, or a list of parts of type text, and no tool_calls",
+            "conversations[0].value is null, expected a string, or a list of parts of type text or image, "
+            "and no tool_calls",
         ),
         (
             {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},

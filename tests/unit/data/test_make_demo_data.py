@@ -232,6 +232,9 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
         on_bad_line="stop",
         shuffle=True,
         load_timeout_s=60.0,
+        image_key=None,
+        image_root=None,
+        max_image_pixels=1000,
         chat_template_kwargs={},
         tools=[],
     )

@@ -41,6 +41,9 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         "on_bad_line": "stop",
         "shuffle": True,
         "load_timeout_s": 60.0,
+        "image_key": "images",
+        "image_root": None,
+        "max_image_pixels": 1000,
         "chat_template_kwargs": {},
         "tools": [],
         "parameters": SUMS,
@@ -61,8 +64,9 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
             "rollout": None,
         }
     )
+    images = settings.pop("images", None)
     data = PromptDataConfig(train=source, validation=None, **settings)
-    return load_prompts(source, data, tokenizer, longest, environment)
+    return load_prompts(source, data, tokenizer, longest, environment, images)
 
 
 def problems(*args: Any, **kwargs: Any) -> list[str]:

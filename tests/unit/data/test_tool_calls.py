@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
-from nemo_rl_moe.data.messages import RecordError
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
+from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.records import parse_record
 from nemo_rl_moe.data.sft import load_sft_dataset
 from nemo_rl_moe.data.template_inputs import TemplateInputs
@@ -93,7 +93,8 @@ def test_no_calls_are_none():
     [
         (
             {"messages": [USER, {"role": "assistant", "content": None}]},
-            "messages[1].content is null, expected a string, or a list of parts of type text, and no tool_calls",
+            "messages[1].content is null, expected a string, or a list of parts of type text or image, "
+            "and no tool_calls",
         ),
         ({"messages": [USER, {"role": "assistant"}]}, "messages[1] has no content, and no tool_calls"),
         (
@@ -131,12 +132,12 @@ def test_no_calls_are_none():
             "messages[0].tool_calls stand in a turn of role user, expected assistant: the model calls tools",
         ),
         (
-            {"messages": [{**USER, "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, ANSWER]},
-            "messages[0].content[0] is a part of type 'image_url', expected text: models are trained on text alone",
+            {"messages": [{**USER, "content": [{"type": "video", "video": "v.mp4"}]}, ANSWER]},
+            "messages[0].content[0] is a part of type 'video', expected text or image",
         ),
         (
             {"messages": [{**USER, "content": [{"type": "text", "text": "a"}, {"text": "b"}]}, ANSWER]},
-            "messages[0].content[1] is a part without a type, expected text: models are trained on text alone",
+            "messages[0].content[1] is a part without a type, expected text or image",
         ),
         (
             {"messages": [{**USER, "content": [{"type": "text"}]}, ANSWER]},
@@ -217,6 +218,9 @@ def prompts_of(path, tokenizer, **data):
         "on_bad_line": "stop",
         "shuffle": False,
         "load_timeout_s": 60.0,
+        "image_key": "images",
+        "image_root": None,
+        "max_image_pixels": 1000,
         "tools": [],
         "chat_template_kwargs": {},
         **data,

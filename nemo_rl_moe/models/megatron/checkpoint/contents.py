@@ -154,6 +154,8 @@ def layout_name() -> str:
         "ep": parallel_state.get_expert_model_parallel_world_size(),
         "etp": parallel_state.get_expert_tensor_parallel_world_size(),
     }
+    if (context := parallel_state.get_context_parallel_world_size()) > 1:
+        sizes["cp"] = context
     return "_".join(f"{name}{size}" for name, size in sizes.items())
 
 

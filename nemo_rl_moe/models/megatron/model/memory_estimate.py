@@ -240,7 +240,8 @@ class WorkerMemory:
     Attributes:
         weights: Parameters in the number format of the run.
         gradients: Megatron-Core's buffers for them: float32 where they are reduced in it, else as the weights.
-        optimizer: The optimizer's share, sharded over (expert-)data-parallel ranks by the distributed optimizer.
+        optimizer: The optimizer's share, sharded over (expert-)data-parallel and context-parallel ranks by the
+            distributed optimizer.
         activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
             layer and, on the last stage, logits in float32, of a chunk where a microbatch has more. Everything else is
             not counted.
@@ -298,7 +299,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
     gradient_bytes = _FLOAT32 if parallel.grad_reduce_in_fp32 else weight_bytes
     updated = parameters.trained
     if parallel.use_distributed_optimizer:
-        updated = -(-parameters.dense // config.data_parallel_size)
+        updated = -(-parameters.dense // (config.data_parallel_size * megatron.context_parallel_size))
         updated += -(-parameters.experts // expert_data_parallel_size(config))
     weights = parameters.total * weight_bytes
     return WorkerMemory(
@@ -342,7 +343,7 @@ def expert_data_parallel_size(config: MasterConfig) -> int:
 
 
 def microbatch_tokens(config: MasterConfig) -> int:
-    """Most tokens of a microbatch, padding included."""
+    """Most tokens of a microbatch, padding included; with context parallelism of all ranks that share it."""
     policy = config.policy
     for budget in (policy.sequence_packing, policy.dynamic_batching):
         if budget.enabled:
@@ -363,7 +364,8 @@ def generation_batch_size(config: MasterConfig) -> int:
 
 
 def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
-    tokens, tensor = microbatch_tokens(config), transformer.tensor_model_parallel_size
+    tokens = -(-microbatch_tokens(config) // transformer.context_parallel_size)
+    tensor = transformer.tensor_model_parallel_size
     num_layers = sum(len(chunk) for chunk in layers_of_chunks(transformer, stage))
     # Sequence parallelism cuts the inputs, the cut vocabulary the logits.
     inputs = num_layers * tokens * transformer.hidden_size * transformer.params_dtype.itemsize // tensor

@@ -91,6 +91,7 @@ class ParallelCoordinates:
         pipeline_rank: Pipeline stage, without virtual stages.
         tensor_rank: Rank in the tensor-parallel group.
         is_last_stage: True where the loss is computed.
+        context_rank: Rank among those that share each sequence of this share of the batch.
     """
 
     data_parallel_rank: int
@@ -98,15 +99,16 @@ class ParallelCoordinates:
     pipeline_rank: int
     tensor_rank: int
     is_last_stage: bool
+    context_rank: int = 0
 
     @property
     def reports_loss(self) -> bool:
         """True on one rank for each share of the batch: the one whose metrics of the loss are counted."""
-        return self.is_last_stage and self.tensor_rank == 0
+        return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
 
 def initialize_parallel_state(megatron: MegatronConfig, rank: int, world_size: int, local_rank: int, seed: int) -> None:
-    """Joins the process group and cuts it into tensor, expert, data and pipeline groups.
+    """Joins the process group and cuts it into tensor, context, expert, data and pipeline groups.
 
     Args:
         megatron: The layout.
@@ -149,6 +151,7 @@ def parallel_coordinates() -> ParallelCoordinates:
         pipeline_rank=parallel_state.get_pipeline_model_parallel_rank(),
         tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
         is_last_stage=parallel_state.is_pipeline_last_stage(),
+        context_rank=parallel_state.get_context_parallel_rank(),
     )
 
 

@@ -8,10 +8,12 @@ another auxiliary loss; which of them a program has taken from where is seen now
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.families.vision import decoder_section
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS
 from nemo_rl_moe.models.megatron.model.transformer_config import (
     Z_LOSS,
@@ -81,7 +83,7 @@ def _what_it_replaces(name: str, own: _CONFIG_DICT, chosen: _CONFIG_DICT) -> str
 def _source_in_model(field: str | None, family: str, hf_config: Any, config_json: _CONFIG_DICT) -> str:
     if field is None:
         return f"as {family} has it"
-    if _is_in_file(field, hf_config, config_json):
+    if _is_in_file(field, hf_config, decoder_section(config_json, family_of(hf_config).vision)):
         return f"config.json: {field}"
     if not hasattr(hf_config, field):
         return f"config.json says nothing of {field}"
@@ -144,6 +146,17 @@ def exported_config(
     content["torch_dtype" if "torch_dtype" in content else "dtype"] = policy.precision
     if config.num_moe_experts is None:
         return ExportedConfig(content, ())
+    if family.vision is not None and isinstance(content.get("text_config"), Mapping):
+        of_decoder, not_expressed = _with_settings(policy, hf_config, content["text_config"], config)
+        return ExportedConfig(content | {"text_config": of_decoder}, not_expressed)
+    return ExportedConfig(*_with_settings(policy, hf_config, content, config))
+
+
+def _with_settings(
+    policy: PolicyConfig, hf_config: Any, content: _CONFIG_DICT, config: TransformerConfig
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The decoder's fields with the settings in force, and those settings that they cannot express."""
+    family, content = family_of(hf_config), dict(content)
     not_expressed = []
     # In the order of the fields: the kind of a loss follows from its coefficient in many families.
     chosen = policy.megatron_cfg.moe_transformer_fields.keys()
@@ -158,7 +171,7 @@ def exported_config(
                 break
         else:
             not_expressed.append(name)
-    return ExportedConfig(content, tuple(name for name in not_expressed if name in _OF_THE_MODEL))
+    return content, tuple(name for name in not_expressed if name in _OF_THE_MODEL)
 
 
 def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list[dict[str, Any]]:
@@ -178,7 +191,11 @@ def _candidates(fields: Mapping[str, str | None], name: str, value: Any) -> list
 def _as_transformers_has_it(hf_config: Any, content: _CONFIG_DICT, name: str) -> Any:
     """The setting that a model of this `config.json` has in transformers; equal to nothing where it can have none."""
     try:
-        return _own(type(hf_config).from_dict(dict(content)), name)
+        found = type(hf_config).from_dict(dict(content))
+        if family_of(hf_config).vision is not None:
+            # Flattened: what the whole model adds to its decoder's fields changes no router.
+            found = SimpleNamespace(**{**vars(hf_config), **vars(found), "model_type": hf_config.model_type})
+        return _own(found, name)
     except Exception:  # transformers and the family refuse values with types of their own
         return object()
 

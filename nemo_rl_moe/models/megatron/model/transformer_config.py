@@ -208,6 +208,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
     ]
     problems += _problems_with_layers(fields)
     problems += _problems_with_frozen_parts(policy, has_vision=family.vision is not None)
+    problems += _problems_with_shared_sequences(fields)
     if fields.get("softmax_type") == "learnable":
         problems += _problems_with_packed_sinks(policy)
     if "num_moe_experts" in fields:
@@ -240,6 +241,12 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
 def _problems_with_frozen_parts(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
     """Parts that are not there, and models or pipeline stages of which nothing would train."""
     freeze, key = policy.freeze, "policy.freeze."
+    shared = policy.megatron_cfg.context_parallel_size
+    if has_vision and shared > 1:
+        return [
+            f"policy.megatron_cfg.context_parallel_size: got {shared}, expected 1 for a vision-language model: pictures"
+            " are not cut among ranks"
+        ]
     if not has_vision:
         why = "the model takes no images, so that this is a part that it lacks, or all of it"
         return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value]
@@ -268,6 +275,29 @@ def _problems_with_packed_sinks(policy: PolicyConfig) -> list[str]:
         f" Transformer Engine {found[0]}.{found[1]}; expected false, or Transformer Engine {first[0]}.{first[1]} or"
         " newer"
     ]
+
+
+def _problems_with_shared_sequences(fields: dict[str, Any]) -> list[str]:
+    """Context parallelism of models whose attention Transformer Engine does not compute while keys and values go from
+    rank to rank, and other ways for these, which have not been tried here."""
+    ranks, key = fields["context_parallel_size"], "policy.megatron_cfg"
+    if ranks == 1:
+        return []
+    of_model = {
+        "windows": fields.get("window_size") is not None,
+        "sinks": fields.get("softmax_type") == "learnable",
+    }
+    problems = []
+    if names := " and ".join(name for name, has_some in of_model.items() if has_some):
+        problems.append(
+            f"{key}.context_parallel_size: got {ranks}, expected 1: ranks cannot share sequences of a model with"
+            f" attention {names}"
+        )
+    if (way := fields.get("cp_comm_type")) not in (None, "p2p"):
+        problems.append(
+            f"{key}.model_overrides.cp_comm_type: got {way!r}, expected 'p2p' with {key}.context_parallel_size {ranks}"
+        )
+    return problems
 
 
 def _problems_with_layers(fields: dict[str, Any]) -> list[str]:

@@ -253,9 +253,8 @@ def tower_buffers_in_float32(chunks: Sequence[GPTModel]) -> Iterator[None]:
     kept = [
         (module, name, buffer)
         for chunk in chunks
-        if isinstance(chunk, VisionInput)
-        for name, tower in chunk.named_children()
-        if f"{name}." == PREFIX
+        for child, tower in chunk.named_children()
+        if f"{child}." == PREFIX
         for module in tower.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.dtype == torch.float32

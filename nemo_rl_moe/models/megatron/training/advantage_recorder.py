@@ -134,7 +134,8 @@ class AdvantageRecorder:
         if self._config.sequence_parallel or tensor_rank == 0:
             counts[places.to(self._device)] = self._counts[:-1]
         facts = torch.zeros(num_sequences, 3, dtype=torch.float64)
-        if tensor_rank == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0:
+        is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
+        if is_first_stage and parallel_state.get_tensor_and_context_parallel_group().rank() == 0:
             facts[places] = torch.cat([_facts_of(batch) for batch in batches])
         return [counts, facts]
 
@@ -190,13 +191,8 @@ def rows_of_tokens(
         cut: This rank's block of columns.
     """
     trained = microbatch.batch.token_mask[:, 1:]
-    device, (num_sequences, width) = trained.device, trained.shape
-    flat = torch.full((microbatch.input_ids.numel() + 1,), other_row, device=device)
-    places = microbatch.sequence_start[:, None] + torch.arange(width, device=device)
-    rows = torch.arange(first_row, first_row + num_sequences, device=device)[:, None].expand(num_sequences, width)
-    # The place behind the last one takes what does not count.
-    flat.scatter_(0, places.where(trained, len(flat) - 1).reshape(-1), rows.reshape(-1))
-    return in_router_order(flat[:-1].view_as(microbatch.input_ids), cut)
+    rows = torch.arange(first_row, first_row + len(trained), device=trained.device)[:, None].expand_as(trained)
+    return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
 
 
 def _facts_of(batch: TokenBatch) -> Float[Tensor, "sequences 3"]:

@@ -39,8 +39,8 @@ class StagesOfLayers:
         if self._group.size() > 1:
             dist.all_reduce(stages, group=self._group)
         self._layers = [(stages == stage).nonzero()[:, 0].to(device) for stage in range(self._group.size())]
-        # The ranks of one stage that share each layer have all seen the same tokens: one of them tells.
-        self._tells = parallel_state.get_tensor_model_parallel_rank() == 0
+        # The ranks of one stage that share each layer have all seen the same tokens, or been told: one of them tells.
+        self._tells = parallel_state.get_tensor_and_context_parallel_group().rank() == 0
 
     def gather(self, routes: Int[Tensor, "... moe_layers topk"]) -> None:
         """Fills in, on the last stage's reporting rank, the layers of all stages. Every rank calls it."""
@@ -162,10 +162,8 @@ def routes_of_microbatch(
         group = parallel_state.get_tensor_model_parallel_group()
         dist.all_gather(blocks, captured.contiguous().view(torch.uint8), group=group)
         captured = torch.cat([block.view(torch.int16) for block in blocks])
-    captured = captured.contiguous()
-    stages.gather(captured)
-    rows = microbatch.input_ids.shape[0]
-    by_row = captured.unflatten(0, (-1, rows)).transpose(0, 1)
+    by_row = microbatch.whole(captured.unflatten(0, (-1, microbatch.input_ids.shape[0])).transpose(0, 1)).contiguous()
+    stages.gather(by_row)
     on_host = by_row.cpu().numpy()
     lengths, starts = microbatch.batch.lengths.tolist(), microbatch.sequence_start.tolist()
     if microbatch.packed_seq_params is None:

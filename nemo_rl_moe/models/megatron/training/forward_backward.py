@@ -13,10 +13,12 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
 from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, hidden_states_only
+from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -24,7 +26,7 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, cut_of_rank, in_router_order
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
@@ -151,15 +153,17 @@ class ForwardBackward:
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(microbatches),
-            seq_length=microbatches[0].input_ids.shape[1],
+            seq_length=microbatches[0].num_columns,
             micro_batch_size=microbatches[0].input_ids.shape[0],
             forward_only=forward_only,
         )
         return results
 
     def _prepare(self, token_batches: Sequence[TokenBatch]) -> list[ModelMicrobatch]:
+        place = place_of_rank()
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        shape = MicrobatchShape(multiple, pixels_per_token=self.pixels_per_token)
+        multiple *= place.sequence_multiple
+        shape = MicrobatchShape(multiple, place=place, pixels_per_token=self.pixels_per_token)
         if self.config.pipeline_model_parallel_size > 1:
             shape = common_shape(token_batches, shape, packed=self.packed)
         make = pack_microbatch if self.packed else pad_microbatch
@@ -178,7 +182,7 @@ class ForwardBackward:
         bare.needs_entropy = Head.ENTROPY in needs_of(loss_function)
         with ExitStack() as stack:
             if self.recorder is not None:
-                stack.enter_context(self.recorder.training_forward(chunk, number))
+                stack.enter_context(self.recorder.training_forward(chunk, number, self._image_tokens(microbatch)))
             if self.advantages is not None:
                 stack.enter_context(self.advantages.training_forward(number, microbatch))
             output = self._run_model(model, microbatch, number, labels=microbatch.labels)
@@ -243,6 +247,11 @@ class ForwardBackward:
         )
         return output
 
+    def _image_tokens(self, microbatch: ModelMicrobatch) -> Tensor | None:
+        """True on image tokens, in the order of this rank's routers; None of a model without pictures."""
+        is_image = microbatch.model_columns.get(IS_IMAGE)
+        return None if is_image is None else in_router_order(is_image, cut_of_rank(self.config))
+
     def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
         if not self.explicit_mask:
             return None
@@ -259,7 +268,9 @@ def _training_loss(
 ) -> tuple[Tensor, MicrobatchMetrics]:
     outputs = loss_function(_loss_inputs(shard, microbatch, TokenStatistics(-output, None, entropy)))
     # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
-    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them.
+    # is a share of the global sum already. Auxiliary losses keep the mean that both make of them. Of context-parallel
+    # ranks, by whose number the schedule multiplies and the reduction divides, each has the loss of whole rows, and its
+    # gradient at its own columns.
     scale = len(shard.microbatches) * parallel_state.get_data_parallel_world_size()
     return outputs.loss * scale, outputs.metrics | {"loss": (outputs.loss.detach(), Reduction.SHARE)}
 

@@ -4,15 +4,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch
+from nemo_rl_moe.distributed.microbatches import round_up
 from nemo_rl_moe.models.image_positions import image_positions
 from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_SIZES
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
 
 # isort: split
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -21,6 +25,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 @dataclass(frozen=True)
 class ModelMicrobatch:
     """One microbatch as the model takes it. `rows x columns` is `batch x sequence` or, packed, `1 x all tokens`.
+
+    With context parallelism the tensors for the model hold this rank's columns alone (`context`); everything else, such
+    as `sequence_start`, speaks of whole rows.
 
     Attributes:
         input_ids: Token ids.
@@ -34,7 +41,7 @@ class ModelMicrobatch:
         batch: The sequences themselves, on the device.
         model_columns: The batch's columns for the model: `[rows, columns, ...]` on the token axis, with the column's
             fill value on padding; `[rows, ...]` or, packed, `[sequences, ...]` on the sequence axis; where ragged, all
-            sequences' values behind one another. Sizes and digests of pictures are on the host.
+            sequences' values behind one another.
     """
 
     input_ids: Int[Tensor, "rows columns"]
@@ -46,9 +53,44 @@ class ModelMicrobatch:
     sequence_start: Int[Tensor, " batch"]
     batch: TokenBatch
     model_columns: Mapping[str, Tensor]
+    context: ContextCut | None = None
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of the whole rows."""
+        return self.input_ids.shape[1] if self.context is None else len(self.context.order)
+
+    def part(self, values: Shaped[Tensor, "rows whole_columns ..."]) -> Shaped[Tensor, "rows columns ..."]:
+        """Columns of whole rows that the model on this rank sees."""
+        return values if self.context is None else self.context.part(values)
+
+    def whole(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows whole_columns ..."]:
+        """Whole rows; with context parallelism all ranks that share them call it."""
+        return values if self.context is None else self.context.whole(values)
+
+    def local_columns(self, columns: Int[Tensor, "..."]) -> Int[Tensor, "..."]:
+        """Places of columns of the whole rows among those that the model on this rank sees; -1: not among them."""
+        return columns if self.context is None else self.context.local[columns]
+
+    def at_tokens(
+        self, values: Shaped[Tensor, "batch tokens"], counts: Bool[Tensor, "batch tokens"], other: Any
+    ) -> Shaped[Tensor, "rows columns"]:
+        """Values of the sequences' first tokens at their places in what the model on this rank sees.
+
+        Args:
+            values: One for each token.
+            counts: Tokens that have one.
+            other: Value of all others, padding among them.
+        """
+        rows, columns = self.input_ids.shape[0], self.num_columns
+        # The place behind the last one takes what does not count.
+        flat = torch.full((rows * columns + 1,), other, dtype=values.dtype, device=values.device)
+        places = self.sequence_start[:, None] + torch.arange(values.shape[1], device=values.device)
+        flat.scatter_(0, places.where(counts, len(flat) - 1).reshape(-1), values.reshape(-1))
+        return self.part(flat[:-1].view(rows, columns))
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Brings values of flat positions back to one row a sequence.
+        """Brings values of flat positions back to one row a sequence; a collective of `whole`.
 
         Args:
             values: [rows, columns], one value for each target.
@@ -56,6 +98,7 @@ class ModelMicrobatch:
         Returns:
             [batch, longest - 1]; entries beyond a sequence's length are those of other positions and must be masked.
         """
+        values = self.whole(values)
         longest = self.batch.input_ids.shape[1]
         if self.packed_seq_params is None:
             return values[: len(self.batch), : longest - 1]
@@ -69,9 +112,11 @@ class MicrobatchShape:
     """Padded shape of the microbatches of one step.
 
     Attributes:
-        column_multiple: Columns are a multiple of this (the sequence-parallel size).
+        column_multiple: Columns of whole rows are a multiple of this: of the sequence-parallel size, and of the chunks
+            that context parallelism cuts them into.
         rows: Rows of every microbatch; 0: as many as it has sequences.
-        columns: Columns of every microbatch; 0: as many as it needs.
+        columns: Columns of every microbatch's whole rows; 0: as many as it needs.
+        place: This rank's among those that share each sequence.
         pixels_per_token: Of a model whose image tokens have positions in time, height and width: height and width of
             the pixels of one; None: positions are those of text.
     """
@@ -79,13 +124,15 @@ class MicrobatchShape:
     column_multiple: int
     rows: int = 0
     columns: int = 0
+    place: ContextPlace = ALONE
     pixels_per_token: int | None = None
 
 
 def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, packed: bool) -> MicrobatchShape:
     """The one shape that fits all: pipeline stages exchange tensors of a fixed shape."""
     if packed:
-        return replace(shape, rows=1, columns=max(int(batch.lengths.sum()) for batch in microbatches))
+        columns = max(sum(_segments(batch, shape.place)) for batch in microbatches)
+        return replace(shape, rows=1, columns=columns)
     return replace(
         shape,
         rows=max(len(batch) for batch in microbatches),
@@ -96,56 +143,60 @@ def common_shape(microbatches: Sequence[TokenBatch], shape: MicrobatchShape, *, 
 def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
     """One row a sequence, padded on the right."""
     rows = max(shape.rows, len(batch))
-    columns = _round_up(max(shape.columns, batch.input_ids.shape[1]), shape.column_multiple)
+    columns = round_up(max(shape.columns, batch.input_ids.shape[1]), shape.column_multiple)
     input_ids = torch.zeros(rows, columns, dtype=torch.long)
     input_ids[: len(batch), : batch.input_ids.shape[1]] = batch.input_ids
     lengths = torch.zeros(rows, dtype=torch.long)
     lengths[: len(batch)] = batch.lengths
     positions = torch.arange(columns).expand(rows, columns)
+    cut = _CutTo(ContextCut.of([columns], shape.place), device)
     return ModelMicrobatch(
-        input_ids=input_ids.to(device, non_blocking=True),
-        labels=_next_tokens(input_ids).to(device, non_blocking=True),
-        position_ids=_position_ids(batch, positions, shape.pixels_per_token).to(device, non_blocking=True),
-        offsets=positions.to(device, non_blocking=True),
-        padding_mask=_mask_or_none(positions >= lengths[:, None], device),
+        input_ids=cut(input_ids),
+        labels=cut(_next_tokens(input_ids)),
+        position_ids=cut(_position_ids(batch, positions, shape.pixels_per_token)),
+        offsets=cut(positions),
+        padding_mask=cut.mask(positions >= lengths[:, None]),
         packed_seq_params=None,
         sequence_start=torch.arange(len(batch), device=device) * columns,
         batch=batch.to(device),
         model_columns={
-            name: _on_its_device(name, _padded(column, rows, columns), device)
+            name: cut.column(name, column, _padded(column, rows, columns))
             for name, column in batch.columns_for(Destination.MODEL).items()
         },
+        context=cut.on_device(),
     )
 
 
 def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.device) -> ModelMicrobatch:
     """All sequences behind one another in one row; what pads the row is one more, unused sequence."""
-    lengths = batch.lengths.tolist()
-    total = sum(lengths)
-    columns = _round_up(max(shape.columns, total), shape.column_multiple)
-    segments = [*lengths, columns - total] if columns > total else lengths
+    lengths, segments = batch.lengths.tolist(), _segments(batch, shape.place)
+    total = sum(segments)
+    columns = round_up(max(shape.columns, total), shape.column_multiple)
     input_ids, labels = torch.zeros(1, columns, dtype=torch.long), torch.zeros(1, columns, dtype=torch.long)
-    starts = [0]
-    for row, length in enumerate(lengths):
-        start, end = starts[-1], starts[-1] + length
+    is_padding = torch.ones(1, columns, dtype=torch.bool)
+    starts = [0, *accumulate(segments)][:-1]
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        end = start + length
         input_ids[0, start:end] = batch.input_ids[row, :length]
         labels[0, start : end - 1] = batch.input_ids[row, 1:length]
-        starts.append(end)
-    boundaries = torch.tensor([0, *torch.tensor(segments).cumsum(0).tolist()], dtype=torch.int32, device=device)
+        is_padding[0, start:end] = False
+    if columns > total:
+        segments.append(columns - total)
+    boundaries = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
     positions = torch.cat([torch.arange(length) for length in segments])[None]
     of_rows = torch.arange(batch.input_ids.shape[1]).expand(batch.input_ids.shape)
-    by_row = _position_ids(batch, of_rows, shape.pixels_per_token)
-    position_ids = positions
+    by_row, position_ids = _position_ids(batch, of_rows, shape.pixels_per_token), positions
     if by_row.ndim == 3:
         position_ids = positions.expand(3, 1, columns).clone()
-        for row, (start, length) in enumerate(zip(starts, lengths, strict=False)):
+        for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             position_ids[:, 0, start : start + length] = by_row[:, row, :length]
+    cut = _CutTo(ContextCut.of(segments, shape.place), device)
     return ModelMicrobatch(
-        input_ids=input_ids.to(device, non_blocking=True),
-        labels=labels.to(device, non_blocking=True),
-        position_ids=position_ids.to(device, non_blocking=True),
-        offsets=positions.to(device, non_blocking=True),
-        padding_mask=_mask_or_none(torch.arange(columns)[None] >= total, device),
+        input_ids=cut(input_ids),
+        labels=cut(labels),
+        position_ids=cut(position_ids),
+        offsets=cut(positions),
+        padding_mask=cut.mask(is_padding),
         packed_seq_params=PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=boundaries,
@@ -153,13 +204,42 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
             max_seqlen_q=max(segments),
             max_seqlen_kv=max(segments),
         ),
-        sequence_start=torch.tensor(starts[:-1], device=device),
+        sequence_start=torch.tensor(starts, device=device),
         batch=batch.to(device),
         model_columns={
-            name: _on_its_device(name, _packed(column, lengths, columns), device)
+            name: cut.column(name, column, _packed(column, lengths, starts, columns))
             for name, column in batch.columns_for(Destination.MODEL).items()
         },
+        context=cut.on_device(),
     )
+
+
+def _segments(batch: TokenBatch, place: ContextPlace) -> list[int]:
+    """Columns of each packed sequence, with the padding that context parallelism needs."""
+    return [round_up(length, place.sequence_multiple) for length in batch.lengths.tolist()]
+
+
+class _CutTo:
+    """Cuts whole rows on the host to this rank's columns and sends these to the device."""
+
+    def __init__(self, cut: ContextCut | None, device: torch.device):
+        self._cut, self._device = cut, device
+
+    def __call__(self, values: Tensor) -> Tensor:
+        mine = values if self._cut is None else self._cut.part(values)
+        return mine.to(self._device, non_blocking=True)
+
+    def mask(self, mask: Tensor) -> Tensor | None:
+        # None on all ranks or on none: with a mask the routers enter further collectives.
+        return self(mask) if bool(mask.any()) else None
+
+    def column(self, name: str, column: Column, values: Tensor) -> Tensor:
+        if name in ON_HOST:
+            return values
+        return self(values) if column.axis is Axis.TOKEN else values.to(self._device, non_blocking=True)
+
+    def on_device(self) -> ContextCut | None:
+        return None if self._cut is None else self._cut.to(self._device)
 
 
 def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | None) -> Tensor:
@@ -183,21 +263,8 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
     return image_positions(is_image, [(int(height), int(width)) for height, width in sizes.tolist()])
 
 
-def _on_its_device(name: str, values: Tensor, device: torch.device) -> Tensor:
-    """A column where it is read: small ones that say how much there is of others stay on the host, for nobody waits."""
-    return values if name in ON_HOST else values.to(device, non_blocking=True)
-
-
 def _next_tokens(input_ids: Tensor) -> Tensor:
     return torch.nn.functional.pad(input_ids[:, 1:], (0, 1))
-
-
-def _mask_or_none(mask: Tensor, device: torch.device) -> Tensor | None:
-    return mask.to(device, non_blocking=True) if bool(mask.any()) else None
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _padded(column: Column, rows: int, columns: int) -> Tensor:
@@ -214,14 +281,12 @@ def _padded(column: Column, rows: int, columns: int) -> Tensor:
     return padded
 
 
-def _packed(column: Column, lengths: Sequence[int], columns: int) -> Tensor:
+def _packed(column: Column, lengths: Sequence[int], starts: Sequence[int], columns: int) -> Tensor:
     """A column for the model, all sequences behind one another in one row."""
     values = column.values
     if column.axis is not Axis.TOKEN:
         return values
     packed = values.new_full((1, columns, *values.shape[2:]), column.fill)
-    start = 0
-    for row, length in enumerate(lengths):
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         packed[0, start : start + length] = values[row, :length]
-        start += length
     return packed

@@ -136,10 +136,11 @@ def attach_router_gradients(
 def share_of_rank(config: TransformerConfig) -> float:
     """Weight of this rank's gradients in the sum over all ranks, as the data-parallel wrapper takes their mean.
 
-    Tensor-parallel ranks see tokens of their own under sequence parallelism, and otherwise all the same ones.
+    Tensor-parallel ranks see tokens of their own under sequence parallelism, and otherwise all the same ones;
+    context-parallel ranks always do, and are among those of the mean.
     """
     counts = config.sequence_parallel or parallel_state.get_tensor_model_parallel_rank() == 0
-    return float(counts) / parallel_state.get_data_parallel_world_size()
+    return float(counts) / parallel_state.get_data_parallel_world_size(with_context_parallel=True)
 
 
 @contextmanager

@@ -354,27 +354,23 @@ def fed_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " 
         microbatch: The microbatch.
         cut: This rank's block of columns.
     """
-    lengths = microbatch.batch.lengths
-    if microbatch.packed_seq_params is None:
-        fed = torch.zeros(microbatch.input_ids.shape, dtype=torch.bool, device=lengths.device)
-        columns = torch.arange(fed.shape[1], device=lengths.device)
-        fed[: len(lengths)] = columns < (lengths - 1)[:, None]
-    else:
-        flat = torch.arange(microbatch.input_ids.shape[1], device=lengths.device)
-        fed = (flat < lengths.sum())[None]
-        fed[0, microbatch.sequence_start + lengths - 1] = False
-    return in_router_order(fed, cut)
+    batch = microbatch.batch
+    fed = torch.arange(batch.input_ids.shape[1], device=batch.lengths.device) < (batch.lengths - 1)[:, None]
+    return in_router_order(microbatch.at_tokens(fed, fed, False), cut)
 
 
 def following_tokens(microbatch: ModelMicrobatch, cut: SequenceCut) -> Bool[Tensor, " tokens"]:
     """True for the tokens whose predecessor in the same sequence a rank's routers see too: as many places before as
-    the microbatch has rows.
+    the microbatch has rows. Where chunks of context parallelism begin it may lie on another rank.
 
     Args:
         microbatch: The microbatch.
         cut: This rank's block of columns.
     """
-    follows = in_router_order(microbatch.offsets, cut) > 0
+    after_another = microbatch.offsets > 0
+    if microbatch.context is not None:
+        after_another[:, 1:] &= microbatch.context.held.diff() == 1
+    follows = in_router_order(after_another, cut)
     follows[: microbatch.input_ids.shape[0]] = False
     return follows
 

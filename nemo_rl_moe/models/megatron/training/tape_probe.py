@@ -70,12 +70,9 @@ class TapeProbe:
         lengths = microbatch.batch.lengths[:NUM_SEQUENCES]
         first = (lengths - 1 - NUM_TOKENS).clamp(min=0)[:, None]
         positions = first + torch.arange(NUM_TOKENS, device=lengths.device)
-        rows = torch.arange(len(lengths), device=lengths.device)[:, None]
-        if microbatch.packed_seq_params is None:
-            places = positions * microbatch.input_ids.shape[0] + rows
-        else:
-            places = positions + microbatch.sequence_start[: len(lengths), None]
-        places = places - first_token
+        flat = positions + microbatch.sequence_start[: len(lengths), None]
+        rows, columns = flat // microbatch.num_columns, microbatch.local_columns(flat % microbatch.num_columns)
+        places = columns * microbatch.input_ids.shape[0] + rows - first_token
         num_tokens = routes.shape[-1]
         known = (positions < lengths[:, None] - 1) & (places >= 0) & (places < num_tokens)
         index = places.clamp(0, num_tokens - 1).reshape(-1)

@@ -20,6 +20,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
+from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
@@ -293,7 +294,9 @@ class MegatronTrainer(MegatronModel):
         num_microbatches = sum(len(shard.microbatches) for shard in shards)
         done = 0
         if self._recorder is not None:
-            self._recorder.start(num_microbatches)
+            # A batch has its columns on every rank.
+            counts_images = IS_IMAGE in shards[0].microbatches[0].columns
+            self._recorder.start(num_microbatches, counts_images=counts_images)
         if self._taps is not None:
             self._taps.start_step(len(shards))
         if self._advantages is not None:

@@ -13,7 +13,7 @@ from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine
 from nemo_rl_moe.models.policy.lm_policy import _environment
-from tests.support.tiny_model import layout, tiny_hf_config, tiny_policy
+from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 
 # isort: split
 from megatron.core.transformer.enums import AttnBackend
@@ -100,5 +100,6 @@ def test_variables_of_workers_follow_the_layout_and_then_the_user() -> None:
     tensor_parallel = tiny_policy(2, **layout(tp=2))
     assert _environment(tensor_parallel, on_gpus=False) == {}
     assert _environment(tensor_parallel, on_gpus=True) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert _environment(sharing_sequences(tiny_policy(2), 2), on_gpus=True) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     chosen = tiny_policy(2, env_vars={"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}, **layout(tp=2))
     assert _environment(chosen, on_gpus=True) == {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}

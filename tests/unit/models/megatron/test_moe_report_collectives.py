@@ -18,7 +18,15 @@ from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.models.megatron.training import trainer as trainer_module
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
-from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
+from tests.support.tiny_model import (
+    layout,
+    parallel_job,
+    shard_of_rank,
+    tiny_batch,
+    tiny_hf_config,
+    tiny_policy,
+    with_image_tokens,
+)
 
 # Each makes the host wait for the device.
 WAITING = {"cpu", "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "bincount"}
@@ -62,6 +70,7 @@ class Job:
     changes: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
     microbatches: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3), (4, 5), (6, 7))
+    images: bool = False
 
 
 def logged_report(job: Job) -> dict[str, Any]:
@@ -77,7 +86,8 @@ def logged_report(job: Job) -> dict[str, Any]:
     with parallel_job(policy), mock.patch.object(trainer_module, "get_moe_metrics", logged):
         trainer = MegatronTrainer(policy, tiny_hf_config(**job.model), None, num_steps=10)
         place = trainer.coordinates
-        shard = shard_of_rank(tiny_batch(1), place.data_parallel_rank, place.data_parallel_size, job.microbatches)
+        batch = with_image_tokens(tiny_batch(1)) if job.images else tiny_batch(1)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, job.microbatches)
         result = trainer.train([shard], sft_loss)
         found = {"collectives": collectives.names, "bytes": collectives.bytes}
         return {**found, "waits": waits.names, "metrics": result.moe_metrics}
@@ -104,6 +114,7 @@ JOBS = {
     "tp2": Job(sizes={"tp": 2}),
     "pp2_vpp2": Job(sizes={"pp": 2, "vpp": 2}),
     "pp2_ep2": Job(4, {"pp": 2, "ep": 2}),
+    "images": Job(images=True),
     "stage_without_experts": Job(sizes={"pp": 2}, model={"mlp_only_layers": [0, 1]}),
 }
 
@@ -115,7 +126,16 @@ OTHER_COLLECTIVES = {
     "no_overload": ["allreduce_"],
     "what_if_over_slices": ["alltoall_base_", *SUM_AND_MAXIMUM],
 }
-WITHIN_A_SLICE = {"ep2", "many_layers", "many_experts", "many_microbatches", "many_names", "no_losses", "pp2_ep2"}
+WITHIN_A_SLICE = {
+    "ep2",
+    "many_layers",
+    "many_experts",
+    "many_microbatches",
+    "many_names",
+    "no_losses",
+    "pp2_ep2",
+    "images",
+}
 """Whose ranks that exchange tokens add up their counts first."""
 
 
@@ -135,13 +155,14 @@ def test_few_collectives_and_one_copy(name: str) -> None:
 
 
 def test_bytes_over_the_whole_job_do_not_grow_with_microbatches_and_slices() -> None:
-    names = ("ep2", "many_microbatches", "dp2")
-    few, many, two_slices = (run_ranks(logged_report, 2, JOBS[name])[0]["bytes"] for name in names)
+    names = ("ep2", "many_microbatches", "dp2", "images")
+    few, many, two_slices, images = (run_ranks(logged_report, 2, JOBS[name])[0]["bytes"] for name in names)
     layers, experts, one_loss, one_size = 4, 8, 1, 1
     in_slice = 2 * layers * 2 * 4  # microbatches of a rank, layers, ranks of 4 bytes
     assert few == [in_slice, 8 * layers * (one_loss + experts + 2 * one_size), 8 * (layers * one_size + 1)]
     assert many == [2 * in_slice, *few[1:]]
     assert two_slices == few[1:]
+    assert images == [in_slice, few[1] + 8 * layers * experts, few[2]]
 
 
 def test_one_rank_needs_no_collective() -> None:

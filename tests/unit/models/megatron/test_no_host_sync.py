@@ -157,6 +157,7 @@ JOBS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute": (1, {"layer_spec": "auto", "activation_checkpointing": "full"}),
     "capacity": (1, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
     "ep2": (2, layout(ep=2)),
+    "images": (2, layout(tp=2)),
     "pp2_vpp2": (2, layout(pp=2, vpp=2)),
 }
 
@@ -169,7 +170,9 @@ def test_tracking_waits_for_nothing_before_the_report(name: str) -> None:
     world_size, changes = JOBS[name]
     off, on = (
         run_ranks(
-            waits_of_step, world_size, RunSettings(tiny_policy(world_size, track_moe_metrics=flag, **logs, **changes))
+            waits_of_step,
+            world_size,
+            RunSettings(tiny_policy(world_size, track_moe_metrics=flag, **logs, **changes), images=name == "images"),
         )
         for flag, logs in (
             (False, {"moe_per_layer_logging": False}),

@@ -4,6 +4,7 @@
 
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +13,14 @@ import torch
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
+from nemo_rl_moe.models.megatron.training.context_parallel import ContextPlace
 from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, pack_microbatch, pad_microbatch
-from nemo_rl_moe.models.megatron.training.router_taps import SequenceCut, following_tokens, in_router_order
+from nemo_rl_moe.models.megatron.training.router_taps import (
+    SequenceCut,
+    fed_tokens,
+    following_tokens,
+    in_router_order,
+)
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
@@ -32,28 +39,34 @@ PACKED = {"sequence_packing__enabled": True}
 
 
 @pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int) -> None:
+@pytest.mark.parametrize(("size", "context"), [(1, 1), (2, 1), (1, 2), (2, 2), (1, 3)])
+def test_the_token_before_is_that_of_the_same_sequence(make: Any, size: int, context: int) -> None:
     batch = tiny_batch(3).select([0, 3, 5])
     numbers = 1 + torch.arange(batch.input_ids.numel()).view(batch.input_ids.shape)
     # Tokens that say which they are, so that the one before is known by its number.
     batch = TokenBatch(numbers, batch.lengths, batch.token_mask, batch.sample_ids)
-    microbatch = make(batch, MicrobatchShape(size), CPU)
-    for rank in range(size):
-        cut = SequenceCut(rank, size)
+    last_tokens = batch.input_ids.gather(1, batch.lengths[:, None] - 1)[:, 0].tolist()
+    real = batch.input_ids[torch.arange(batch.input_ids.shape[1]) < batch.lengths[:, None]].tolist()
+    of_sequences = {
+        int(batch.input_ids[row, column]): int(batch.input_ids[row, column - 1])
+        for row in range(3)
+        for column in range(1, int(batch.lengths[row]))
+    }
+    found_fed: list[int] = []
+    for context_rank, rank in product(range(context), range(size)):
+        place = ContextPlace(context_rank, context)
+        microbatch = make(batch, MicrobatchShape(size * place.sequence_multiple, place=place), CPU)
+        cut, rows = SequenceCut(rank, size), microbatch.input_ids.shape[0]
         tokens, follows = in_router_order(microbatch.input_ids, cut), following_tokens(microbatch, cut).tolist()
-        of_sequences = {
-            int(batch.input_ids[row, column]): int(batch.input_ids[row, column - 1])
-            for row in range(3)
-            for column in range(1, int(batch.lengths[row]))
-        }
-        seen = set(tokens.tolist())
-        for place, token in enumerate(tokens.tolist()):
-            if of_sequences.get(token) in seen:
-                assert follows[place]
-                assert tokens[place - microbatch.input_ids.shape[0]] == of_sequences[token]
+        found_fed += tokens[fed_tokens(microbatch, cut)].tolist()
+        for place_of_token, token in enumerate(tokens.tolist()):
+            # Where chunks meet the rank may see the one before as well, but not as many places before as it has rows.
+            before = tokens[place_of_token - rows] if place_of_token >= rows else None
+            if token in of_sequences:
+                assert follows[place_of_token] == (before == of_sequences[token])
             elif token in numbers[:, 0].tolist():
-                assert not follows[place]
+                assert not follows[place_of_token]
+    assert sorted(found_fed) == sorted(set(real) - set(last_tokens))
 
 
 def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[str]]:

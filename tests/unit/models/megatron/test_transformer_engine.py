@@ -11,6 +11,7 @@ import pytest
 
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from tests.support.checkpoint_run import load_and_train, train_and_save
+from tests.support.context_run import assert_as_one_rank, one_rank, shared_run
 from tests.support.family_layouts import LAYOUTS
 from tests.support.family_models import FAMILY_MODELS
 from tests.support.family_parity import ParityJobs
@@ -86,6 +87,16 @@ def test_a_step_is_that_of_own_modules(name: str, jobs: ParityJobs, tmp_path: Pa
     step = jobs.run(name, "tp2").step
     assert step.loss == pytest.approx(loss, rel=1e-5)
     assert step.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_two_ranks_share_each_sequence() -> None:
+    """What else there is of it is in `test_context_parallel.py`; here ranks with the engine run already."""
+    changes = {
+        "sequence_packing__enabled": True,
+        "activation_checkpointing": "full",
+        "distributed_data_parallel_config__use_distributed_optimizer": True,
+    }
+    assert_as_one_rank(shared_run(2, 2, **changes), one_rank())
 
 
 def modules_and_fields(folders: dict[str, str]) -> dict[str, tuple[set[str], dict[str, object]]]:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Vision-language models against transformers, and one optimizer step of every layout against that of one rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,54 @@ def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, chan
         for name, weights in rank.tower.items():
             np.testing.assert_allclose(weights, one.tower[name], atol=1e-4, err_msg=name)
             np.testing.assert_array_equal(weights, with_tower[0].tower[name], err_msg=f"replicas of {name}")
+
+
+def begin_and_save(folder: str, model_type: str, policy: PolicyConfig, directory: str) -> list[float]:
+    """Two steps, and a checkpoint; the losses."""
+    with parallel_job(policy):
+        trainer, losses = trainer_of(folder, policy), two_losses(model_type)
+        found = losses(trainer)
+        trainer.start_checkpoint(Path(directory), with_optimizer=True)
+        problem = trainer.finish_checkpoint()
+        assert problem is None, problem
+        return found
+
+
+def load_and_go_on(folder: str, model_type: str, policy: PolicyConfig, directory: str) -> list[float]:
+    with parallel_job(policy):
+        trainer = trainer_of(folder, policy)
+        trainer.load_checkpoint(Path(directory), with_optimizer=True)
+        return two_losses(model_type)(trainer)
+
+
+def two_losses(model_type: str) -> Callable[[MegatronTrainer], list[float]]:
+    def run(trainer: MegatronTrainer) -> list[float]:
+        place = trainer.coordinates
+        batch = mixed_batch(model_type)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+        return [trainer.train([shard], sft_loss).global_loss for _ in range(2)]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "is_exact"),
+    [
+        (layout(tp=2), layout(pp=2), False),
+        pytest.param(layout(pp=2), {}, False, marks=pytest.mark.slow),
+        pytest.param({}, {}, True, marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_from_a_checkpoint_of_another_layout(
+    reference: Any, first: dict[str, Any], then: dict[str, Any], is_exact: bool, tmp_path: Path
+) -> None:
+    model_type, folder, _, one = reference
+    before = run_ranks(begin_and_save, 2, str(folder), model_type, policy_of(2, **first), str(tmp_path))
+    after = run_ranks(load_and_go_on, 2, str(folder), model_type, policy_of(2, **then), str(tmp_path))
+    assert [*before[0], *after[0]] == pytest.approx(one.losses, rel=1e-5)
+    if is_exact:
+        whole = run_ranks(train, 2, str(folder), model_type, policy_of(2, **first))
+        assert [*before[0], *after[0]] == whole[0].losses
 
 
 def gradients(folder: str, model_type: str, policy: PolicyConfig) -> dict[str, np.ndarray]:

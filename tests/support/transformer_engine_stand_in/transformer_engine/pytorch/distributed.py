@@ -101,6 +101,12 @@ class _ScatterSum(torch.autograd.Function):
         return _gather(gradient, ctx.group), None
 
 
+def gather_rows(part: Tensor, group: ProcessGroup) -> Tensor:
+    """The parts of all ranks one behind the other; their gradients of a part add up on the rank that holds it."""
+    gathered: Tensor = _Gather.apply(part, group)
+    return gathered
+
+
 def enter_columns(tensor: Tensor, group: ProcessGroup, *, sequence_parallel: bool) -> Tensor:
     """The whole input of a layer that is cut along its outputs; its gradients add up over the ranks."""
     return (_Gather if sequence_parallel else _SumGradients).apply(tensor, group)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over sequences of one length (`sbhd`) or of many in a row (`thd`)."""
+"""Attention over sequences of one length (`sbhd`) or of many in a row (`thd`), which ranks may share."""
 
 import math
 from collections.abc import Callable
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from transformer_engine.pytorch.attention.context_parallel import gather_sequences, positions_of_rank
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, new_parameter
 
 _MASKS = ("no_mask", "causal", "causal_bottom_right", "padding", "padding_causal")
@@ -24,6 +25,7 @@ class DotProductAttention(TransformerEngineBaseModule):
         num_gqa_groups: Heads of keys and values of the whole layer.
         softmax_type: `vanilla`, or `learnable` with `softmax_offset`, a logit that takes part and is then left out.
         window_size: How many tokens to the left and to the right are seen; -1: all.
+        cp_group: Ranks that share each sequence, each with two of its chunks; keys and values go from rank to rank.
     """
 
     def __init__(
@@ -43,8 +45,15 @@ class DotProductAttention(TransformerEngineBaseModule):
         attention_type: str = "self",
         softmax_scale: float | None = None,
         softmax_type: str = "vanilla",
+        cp_group: ProcessGroup | None = None,
+        cp_global_ranks: list[int] | None = None,
+        cp_stream: Any = None,
+        cp_comm_type: str = "p2p",
     ):
         super().__init__()
+        self.cp_group = cp_group if cp_group is not None and cp_group.size() > 1 else None
+        if self.cp_group is not None and (cp_comm_type != "p2p" or softmax_type != "vanilla"):
+            raise NotImplementedError("sinks, and other ways for keys and values to travel")
         if attention_dropout or attention_type != "self" or softmax_type not in ("vanilla", "learnable"):
             raise NotImplementedError("no dropout, no cross-attention")
         self.num_heads = num_attention_heads // tp_size
@@ -107,11 +116,20 @@ class DotProductAttention(TransformerEngineBaseModule):
         ):
             raise AssertionError("Keys and values have wrong head_dim or number of gqa groups!")
         window = window_size or self.window_size
+        if self.cp_group is not None and window not in (None, (-1, 0), (-1, -1)):
+            raise AssertionError("The context parallel running configs cannot support sliding window attention!")
         if form == "sbhd":
             if "padding" in mask:
                 raise NotImplementedError("padding masks of sbhd")
-            parts = [self._one(*(t.transpose(0, 1) for t in (query_layer, key_layer, value_layer)), mask, window)]
-            found = parts[0].transpose(0, 1)
+            positions = None
+            if self.cp_group is not None:
+                length = len(query_layer) * self.cp_group.size()
+                positions = positions_of_rank(length, self.cp_group.rank(), self.cp_group.size())
+                key_layer, value_layer = (
+                    gather_sequences(t, [length], self.cp_group) for t in (key_layer, value_layer)
+                )
+            of_batch = [t.transpose(0, 1) for t in (query_layer, key_layer, value_layer)]
+            found = self._one(*of_batch, mask, window, positions).transpose(0, 1)
         else:
             found = self._many(query_layer, key_layer, value_layer, mask, window, cu_seqlens_q, cu_seqlens_q_padded)
             if max_seqlen_q is None or max_seqlen_kv is None:
@@ -133,21 +151,37 @@ class DotProductAttention(TransformerEngineBaseModule):
         if ends is None or ends.dtype != torch.int32:
             raise AssertionError("cu_seqlens_q and cu_seqlens_q must both be in dtype torch.int32!")
         lengths = ends.diff().tolist()
+        begins, size = (ends if starts is None else starts).tolist(), 1
+        if self.cp_group is not None:
+            size = self.cp_group.size()
+            if begins != ends.tolist():
+                raise NotImplementedError("padding between sequences that ranks share")
+            key, value = (gather_sequences(t, lengths, self.cp_group) for t in (key, value))
         found = query.new_zeros((*query.shape[:-1], self.hidden_size_per_attention_head_v))
-        for begin, length in zip((ends if starts is None else starts).tolist(), lengths, strict=False):
-            rows = slice(begin, begin + length)
-            one = self._one(*(t[None, rows] for t in (query, key, value)), mask.removeprefix("padding_"), window)
-            found[rows] = one[0]
+        for begin, length in zip(begins, lengths, strict=False):
+            rows, held = slice(begin, begin + length), slice(begin // size, (begin + length) // size)
+            positions = None if self.cp_group is None else positions_of_rank(length, self.cp_group.rank(), size)
+            parts = query[None, held], key[None, rows], value[None, rows]
+            found[held] = self._one(*parts, mask.removeprefix("padding_"), window, positions)[0]
         return found
 
-    def _one(self, query: Tensor, key: Tensor, value: Tensor, mask: str, window: tuple[int, int] | None) -> Tensor:
-        """`[batch, sequence, heads, size]`."""
+    def _one(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: str,
+        window: tuple[int, int] | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        """`[batch, sequence, heads, size]`; of queries at these positions, or at all."""
         shared = self.num_heads // self.num_groups
         key, value = (tensor.repeat_interleave(shared, dim=2) for tensor in (key, value))
         scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) * self.scale
         queries, keys = scores.shape[-2:]
         ahead = keys - queries if mask == "causal_bottom_right" else 0
-        offset = torch.arange(keys)[None, :] - torch.arange(queries)[:, None] - ahead
+        positions = torch.arange(queries) if positions is None else positions
+        offset = torch.arange(keys)[None, :] - positions[:, None] - ahead
         left, right = window or (-1, -1)
         hidden = offset > 0 if "causal" in mask else torch.zeros_like(offset, dtype=torch.bool)
         hidden = hidden | (offset > right if right >= 0 else False) | (offset < -left if left >= 0 else False)

@@ -7,6 +7,8 @@ import itertools
 import torch
 from torch import Tensor
 
+from transformer_engine.pytorch.attention.context_parallel import positions_of_rank
+
 
 def apply_rotary_pos_emb(
     t: Tensor,
@@ -25,8 +27,10 @@ def apply_rotary_pos_emb(
         t: `[sequence, batch, heads, size]`, or with format `thd` `[tokens, heads, size]`.
         freqs: Angles in float32, `[positions, 1, 1, turned]`.
         cu_seqlens: For `thd`: where sequences begin, `[sequences + 1]`, int32; positions begin anew with each.
+        cp_size: For `thd`: ranks that share each sequence, of which `t` is the part of one; `cu_seqlens` is of all.
+        cp_rank: That one.
     """
-    if not fused or start_positions is not None or interleaved or cp_size != 1:
+    if not fused or start_positions is not None or interleaved:
         raise NotImplementedError("Megatron-Core calls for none of it here")
     if freqs.dtype != torch.float32:
         raise AssertionError("Dtype of the freqs tensor must be float32.")
@@ -38,7 +42,8 @@ def apply_rotary_pos_emb(
         if cu_seqlens is None or cu_seqlens.dtype != torch.int32 or t.dim() != 3:
             raise AssertionError("thd: three axes and cu_seqlens in int32")
         starts = cu_seqlens.tolist()
-        positions = [torch.arange(end - begin) for begin, end in itertools.pairwise(starts)]
+        lengths = [end - begin for begin, end in itertools.pairwise(starts)]
+        positions = [positions_of_rank(n, cp_rank, cp_size) if cp_size > 1 else torch.arange(n) for n in lengths]
         angles = freqs[torch.cat(positions)].squeeze(1)
         if len(angles) != len(t):
             raise AssertionError(f"cu_seqlens end at {len(angles)}, with {len(t)} tokens")

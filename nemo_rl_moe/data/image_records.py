@@ -1,0 +1,226 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Images in records: their forms as parts of a content and beside the messages, and their places in a conversation.
+
+Nothing is read here: a record names its images, `image_files` reads them.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of
+
+IMAGE_PART = "image"
+IMAGE_PARTS = (IMAGE_PART, "image_url")
+"""Types of a part that is an image."""
+IMAGE_MARK = "<image>"
+"""Text that stands for an image in records with images beside the messages, as of LLaMA-Factory."""
+_VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")
+_FORMS = "expected a path, a data URL, or an object with bytes or path"
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_DATA_URL = re.compile(r"data:(?:image/[A-Za-z0-9.+-]+|image)?(?:;[A-Za-z0-9.+-]+=[^;,]*)*;base64,")
+
+
+@dataclass(frozen=True)
+class ImageReference:
+    """An image as a record names it.
+
+    Attributes:
+        path: Of its file; None where the record holds the image itself.
+        content: The encoded image; None: it is read from the file.
+        name: Its place in the record, for error messages; two references to the same image are equal.
+    """
+
+    path: str | None
+    content: bytes | None = field(repr=False)
+    name: str = field(compare=False)
+
+    def identity(self) -> str:
+        """Text by which references to different images differ: the path, or a digest of the content."""
+        return f"path {self.path}" if self.content is None else blake2b(self.content, digest_size=16).hexdigest()
+
+
+def parse_image(value: object, name: str) -> ImageReference:
+    """Parses an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`.
+
+    Args:
+        value: The record's value.
+        name: Its key, for error messages.
+
+    Raises:
+        RecordError: It cannot be used.
+    """
+    if isinstance(value, bytes):
+        return ImageReference(None, value, name)
+    if isinstance(value, str):
+        return _parse_text(value, name)
+    if not isinstance(value, Mapping):
+        raise RecordError(f"{name} is {kind_of(value)}, {_FORMS}")
+    if isinstance(value.get("bytes"), bytes):
+        return ImageReference(None, value["bytes"], name)
+    given = [key for key in ("path", "url") if value.get(key) is not None]
+    if not given:
+        raise RecordError(f"{name} has neither bytes nor path nor url, {_FORMS}")
+    found = value[given[0]]
+    if not isinstance(found, str):
+        raise RecordError(f"{name}.{given[0]} is {kind_of(found)}, expected a string")
+    return _parse_text(found, f"{name}.{given[0]}")
+
+
+def _parse_text(text: str, name: str) -> ImageReference:
+    if text.startswith("data:"):
+        head = _DATA_URL.match(text)
+        if head is None:
+            raise RecordError(f"{name} is {shortened(text)}, expected data:image/png;base64, and the image")
+        try:
+            return ImageReference(None, base64.b64decode(text[head.end() :], validate=True), name)
+        except (binascii.Error, ValueError) as error:
+            raise RecordError(f"{name} is no valid base64: {error}") from None
+    if _ADDRESS.match(text):
+        raise RecordError(f"{name} is {shortened(text)}: nothing is fetched; save the image and give its path")
+    if not text or "\0" in text:
+        raise RecordError(f"{name} is {text!r}, expected the path of an image")
+    return ImageReference(text, None, name)
+
+
+def parse_image_part(part: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A part of type image, with its image under `image`: None where the record's own list of images has it.
+
+    Raises:
+        RecordError: It cannot be used.
+    """
+    given = [key for key in _VALUE_KEYS if part.get(key) is not None]
+    if not given:
+        return {"type": IMAGE_PART, IMAGE_PART: None}
+    if len(given) > 1:
+        raise RecordError(f"{name} has {' and '.join(given)}, expected one of them")
+    key = given[0]
+    return {"type": IMAGE_PART, IMAGE_PART: parse_image(part[key], f"{name}.{key}")}
+
+
+def parse_images(value: object, name: str) -> list[ImageReference]:
+    """Parses the images beside the messages: one, or a list of them; null means none.
+
+    Raises:
+        RecordError: One cannot be used.
+    """
+    if value is None:
+        return []
+    if not is_list(value):
+        return [parse_image(value, name)]
+    return [parse_image(item, f"{name}[{index}]") for index, item in enumerate(value)]
+
+
+def place_images(
+    messages: Sequence[dict[str, Any]], images: Sequence[ImageReference], key: str | None
+) -> list[dict[str, Any]]:
+    """The messages with the images that stand beside them in the record.
+
+    These take the places, in order, of the parts of type image that have none of their own; where there are no such
+    parts, of each `<image>` in the texts that are not the assistant's; where there is none of those either, they stand
+    before the text of the first user turn.
+
+    Args:
+        messages: Parsed.
+        images: Parsed; may be none.
+        key: The record's key of them, for error messages; None: the run reads none.
+
+    Raises:
+        RecordError: There are more or fewer places than images.
+    """
+    parts = [part for message in messages for part in _images_in(message)]
+    open_parts = sum(part[IMAGE_PART] is None for part in parts)
+    missing = "data.image_key is null" if key is None else f"no {key}"
+    if not images:
+        if open_parts:
+            raise RecordError(f"there are {_counted(open_parts, 'part')} of type image without an image, and {missing}")
+        return list(messages)
+    if len(parts) > open_parts:
+        raise RecordError(f"there are images in {key}, and parts of type image with images of their own")
+    if open_parts:
+        _require_as_many(open_parts, "parts of type image", images, key)
+        return _filled(messages, images)
+    marked = [_with_parts_for_marks(message) for message in messages]
+    if num_marks := sum(len(_images_in(message)) for message in marked):
+        _require_as_many(num_marks, f"{IMAGE_MARK} in the texts", images, key)
+        return _filled(marked, images)
+    asked = next((index for index, message in enumerate(messages) if message["role"] == "user"), None)
+    if asked is None:
+        raise RecordError(f"there are images in {key}, and no user turn that could show them")
+    open_part = {"type": IMAGE_PART, IMAGE_PART: None}
+    shown = {**messages[asked], "content": [*[open_part] * len(images), *_as_parts(messages[asked]["content"])]}
+    return _filled([*messages[:asked], shown, *messages[asked + 1 :]], images)
+
+
+def take_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], tuple[ImageReference, ...]]:
+    """The messages as chat templates read them, with `{"type": "image"}` for each image, and the images in order."""
+    found = tuple(part[IMAGE_PART] for message in messages for part in _images_in(message))
+    if not found:
+        return list(messages), ()
+    return [
+        {**message, "content": [{"type": IMAGE_PART} if _is_image(part) else part for part in message["content"]]}
+        if _images_in(message)
+        else message
+        for message in messages
+    ], found
+
+
+def without_content(value: Any) -> Any:
+    """A record's value without encoded images: paths stay."""
+    if isinstance(value, Mapping):
+        return {key: without_content(item) for key, item in value.items() if not isinstance(item, bytes)}
+    if is_list(value):
+        return [without_content(item) for item in value]
+    return None if isinstance(value, bytes) or (isinstance(value, str) and value.startswith("data:image")) else value
+
+
+def _is_image(part: Mapping[str, Any]) -> bool:
+    return part["type"] == IMAGE_PART
+
+
+def _images_in(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [part for part in content if _is_image(part)] if isinstance(content, list) else []
+
+
+def _as_parts(content: Any) -> list[dict[str, Any]]:
+    return content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+
+
+def _with_parts_for_marks(message: dict[str, Any]) -> dict[str, Any]:
+    content = message["content"]
+    if message["role"] == "assistant" or not isinstance(content, str) or IMAGE_MARK not in content:
+        return message
+    first, *others = content.split(IMAGE_MARK)
+    parts = _as_parts(first)
+    for text in others:
+        parts = [*parts, {"type": IMAGE_PART, IMAGE_PART: None}, *_as_parts(text)]
+    return {**message, "content": parts}
+
+
+def _filled(messages: Sequence[dict[str, Any]], images: Sequence[ImageReference]) -> list[dict[str, Any]]:
+    """The messages with an image for each part that has none, of which there are as many."""
+    waiting = iter(images)
+
+    def fill(part: dict[str, Any]) -> dict[str, Any]:
+        return {**part, IMAGE_PART: next(waiting)} if _is_image(part) else part
+
+    return [
+        {**message, "content": [fill(part) for part in message["content"]]} if _images_in(message) else message
+        for message in messages
+    ]
+
+
+def _require_as_many(places: int, what: str, images: Sequence[ImageReference], key: str | None) -> None:
+    if places != len(images):
+        raise RecordError(f"there are {_counted(len(images), 'image')} in {key}, and {places} {what}")
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

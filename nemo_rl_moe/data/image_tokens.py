@@ -1,0 +1,327 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens that stand for images: one for each image in the rendered text, as many as the model wants in the sample.
+
+A sample keeps references to its images, not their pixels, which ten thousand pictures would fill gigabytes with: they
+are decoded once to see that they can be, and again when a batch is made of them.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from nemo_rl_moe.data.image_files import ImageReader, StoredImage
+from nemo_rl_moe.data.image_records import ImageReference
+from nemo_rl_moe.data.record_values import RecordError
+from nemo_rl_moe.data.template_renderer import Rendered
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.models.images import Picture, image_inputs
+from nemo_rl_moe.models.picture_rules import PictureRule, PictureSizeError, TileSizes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_THREADS = 4
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
+
+class PicturedRecord(Protocol):
+    """A record with images; `Example` and `PromptRecord` are some."""
+
+    @property
+    def sample_id(self) -> str:
+        """Where it came from."""
+        ...
+
+    @property
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        """The turns."""
+        ...
+
+    @property
+    def images(self) -> tuple[ImageReference, ...]:
+        """Those of the turns, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class SampleImages:
+    """Images of one tokenized sample of a vision-language model; of a sample of text, none.
+
+    Attributes:
+        tokens: Reads and resizes them.
+        images: In order.
+        runs: Of each image, its first image token and the number of them.
+        sample_id: Where the sample came from.
+    """
+
+    tokens: "ImageTokenizer"
+    images: tuple[StoredImage, ...]
+    runs: tuple[tuple[int, int], ...]
+    sample_id: str
+
+    @property
+    def end(self) -> int:
+        """Token behind the last image token; 0 without images."""
+        return sum(self.runs[-1]) if self.runs else 0
+
+    def is_image(self, num_tokens: int) -> Bool[np.ndarray, " tokens"]:
+        """Mask of the tokens that stand for pieces of pictures."""
+        mask = np.zeros(num_tokens, dtype=np.bool_)
+        for first, count in self.runs:
+            mask[first : first + count] = True
+        return mask
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Digests of the encoded images: the same for the same images."""
+        return tuple(image.digest for image in self.images)
+
+
+def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dict[str, ModelInput]]:
+    """The model's inputs of samples, each image decoded once.
+
+    Args:
+        samples: Images of each, and its number of tokens; None: the model takes text alone.
+
+    Returns:
+        Of each the inputs of `models.images.image_inputs`; empty for a model of text.
+
+    Raises:
+        DataError: An image cannot be read any more, or has changed.
+    """
+    first_of = {image.digest: (sample, image) for sample, _ in samples if sample is not None for image in sample.images}
+    decoded = _in_threads(lambda pair: pair[0].tokens.pictures(pair[1]), first_of.values())
+    pictures: dict[bytes, list[Picture]] = {}
+    for (digest, (sample, _)), found in zip(first_of.items(), decoded, strict=True):
+        if isinstance(found, str):
+            raise DataError(f"{sample.sample_id}: {found}")
+        pictures[digest] = found
+    results: list[dict[str, ModelInput]] = []
+    for images, num_tokens in samples:
+        if images is None:
+            results.append({})
+            continue
+        own = [picture for image in images.images for picture in pictures[image.digest]]
+        results.append(image_inputs(own, images.is_image(num_tokens)))
+    return results
+
+
+def num_images_of(images: SampleImages | None) -> int | None:
+    """Number of a sample's images; None where the model takes text alone."""
+    return None if images is None else len(images.images)
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """Tokens of a sample with as many for each image as the model wants.
+
+    Attributes:
+        input_ids: Token ids.
+        repeats: How often each token of the text stands there; others than image tokens once.
+        images: The images.
+    """
+
+    input_ids: Int[np.ndarray, " tokens"]
+    repeats: Int[np.ndarray, " text_tokens"]
+    images: SampleImages
+
+
+@dataclass(frozen=True)
+class ImageTokenizer:
+    """Everything that turns a data set's images into tokens and pictures.
+
+    Attributes:
+        rule: The model's.
+        reader: The data set's.
+        token: The image token as text.
+        before: Tokens in front of an image's, which a chat template does not show.
+        behind: Tokens behind them.
+    """
+
+    rule: PictureRule
+    reader: ImageReader
+    token: str
+    before: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+
+    def pictures(self, image: StoredImage) -> list[Picture]:
+        """The pictures of an image.
+
+        Raises:
+            RecordError: It cannot be read any more, or has changed.
+        """
+        return self.rule.pictures(self.reader.decode(image))
+
+    def check(
+        self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
+    ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
+        """The rendered records with their images, each of which has been decoded, or what is wrong with a record.
+
+        Args:
+            records: Conversations or prompts.
+            rendered: Their texts, or what is wrong with them.
+        """
+        references = [
+            reference
+            for record, text in zip(records, rendered, strict=True)
+            if isinstance(text, Rendered)
+            for reference in record.images
+        ]
+        read = iter(_in_threads(self._checked, references))
+        results: list[tuple[Rendered, tuple[StoredImage, ...]] | str] = []
+        for record, text in zip(records, rendered, strict=True):
+            if isinstance(text, str):
+                results.append(text)
+                continue
+            images = [next(read) for _ in record.images]
+            problem = next((image for image in images if isinstance(image, str)), None)
+            problem = problem or self._problem(record, text)
+            stored = tuple(image for image in images if isinstance(image, StoredImage))
+            results.append(problem if problem is not None else (text, stored))
+        return results
+
+    def _checked(self, reference: ImageReference) -> StoredImage:
+        stored = self.reader.check(reference)
+        try:
+            self.rule.num_tokens(stored.height, stored.width)
+        except PictureSizeError as error:
+            raise RecordError(f"{reference.name} has {error}") from None
+        return stored
+
+    def _problem(self, record: PicturedRecord, rendered: Rendered) -> str | None:
+        """Anything by which tokens could stand for other images than those of the record."""
+        if self.token in rendered.text and any(self.token in text for text in _texts(record.messages)):
+            return f"a text spells {self.token}, which stands for an image; a part of type image shows one"
+        if (shown := rendered.text.count(self.token)) != len(record.images):
+            return (
+                f"the chat template shows {shown} of {len(record.images)} images; set "
+                "policy.tokenizer.chat_template to a template that shows them all"
+            )
+        return None
+
+    def expand(
+        self, input_ids: Int[np.ndarray, " text_tokens"], images: Sequence[StoredImage], max_length: int, sample_id: str
+    ) -> Expanded | str:
+        """Tokens with as many for each image as the model wants, or what is wrong with them.
+
+        Args:
+            input_ids: Of a checked record's text, with one image token for each image. Of a text that is longer than
+                `max_length` only the beginning, and so perhaps not all images.
+            images: Of the record.
+            max_length: Tokens to keep.
+            sample_id: Where the record came from.
+        """
+        places = np.flatnonzero(input_ids == self.rule.token_id)
+        if len(places) > len(images) or (len(places) < len(images) and len(input_ids) <= max_length):
+            return f"the tokenizer makes {len(places)} tokens of {len(images)} times {self.token}"
+        counts = np.array([self.rule.num_tokens(image.height, image.width) for image in images], dtype=np.int64)
+        around = len(self.before) + len(self.behind)
+        repeats = np.ones(len(input_ids), dtype=np.int64)
+        repeats[places] = counts[: len(places)] + around
+        expanded = np.repeat(input_ids, repeats)
+        starts = np.cumsum(repeats) - repeats
+        runs = []
+        for place, count in zip(places.tolist(), counts.tolist(), strict=False):
+            first = int(starts[place])
+            expanded[first : first + len(self.before)] = self.before
+            first += len(self.before)
+            runs.append((first, count))
+            expanded[first + count : first + count + len(self.behind)] = self.behind
+        # What the cut text does not show any more lies behind whatever is kept.
+        runs += [(len(expanded) + max_length, int(count)) for count in counts[len(places) :]]
+        return Expanded(expanded, repeats, SampleImages(self, tuple(images), tuple(runs), sample_id))
+
+
+@dataclass(frozen=True)
+class RecordImages:
+    """Treatment of a data set's images.
+
+    Attributes:
+        key: Key of a record's images beside its messages; None: such images are not read.
+        tokens: Turns them into tokens; None: the model takes text alone.
+    """
+
+    key: str | None = None
+    tokens: ImageTokenizer | None = None
+
+    def check(
+        self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
+    ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
+        """See `ImageTokenizer.check`.
+
+        Raises:
+            DataError: There are images, and the model takes text alone.
+        """
+        if self.tokens is not None:
+            return self.tokens.check(records, rendered)
+        for record in records:
+            if record.images:
+                raise DataError(
+                    f"{record.sample_id}: {record.images[0].name} is an image, and the model (policy.model_name) takes "
+                    "text alone; data.image_key=null leaves images beside the messages unread"
+                )
+        return [text if isinstance(text, str) else (text, ()) for text in rendered]
+
+
+NO_IMAGES = RecordImages()
+
+
+def image_tokenizer(rule: PictureRule, tokenizer: "PreTrainedTokenizerBase", reader: ImageReader) -> ImageTokenizer:
+    """The treatment of a data set's images for a model.
+
+    Raises:
+        DataError: The tokenizer lacks a token that the model needs.
+    """
+    token = tokenizer.convert_ids_to_tokens(rule.token_id)
+    if not isinstance(token, str) or tokenizer.encode(token, add_special_tokens=False) != [rule.token_id]:
+        raise DataError(
+            f"policy.tokenizer: token {rule.token_id}, which stands for images (image_token_id of the model), "
+            f"{'is missing' if not isinstance(token, str) else f'cannot be written: {token!r} is not one token'}"
+        )
+    if not isinstance(rule.sizes, TileSizes):
+        return ImageTokenizer(rule, reader, token)
+    # The template of InternVL shows the image token alone; its processor puts these two around it.
+    ends = []
+    for name, usual in (("start_image_token", "<img>"), ("end_image_token", "</img>")):
+        text = getattr(tokenizer, name, None) or usual
+        found = tokenizer.encode(text, add_special_tokens=False)
+        if len(found) != 1:
+            raise DataError(f"policy.tokenizer: {name} is {text!r}, which is {len(found)} tokens, expected one")
+        ends.append((found[0],))
+    return ImageTokenizer(rule, reader, token, *ends)
+
+
+def _in_threads(work: Callable[[Given], Found], items: Iterable[Given]) -> list[Found | str]:
+    """Results in order, or the text of the `RecordError`; decoders leave Python's lock alone."""
+
+    def attempt(item: Given) -> Found | str:
+        try:
+            return work(item)
+        except RecordError as error:
+            return str(error)
+
+    items = list(items)
+    if not items:
+        return []
+    with warnings.catch_warnings(), ThreadPoolExecutor(_THREADS) as pool:
+        warnings.simplefilter("ignore")  # of odd metadata, and of sizes, which have a limit of ours
+        return list(pool.map(attempt, items))
+
+
+def _texts(value: Any) -> Iterable[str]:
+    """Every text in a value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for item in value:
+            yield from _texts(item)

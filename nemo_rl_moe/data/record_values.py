@@ -1,0 +1,94 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Values in records: kinds of values in the words of JSON, JSON in strings, and the error of an unusable record."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from nemo_rl_moe.config.suggestions import shortened
+
+MOST_NAMES = 20
+
+
+class RecordError(ValueError):
+    """A record cannot be used; the message is the reason, without the place."""
+
+
+def json_object(value: object, name: str) -> dict[str, Any]:
+    """An object that a record holds as it is, or as its JSON in a string; of an empty string, the empty object.
+
+    Raises:
+        RecordError: It is neither.
+    """
+    decoded = decoded_json(value, name) if value != "" else {}
+    if not isinstance(decoded, Mapping):
+        found = "JSON of " if isinstance(value, str) else ""
+        raise RecordError(f"{name} is {found}{kind_of(decoded)}, expected an object, or its JSON as a string")
+    return dict(decoded)
+
+
+def decoded_json(value: object, name: str) -> Any:
+    """Value of a string's JSON; any other value as it is.
+
+    Raises:
+        RecordError: The string is no JSON.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise RecordError(f"{name} is a string that is not valid JSON: {reason}") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """The value without the nulls of objects, however deep: tables fill the keys that a row lacks with them.
+
+    Strings of JSON and members of lists stay as they are.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if is_list(value) else value
+
+
+def require_encodable(text: str, name: str) -> None:
+    """Rejects half of a surrogate pair, which JSON can spell and no tokenizer can encode.
+
+    Raises:
+        RecordError: The text holds one.
+    """
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        problem = f"{name} holds \\u{code:04x} alone, half of a surrogate pair, which is no character"
+        raise RecordError(problem) from None
+
+
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """True for lists and tuples, false for texts."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def names_in(names: Iterable[str]) -> str:
+    """The first 20 names of a record's keys or a table's columns, for a message."""
+    found = [shortened(str(name)) for name in names]
+    more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+    return f"{', '.join(found[:MOST_NAMES])}{more}" if found else "none"
+
+
+def kind_of(value: object) -> str:
+    """JSON's name of a value's type, with its article."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "a boolean"
+    if isinstance(value, int | float):
+        return "a number"
+    if isinstance(value, str):
+        return "a string"
+    if isinstance(value, Mapping):
+        return "an object"
+    return "a list" if is_list(value) else f"a {type(value).__name__}"

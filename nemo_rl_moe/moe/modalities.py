@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Image tokens and text tokens at the experts: how far they part, beyond chance. In numpy alone, for the report too.
+
+Chance is a permutation: the tokens of a layer keep their experts, and change their modality among themselves. Of `T`
+tokens, a share `s` of which stands for images, an expert that `c` of them go to then has a hypergeometric number of
+image tokens, of mean `s c` and variance `s (1 - s) c (T - c) / (T - 1)`: exact however many experts a token goes to,
+for it goes to each at most once.
+"""
+
+import numpy as np
+
+from nemo_rl_moe.shapes import Float, Int
+
+
+def image_share_of_layers(
+    counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
+) -> Float[np.ndarray, "*steps layers"]:
+    """Share `s` of each layer's assignments that image tokens made; NaN in a layer without load."""
+    return _ratio(image_counts.sum(-1), counts.sum(-1))
+
+
+def specialization(
+    counts: Int[np.ndarray, "*steps layers experts"],
+    image_counts: Int[np.ndarray, "*steps layers experts"],
+    topk: int | None,
+) -> Float[np.ndarray, "*steps layers experts"]:
+    """Leaning of each expert, beyond chance: 1 where all its tokens are image tokens, -1 where all are text.
+
+    With `q` the image share of the expert's tokens, and `b` the furthest that it could be from `s` on its side (`1 - s`
+    or `s`), `sign(q - s) sqrt(max(0, (q - s)^2 - v) / (b^2 - v))`, where `v` is the variance of `q` by chance; 0 where
+    not even `b` is beyond chance, as for an expert with a few tokens.
+
+    Args:
+        counts: Assignments.
+        image_counts: Those of image tokens.
+        topk: Experts that each token is routed to; None where that is not known: taken for 1, which makes chance larger
+            than it is.
+
+    Returns:
+        NaN where an expert has no token, or its layer tokens of one modality alone.
+    """
+    shares = image_share_of_layers(counts, image_counts)[..., None]
+    off_share = _ratio(image_counts, counts) - shares
+    tokens = _num_tokens(counts, topk)[..., None]
+    with np.errstate(invalid="ignore"):
+        variance = shares * (1 - shares) * _ratio((tokens - counts).clip(min=0), (tokens - 1) * counts)
+        room = np.where(off_share > 0, 1 - shares, shares) ** 2 - variance
+        square = (off_share**2 - variance).clip(min=0) / np.where(room > 0, room, np.inf)
+        found = np.sign(off_share) * np.sqrt(square.clip(max=1))
+    return np.where(_is_mixed(shares) & (counts > 0), found, np.nan)
+
+
+def modality_separation(
+    counts: Int[np.ndarray, "*steps layers experts"],
+    image_counts: Int[np.ndarray, "*steps layers experts"],
+    topk: int | None,
+) -> Float[np.ndarray, "*steps layers"]:
+    """How far a layer's experts part image tokens from text tokens, beyond chance: 0 not at all, 1 wholly.
+
+    Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, corrected for its mean by
+    chance `V0^2 = (E' - k) / ((T - 1) k)`, with `E'` the experts that have tokens: `sqrt(max(0, V^2 - V0^2) / (1 -
+    V0^2))`. The correction is that of Bergsma (2013, Journal of the Korean Statistical Society 42) with the mean of
+    the permutation, which holds for tokens that go to several experts. 0.5 in an even mix means that experts have
+    three tokens of one modality for each of the other.
+
+    Args:
+        counts: Assignments.
+        image_counts: Those of image tokens.
+        topk: As of `specialization`.
+
+    Returns:
+        NaN in a layer with tokens of one modality alone.
+    """
+    shares = image_share_of_layers(counts, image_counts)
+    tokens, totals = _num_tokens(counts, topk), counts.sum(-1)
+    off_share = np.where(counts > 0, _ratio(image_counts, counts) - shares[..., None], 0.0)
+    with np.errstate(invalid="ignore"):
+        square = _ratio((counts * off_share**2).sum(-1), shares * (1 - shares) * totals)
+        missing = np.where(counts > 0, (tokens[..., None] - counts).clip(min=0), 0.0).sum(-1)
+        by_chance = _ratio(missing, (tokens - 1) * totals)
+        beyond = (square - by_chance).clip(min=0) / np.where(by_chance < 1, 1 - by_chance, np.inf)
+        return np.where(_is_mixed(shares), np.sqrt(beyond.clip(max=1)), np.nan)
+
+
+def _num_tokens(
+    counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
+) -> Float[np.ndarray, "*steps layers"]:
+    """`T`; where a capacity dropped assignments no less than the busiest expert has."""
+    return np.maximum(counts.sum(-1) / (topk or 1), counts.max(-1, initial=0))
+
+
+def _is_mixed(shares: Float[np.ndarray, "..."]) -> np.ndarray:
+    return (shares > 0) & (shares < 1)
+
+
+def _ratio(values: np.ndarray, others: np.ndarray) -> Float[np.ndarray, "..."]:
+    """Quotient; NaN where the divisor is 0."""
+    values, others = np.broadcast_arrays(np.asarray(values, dtype=np.float64), np.asarray(others, dtype=np.float64))
+    return np.divide(values, others, out=np.full(values.shape, np.nan), where=others > 0)
