@@ -15,7 +15,7 @@ import numpy as np
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.dataset import counted
-from nemo_rl_moe.data.prompts import Prompt
+from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.errors import ConfigurationError, DataError
 from nemo_rl_moe.generation.interface import (
     GeneratedSequence,
@@ -122,8 +122,11 @@ def responses(
     """
     seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * samples, np.uint64).tolist()
     asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
+    # Responses to one prompt share the arrays of its images.
+    inputs = [of_prompt for of_prompt in prompt_inputs(prompts) for _ in range(samples)]
     requests = [
-        GenerationRequest(prompt.token_ids, each, sampling) for (prompt, _), each in zip(asked, seeds, strict=True)
+        GenerationRequest(prompt.token_ids, seed_of_one, sampling, of_prompt)
+        for (prompt, _), seed_of_one, of_prompt in zip(asked, seeds, inputs, strict=True)
     ]
     ready: dict[int, GeneratedSequence] = {}
     position = 0
