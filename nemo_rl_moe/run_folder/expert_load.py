@@ -1,6 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`expert_load.parquet`: the load matrix of every step, with the columns `step`, `layer`, `expert` and `count`."""
+"""`expert_load.parquet`: the load matrix of every step, with the columns `step`, `layer`, `expert` and `count`.
+
+Of a model with vision it has the column `image_count` too.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     from nemo_rl_moe.moe.load_statistics import ExpertLoad
 
 FOLDER_NAME = "expert_load.parquet"
-TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"count": pa.int64()})
+IMAGE_COUNT = "image_count"
+TABLE = StepTable(FOLDER_NAME, ("step", "layer", "expert"), {"count": pa.int64()}, optional={IMAGE_COUNT: pa.int64()})
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,13 @@ class ExpertLoadHistory:
         steps: Ascending.
         layers: Index of each MoE layer in the whole model, ascending.
         counts: Assignments of each expert, each real token `topk` times.
+        image_counts: Those of image tokens; None where the run did not tell them apart.
     """
 
     steps: Int[np.ndarray, " steps"]
     layers: Int[np.ndarray, " layers"]
     counts: Int[np.ndarray, "steps layers experts"]
+    image_counts: Int[np.ndarray, "steps layers experts"] | None = None
 
     @property
     def num_experts(self) -> int:
@@ -64,9 +70,11 @@ class ExpertLoadWriter(StepTableWriter):
 
     def write(self, step: int, load: "ExpertLoad") -> None:
         """Adds one step; steps ascend."""
-        counts = load.counts.numpy()[None]
-        axes = (np.array([step]), np.array(load.layers), np.arange(counts.shape[2]))
-        self.add(StepRows(axes, {"count": counts}))
+        values = {"count": load.counts.numpy()[None]}
+        if load.image_counts is not None:
+            values[IMAGE_COUNT] = load.image_counts.numpy()[None]
+        axes = (np.array([step]), np.array(load.layers), np.arange(load.counts.shape[1]))
+        self.add(StepRows(axes, values))
 
 
 def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory:
@@ -78,11 +86,15 @@ def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory
 
     Raises:
         FileNotFoundError: There is no such step.
-        DataError: A file is damaged, for example by a copy that was interrupted.
+        DataError: A file is damaged, for example by a copy that was interrupted; or it counts more image tokens than
+            tokens.
     """
     rows = read_steps(TABLE, run_folder, first_step)
     steps, layers, _ = rows.axes
-    return ExpertLoadHistory(steps, layers, rows.values["count"])
+    counts, image_counts = rows.values["count"], rows.values.get(IMAGE_COUNT)
+    if image_counts is not None and (image_counts > counts).any():
+        raise DataError(f"{run_folder / FOLDER_NAME}: {IMAGE_COUNT} is above count, of which it is a part")
+    return ExpertLoadHistory(steps, layers, counts, image_counts)
 
 
 class ExpertLoadTail:
@@ -124,4 +136,7 @@ class ExpertLoadTail:
         except FileNotFoundError:
             return None
         number = int((found.steps <= last_step).sum())
-        return ExpertLoadHistory(found.steps[:number], found.layers, found.counts[:number]) if number else None
+        if not number:
+            return None
+        images = None if found.image_counts is None else found.image_counts[:number]
+        return ExpertLoadHistory(found.steps[:number], found.layers, found.counts[:number], images)

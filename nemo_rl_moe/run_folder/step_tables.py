@@ -12,9 +12,8 @@ import math
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +44,20 @@ class StepTable:
         axes: Columns that number the places, `step` first.
         values: Further columns, by their types: counts, or shares from 0 on, which may be NaN.
         is_signed: They may be below 0 too.
+        optional: Further columns that a run has at every step or at none.
     """
 
     folder_name: str
     axes: tuple[str, ...]
     values: Mapping[str, pa.DataType]
     is_signed: bool = False
+    optional: Mapping[str, pa.DataType] = field(default_factory=dict)
 
-    @cached_property
-    def schema(self) -> pa.Schema:
-        """Columns of a file."""
+    def schema(self, names: Collection[str]) -> pa.Schema:
+        """Columns of a file that has these, and whatever it must have."""
         axes = [(axis, pa.int64() if axis == "step" else pa.int32()) for axis in self.axes]
-        return pa.schema([*axes, *self.values.items()])
+        more = [(name, of) for name, of in self.optional.items() if name in names]
+        return pa.schema([*axes, *self.values.items(), *more])
 
 
 @dataclass(frozen=True)
@@ -200,6 +201,8 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
         path = _path(folder, first, last)
         try:
             part = _as_rows(table, _file(table, path), last)
+            if parts and part.values.keys() != parts[0].values.keys():
+                raise ValueError("it has other columns than the first one")
             if parts and not all(map(np.array_equal, part.axes[1:], parts[0].axes[1:])):
                 raise ValueError(f"it has other {' or '.join(_plurals(table.axes[1:]))} than the first one")
         except FileNotFoundError:  # joined with others since it was listed: the joined file is there by now
@@ -210,7 +213,7 @@ def read_steps(table: StepTable, run_folder: Path, first_step: int = 0) -> StepR
     if not parts:
         raise FileNotFoundError(f"{folder} holds no step")
     steps = np.concatenate([part.axes[0] for part in parts])
-    values = {name: np.concatenate([part.values[name] for part in parts]) for name in table.values}
+    values = {name: np.concatenate([part.values[name] for part in parts]) for name in parts[0].values}
     return StepRows((steps, *parts[0].axes[1:]), values)
 
 
@@ -279,9 +282,10 @@ def _joined(parts: Sequence[StepRows]) -> StepRows:
 def _as_file(table: StepTable, rows: StepRows) -> pa.Table:
     shape = tuple(map(len, rows.axes))
     columns = [np.broadcast_to(numbers, shape).reshape(-1) for numbers in np.ix_(*rows.axes)]
-    columns += [rows.values[name].reshape(-1) for name in table.values]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, table.schema, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=table.schema)
+    schema = table.schema(rows.values)
+    columns += [rows.values[name].reshape(-1) for name in schema.names[len(table.axes) :]]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, schema, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)
 
 
 def _write_whole(content: pa.Table, path: Path, compression: str = "zstd") -> None:
@@ -298,10 +302,10 @@ def _file(table: StepTable, path: Path) -> pa.Table:
     Raises:
         ValueError: They are more than its steps can have: some kilobytes may say that there are billions.
     """
-    num_rows = pq.read_metadata(path).num_rows
-    if num_rows > _MOST_ROWS:
-        raise ValueError(f"{num_rows:,} rows, expected at most {_MOST_ROWS:,}")
-    return pq.read_table(path, schema=table.schema)
+    metadata = pq.read_metadata(path)
+    if metadata.num_rows > _MOST_ROWS:
+        raise ValueError(f"{metadata.num_rows:,} rows, expected at most {_MOST_ROWS:,}")
+    return pq.read_table(path, schema=table.schema(metadata.schema.names))
 
 
 def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
@@ -322,7 +326,8 @@ def _as_rows(table: StepTable, content: pa.Table, last: int) -> StepRows:
     shape = tuple(map(len, axes))
     if not (shape[0] and axes[0][-1] == last and len(content) == math.prod(shape)):
         raise ValueError("it does not hold as many rows for each of its steps")
-    values = {name: content[name].to_numpy().reshape(shape) for name in table.values}
+    names = content.column_names[len(axes) :]
+    values = {name: content[name].to_numpy().reshape(shape) for name in names}
     is_in_order = all(
         np.array_equal(found.reshape(shape), np.broadcast_to(expected, shape))
         for found, expected in zip(numbers, np.ix_(*axes), strict=True)
