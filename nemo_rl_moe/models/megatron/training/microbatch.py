@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch
+from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch, to_device
 from nemo_rl_moe.distributed.microbatches import round_up
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
@@ -176,7 +176,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         is_padding[0, start:end] = False
     if columns > total:
         segments.append(columns - total)
-    boundaries = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
+    boundaries = to_device(torch.tensor([0, *accumulate(segments)], dtype=torch.int32), device)
     positions = torch.cat([torch.arange(length) for length in segments])[None]
     cut = _CutTo(ContextCut.of(segments, shape.place), device)
     return ModelMicrobatch(
@@ -191,7 +191,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
             max_seqlen_q=max(segments),
             max_seqlen_kv=max(segments),
         ),
-        sequence_start=torch.tensor(starts, device=device),
+        sequence_start=to_device(torch.tensor(starts), device),
         batch=batch.to(device),
         model_columns={
             name: cut.column(column, _packed(column, lengths, starts, columns))
@@ -214,14 +214,14 @@ class _CutTo:
 
     def __call__(self, values: Tensor) -> Tensor:
         mine = values if self._cut is None else self._cut.part(values)
-        return mine.to(self._device, non_blocking=True)
+        return to_device(mine, self._device)
 
     def mask(self, mask: Tensor) -> Tensor | None:
         # None on all ranks or on none: with a mask the routers enter further collectives.
         return self(mask) if bool(mask.any()) else None
 
     def column(self, column: Column, values: Tensor) -> Tensor:
-        return self(values) if column.axis is Axis.TOKEN else values.to(self._device, non_blocking=True)
+        return self(values) if column.axis is Axis.TOKEN else to_device(values, self._device)
 
     def on_device(self) -> ContextCut | None:
         return None if self._cut is None else self._cut.to(self._device)
