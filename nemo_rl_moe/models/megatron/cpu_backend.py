@@ -39,7 +39,8 @@ class SourceEdit:
 
 
 def _on_cpu(places: int) -> SourceEdit:
-    return SourceEdit(r"""device=(['"])cuda\1""", "device='cpu'", places)
+    # Which is the CPU, unless a test pretends that there is a GPU.
+    return SourceEdit(r"""device=(['"])cuda\1""", "device=torch.cuda.current_device()", places)
 
 
 def _cpu_tensor_types(places: int) -> SourceEdit:
@@ -52,7 +53,7 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
     # The host copy of a count must be numpy (callers use it as split sizes), also when it already lies on the host.
     numpy_copy = SourceEdit(
         r"^    if torch\.is_tensor\(tensor\) and tensor\.is_cuda:",
-        "    if as_numpy and torch.is_tensor(tensor):\n"
+        "    if as_numpy and torch.is_tensor(tensor) and not tensor.is_cuda:\n"
         "        return tensor.numpy()\n"
         "    if torch.is_tensor(tensor) and tensor.is_cuda:",
         1,
@@ -102,7 +103,7 @@ def _source_edits(version: str) -> dict[str, tuple[SourceEdit, ...]]:
         "megatron.core.utils": (
             SourceEdit(
                 r"""dtype=torch\.float, device="cuda"\)\n    return l2_cuda""",
-                """dtype=torch.float, device="cpu")\n    return l2_cuda""",
+                """dtype=torch.float, device=torch.cuda.current_device())\n    return l2_cuda""",
                 1,
             ),
             # No release of Transformer Engine is no lowest one: None cannot be compared.

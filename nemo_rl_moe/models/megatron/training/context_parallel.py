@@ -17,6 +17,7 @@ from jaxtyping import Int, Shaped
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import sequence_multiple
+from nemo_rl_moe.distributed.batch import to_device
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 
 # isort: split
@@ -103,7 +104,7 @@ class ContextCut:
 
     def to(self, device: torch.device) -> "ContextCut":
         """The same on a device; the copies may still be under way."""
-        held, local, order = (each.to(device, non_blocking=True) for each in (self.held, self.local, self.order))
+        held, local, order = (to_device(each, device) for each in (self.held, self.local, self.order))
         return ContextCut(held, local, order, self.group)
 
     def part(self, values: Shaped[Tensor, "rows columns ..."]) -> Shaped[Tensor, "rows local_columns ..."]:

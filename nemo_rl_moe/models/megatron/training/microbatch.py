@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch
+from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch, to_device
 from nemo_rl_moe.distributed.microbatches import round_up
 from nemo_rl_moe.models.image_positions import image_positions
 from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_SIZES
@@ -182,7 +182,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
         is_padding[0, start:end] = False
     if columns > total:
         segments.append(columns - total)
-    boundaries = torch.tensor([0, *accumulate(segments)], dtype=torch.int32, device=device)
+    boundaries = to_device(torch.tensor([0, *accumulate(segments)], dtype=torch.int32), device)
     positions = torch.cat([torch.arange(length) for length in segments])[None]
     of_rows = torch.arange(batch.input_ids.shape[1]).expand(batch.input_ids.shape)
     by_row, position_ids = _position_ids(batch, of_rows, shape.pixels_per_token), positions
@@ -204,7 +204,7 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
             max_seqlen_q=max(segments),
             max_seqlen_kv=max(segments),
         ),
-        sequence_start=torch.tensor(starts, device=device),
+        sequence_start=to_device(torch.tensor(starts), device),
         batch=batch.to(device),
         model_columns={
             name: cut.column(name, column, _packed(column, lengths, starts, columns))
@@ -227,7 +227,7 @@ class _CutTo:
 
     def __call__(self, values: Tensor) -> Tensor:
         mine = values if self._cut is None else self._cut.part(values)
-        return mine.to(self._device, non_blocking=True)
+        return to_device(mine, self._device)
 
     def mask(self, mask: Tensor) -> Tensor | None:
         # None on all ranks or on none: with a mask the routers enter further collectives.
@@ -236,7 +236,7 @@ class _CutTo:
     def column(self, name: str, column: Column, values: Tensor) -> Tensor:
         if name in ON_HOST:
             return values
-        return self(values) if column.axis is Axis.TOKEN else values.to(self._device, non_blocking=True)
+        return self(values) if column.axis is Axis.TOKEN else to_device(values, self._device)
 
     def on_device(self) -> ContextCut | None:
         return None if self._cut is None else self._cut.to(self._device)

@@ -100,11 +100,12 @@ def module_path(tmp_path: Path) -> Path:
 
 def test_edit_is_made_in_every_place(module_path: Path) -> None:
     loader = cpu_backend._EditingLoader("edited", str(module_path), [cpu_backend._on_cpu(2)])
-    devices: list[str] = []
+    devices: list[torch.device] = []
     module = types.ModuleType("edited")
+    module.torch = torch  # type: ignore[attr-defined]
     module.make = lambda device: devices.append(device)  # type: ignore[attr-defined]
     loader.exec_module(module)
-    assert devices == ["cpu", "cpu"]
+    assert devices == [torch.device("cpu")] * 2
 
 
 @pytest.mark.parametrize("expected", [0, 1, 3])
@@ -119,7 +120,7 @@ def test_edit_that_matches_another_number_of_places_is_an_error(module_path: Pat
 def test_bytecode_of_the_unedited_source_is_not_used(module_path: Path) -> None:
     importlib.machinery.SourceFileLoader("edited", str(module_path)).get_code("edited")
     loader = cpu_backend._EditingLoader("edited", str(module_path), [cpu_backend._on_cpu(2)])
-    assert "cpu" in repr(loader.get_code("edited").co_consts)
+    assert "current_device" in loader.get_code("edited").co_names
     assert "cuda" not in repr(loader.get_code("edited").co_consts)
 
 

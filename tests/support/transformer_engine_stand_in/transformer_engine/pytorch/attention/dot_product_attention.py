@@ -180,8 +180,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         scores = torch.einsum("bqhd,bkhd->bhqk", query.float(), key.float()) * self.scale
         queries, keys = scores.shape[-2:]
         ahead = keys - queries if mask == "causal_bottom_right" else 0
-        positions = torch.arange(queries) if positions is None else positions
-        offset = torch.arange(keys)[None, :] - positions[:, None] - ahead
+        positions = torch.arange(queries, device=query.device) if positions is None else positions.to(query.device)
+        offset = torch.arange(keys, device=query.device)[None, :] - positions[:, None] - ahead
         left, right = window or (-1, -1)
         hidden = offset > 0 if "causal" in mask else torch.zeros_like(offset, dtype=torch.bool)
         hidden = hidden | (offset > right if right >= 0 else False) | (offset < -left if left >= 0 else False)

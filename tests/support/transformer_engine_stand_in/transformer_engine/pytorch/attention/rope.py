@@ -44,7 +44,7 @@ def apply_rotary_pos_emb(
         starts = cu_seqlens.tolist()
         lengths = [end - begin for begin, end in itertools.pairwise(starts)]
         positions = [positions_of_rank(n, cp_rank, cp_size) if cp_size > 1 else torch.arange(n) for n in lengths]
-        angles = freqs[torch.cat(positions)].squeeze(1)
+        angles = freqs[torch.cat(positions).to(freqs.device)].squeeze(1)
         if len(angles) != len(t):
             raise AssertionError(f"cu_seqlens end at {len(angles)}, with {len(t)} tokens")
     turned = freqs.shape[-1]

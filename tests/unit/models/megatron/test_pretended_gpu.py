@@ -1,0 +1,170 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A GRPO step, log-probabilities and generation with tensors that are taken for a GPU's: where the host would wait."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from tests.support.generation_run import build_trainer, request_of
+from tests.support.gloo_ranks import run_ranks
+from tests.support.pretended_gpu import PretendedGpu, Wait, by_owner
+from tests.support.tiny_model import MICROBATCHES, layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy
+from tests.support.with_transformer_engine import run_ranks_with_engine
+
+PACKED = {"sequence_packing__enabled": True}
+Waits = dict[Wait, int]
+JOBS = [(1, {}), pytest.param(1, PACKED, marks=pytest.mark.slow), pytest.param(2, layout(tp=2), marks=pytest.mark.slow)]
+
+
+def rl_batch() -> TokenBatch:
+    """Eight sequences with advantages, log-probabilities and a tape of random routes."""
+    batch = tiny_batch(3)
+    rows, columns = batch.input_ids.shape
+    generator = torch.Generator().manual_seed(1)
+    routes = torch.rand(rows, columns, 4, 8, generator=generator).topk(2).indices.to(torch.int16)
+    fed = torch.arange(columns) < batch.lengths[:, None] - 1
+    return replace(
+        batch,
+        columns={
+            "advantages": per_sequence(torch.linspace(-1, 1, rows)),
+            "generation_logprobs": per_token(torch.full((rows, columns), -3.0)),
+            ROUTED_EXPERTS: per_token(routes.where(fed[..., None, None], -1), Destination.MODEL, fill=-1),
+        },
+    )
+
+
+def step(policy: PolicyConfig, pretended: bool, microbatches: tuple[tuple[int, ...], ...]) -> tuple[Any, ...]:
+    """Loss, norm and metrics of the second step of two, and the waits of each kind of pass."""
+    loss = PolicyGradientLoss(load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).loss_fn, on_policy=True)
+    gpu = PretendedGpu()
+
+    def run() -> tuple[Any, ...]:
+        trainer = build_trainer(policy)
+        shard = shard_of_rank(rl_batch(), microbatches=microbatches)
+        found: dict[str, Waits] = {}
+
+        def measured(name: str, function: Callable[[], Any]) -> Any:
+            gpu.waits.clear()
+            result = function()
+            found[name] = dict(gpu.waits)
+            return result
+
+        trainer.train([shard], loss)
+        result = measured("train", lambda: trainer.train([shard], loss))
+        measured("logprobs", lambda: trainer.logprobs(shard.microbatches))
+        measured("generate", lambda: trainer.generate(request_of(range(4)), None))
+        return result.global_loss, result.grad_norm, result.moe_metrics, found
+
+    with parallel_job(policy):
+        if not pretended:
+            return run()
+        with gpu.plugged_in():
+            return run()
+
+
+# Where the host may wait in a step of training, as often, and why.
+TRAINING: dict[tuple[str, str], tuple[int, str]] = {
+    ("advantage_recorder.AdvantageRecorder._of_whole_batch", "copy to the device"): (1, "once, before the passes"),
+    ("forward_backward.metrics_to_host", "tolist"): (1, "the metrics of all microbatches, once a global batch"),
+    ("trainer.MegatronTrainer._sum_over_ranks", "tensor"): (1, "the loss, which decides whether to update"),
+    ("trainer.MegatronTrainer._sum_over_ranks", "_local_scalar_dense"): (1, "the same"),
+    ("overload_factor.cumulative_peak_ratios", "copy to the device"): (1, "report, after the update"),
+    ("overload_factor.cumulative_peak_ratios.<listcomp>", "indices from the host"): (1, "report"),
+    ("slice_overload._counts_of_slice", "tensor"): (1, "report"),
+    ("slice_overload.overload_of_rank", "tensor"): (1, "report"),
+    ("recorder.reduce_over_ranks", "copy to the host"): (4, "report: load, ledger, checks, advantages"),
+    ("recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
+    ("tape_probe.TapeProbe.reduced", "copy to the host"): (1, "report"),
+}
+LOGPROBS = {("trainer.MegatronModel.logprobs.<listcomp>", "copy to the host")}
+GENERATION = {
+    ("captured_routes.CapturedRoutes.sequences", "copy to the host"),
+    ("engine.MegatronGenerator._run", "copy to the device"),
+    ("engine.MegatronGenerator._run", "copy to the host"),
+    ("sampling.plan_slots", "copy to the device"),
+}
+# In Megatron-Core: the norm decides whether to update, and experts take rows by counts that the host knows.
+MEGATRON = {
+    "clip_grads.get_grad_norm_fp32",
+    "token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+}
+
+
+@pytest.mark.parametrize(("world_size", "changes"), JOBS)
+def test_the_host_waits_where_the_table_says_alone(world_size: int, changes: dict[str, Any]) -> None:
+    policy = tiny_grpo_policy(world_size, routing_replay="rollout", **changes)
+    plain = run_ranks_with_engine(step, world_size, policy, False, MICROBATCHES)
+    pretended = run_ranks_with_engine(step, world_size, policy, True, MICROBATCHES)
+    for (*numbers, _), (*expected, _) in zip(pretended, plain, strict=True):
+        assert numbers == expected
+    for *_, found in pretended:
+        ours = {name: by_owner(waits.items(), "ours") for name, waits in found.items()}
+        assert {each: count for each, count in ours["train"].items() if count > TRAINING.get(each, (0, ""))[0]} == {}
+        assert ours["logprobs"].keys() <= LOGPROBS
+        assert ours["generate"].keys() <= GENERATION
+        of_megatron = {wait.function for waits in found.values() for wait in waits if wait.owner == "megatron"}
+        assert of_megatron <= MEGATRON
+        assert of_megatron, "an empty count would mean a broken counter"
+
+
+def kinds_of_each() -> dict[str, list[str]]:
+    """What is counted for each of these; or the error's class."""
+    found: dict[str, list[str]] = {}
+    gpu = PretendedGpu()
+    with gpu.plugged_in():
+        x = torch.ones(3, 4, device="cuda")
+        calls: dict[str, Callable[[], Any]] = {
+            "item": lambda: x.sum().item(),
+            "bool": lambda: bool(x.any()),
+            "tolist": x.tolist,
+            "cpu": x.cpu,
+            "to device": lambda: torch.ones(3).to("cuda", non_blocking=True),
+            "pinned": lambda: torch.ones(3).pin_memory().to("cuda", non_blocking=True),
+            "tensor": lambda: torch.tensor([1, 2], device=x.device),
+            "mask": lambda: x[x > 0],
+            "fill by mask": lambda: x.__setitem__(x > 0, 1.0),
+            "list": lambda: x[[0, 1]],
+            "copy_": lambda: x.copy_(torch.ones(3, 4)),
+            "synchronize": torch.cuda.synchronize,
+            "scalar": lambda: (x + torch.tensor(1.0)).softmax(-1),
+            "mixed": lambda: x + torch.ones(4),
+            "numpy": x.numpy,
+        }
+        for name, call in calls.items():
+            gpu.waits.clear()
+            try:
+                call()
+                found[name] = [wait.kind for wait in gpu.waits]
+            except (RuntimeError, TypeError) as error:
+                found[name] = [type(error).__name__]
+    return found
+
+
+def test_the_counter_sees_what_waits_and_what_is_mixed() -> None:
+    (found,) = run_ranks(kinds_of_each, 1)
+    assert found == {
+        "item": ["_local_scalar_dense"],
+        "bool": ["_local_scalar_dense"],
+        "tolist": ["tolist"],
+        "cpu": ["copy to the host"],
+        "to device": ["copy to the device"],
+        "pinned": [],
+        "tensor": ["tensor"],
+        "mask": ["index by a mask"],
+        "fill by mask": [],
+        "list": ["indices from the host"],
+        "copy_": ["copy to the device"],
+        "synchronize": ["synchronize"],
+        "scalar": [],
+        "mixed": ["RuntimeError"],
+        "numpy": ["TypeError"],
+    }
