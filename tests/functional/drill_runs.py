@@ -12,7 +12,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from tests.functional import dpo_runs, grpo_runs, sft_runs
+from tests.functional import dpo_runs, grpo_runs, sft_runs, vision_runs
 
 VAL_PERIOD = 4
 FROZEN_AFTER_S = 40
@@ -68,6 +68,7 @@ def make_inputs(folder: Path) -> Path:
         sft_runs.make_additions(unfinished, 256, 16)
         dpo_runs.make_pairs(unfinished, 64, 16)
         grpo_runs.make_prompts(unfinished, 40)
+        vision_runs.make_shapes(unfinished / "shapes")
         sft_runs.make_model_folder(unfinished / "model", num_hidden_layers=2)
         unfinished.rename(folder)
     return folder
@@ -141,6 +142,11 @@ def _grpo_vllm(folder: Path, inputs: Path, num_steps: int) -> list[str]:
     return _grpo(folder, inputs, num_steps, exemplar, policy__generation__vllm__stall_timeout_s=STALLED_AFTER_S)
 
 
+def _grpo_vision(folder: Path, inputs: Path, num_steps: int) -> list[str]:
+    changes = vision_runs.grpo_changes(inputs / "shapes")
+    return _grpo(folder, inputs, num_steps, vision_runs.GRPO_EXEMPLAR, **changes)
+
+
 _ALWAYS = ("start", "train", "validation", "saving", "end")
 KINDS = {
     kind.name: kind
@@ -152,6 +158,7 @@ KINDS = {
         Kind("sft_two_nodes", _sft_two_nodes, _ALWAYS, num_nodes=2),
         # Who scores is not seen from outside: Ray's nodes, which start the workers, were there before.
         Kind("grpo_four_nodes", _grpo_four_nodes, (*_ALWAYS, "generation", "logprobs", "reference"), num_nodes=4),
+        Kind("grpo_vision", _grpo_vision, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         # Its responses are scored as they come: generation and scoring are one phase.
         Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
     )

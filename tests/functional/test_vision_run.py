@@ -1,0 +1,120 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs with pictures: what they log, that they resume to the last bit, and that transformers loads the result."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_rl_moe.run_folder.expert_load import read_expert_load
+from nemo_rl_moe.run_folder.metrics import read_metrics
+from tests.functional import dpo_runs, grpo_runs, sft_runs, vision_runs
+from tests.functional.test_resume import (
+    CHECKPOINTING,
+    NUM_STEPS,
+    STOP_AFTER,
+    Algorithm,
+    run_and_stop,
+    run_to_its_end,
+    untimed,
+    weights_of,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return vision_runs.make_shapes(tmp_path_factory.mktemp("shapes"))
+
+
+def grpo(folder: Path, shapes: Path) -> Algorithm:
+    changes = vision_runs.grpo_changes(shapes) | CHECKPOINTING | sft_runs.only_jsonl()
+    settings = grpo_runs.settings(
+        folder,
+        shapes,
+        grpo__max_num_steps=NUM_STEPS,
+        policy__megatron_cfg__routing_replay="rollout",
+        checkpointing__checkpoint_dir=folder / "checkpoints",
+        **changes,
+    )
+    return Algorithm("grpo", vision_runs.GRPO_EXEMPLAR, settings)
+
+
+def test_a_stopped_run_with_pictures_goes_on_to_the_last_bit(shapes: Path, tmp_path: Path) -> None:
+    whole, stopped = (grpo(tmp_path / name, shapes) for name in ("whole", "stopped"))
+    run_to_its_end(whole, tmp_path)
+    run_and_stop(stopped, tmp_path)
+    assert f"\nstep {STOP_AFTER}/" not in run_to_its_end(stopped, tmp_path)
+    finals = [tmp_path / name / "checkpoints" / "final" for name in ("whole", "stopped")]
+    assert weights_of(finals[0]) == weights_of(finals[1])
+    logs = [tmp_path / name / "logs" / "exp_001" for name in ("whole", "stopped")]
+    assert untimed(logs[0] / "metrics.jsonl") == untimed(logs[1] / "metrics.jsonl")
+
+    record = read_metrics(logs[0] / "metrics.jsonl")[-1]
+    metrics = record.metrics
+    assert metrics["train/moe/routing/rows_usable_share"] == 1.0
+    assert metrics["train/moe/routing/agreement"] == 1.0
+    assert 0.5 < metrics["train/moe/image/token_share"] < 0.8
+    history = read_expert_load(logs[0])
+    assert history.image_counts is not None
+    _answers_as_the_run_did(finals[0], logs[0])
+
+
+def _answers_as_the_run_did(final: Path, run_folder: Path) -> None:
+    """transformers loads what the run has exported, tower and all."""
+    from transformers import AutoModelForImageTextToText
+
+    model, told = AutoModelForImageTextToText.from_pretrained(final, dtype=torch.float32, output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert json.loads((final / "preprocessor_config.json").read_text())
+    pixels = torch.rand(1, 3, 32, 32)
+    image = model.config.image_token_id
+    ids = torch.tensor([[5, *[image] * 16, 6]])
+    found = model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=3, do_sample=False)
+    assert found.shape[1] > ids.shape[1]
+    assert (run_folder / "samples.jsonl").stat().st_size > 0
+
+
+def test_preferences_and_demonstrations_with_pictures_train(shapes: Path, tmp_path: Path) -> None:
+    """SFT in two processes, then DPO on what it leaves."""
+    sft = Algorithm(
+        "sft",
+        vision_runs.SFT_EXEMPLAR,
+        sft_runs.settings(
+            tmp_path / "sft",
+            shapes,
+            vision_runs.MODEL,
+            sft__max_num_steps=2,
+            sft__val_batches=1,
+            policy__train_global_batch_size=32,
+            policy__train_micro_batch_size=16,
+            checkpointing__checkpoint_dir=tmp_path / "sft" / "checkpoints",
+            **sft_runs.only_jsonl(),
+        ),
+    )
+    assert "2 steps done" in run_to_its_end(sft, tmp_path)
+    lines = [json.loads(line) for line in (shapes / "grpo_train.jsonl").read_text().splitlines()[:32]]
+    pairs = [
+        {"prompt": line["question"], "images": line["images"], "chosen": line["answer"], "rejected": "purple"}
+        for line in lines
+        if line["answer"] != "purple"
+    ]
+    (shapes / "preferences.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
+    settings = dpo_runs.settings(
+        tmp_path / "dpo",
+        shapes,
+        policy__model_name=tmp_path / "sft" / "checkpoints" / "final",
+        policy__init="pretrained",
+        policy__max_total_sequence_length=40,
+        data__train__path=shapes / "preferences.jsonl",
+        data__validation=None,
+        dpo__max_num_steps=3,
+        **sft_runs.only_jsonl(),
+    )
+    assert "3 steps done" in run_to_its_end(Algorithm("dpo", dpo_runs.EXEMPLAR, settings), tmp_path)
+    metrics = read_metrics(tmp_path / "dpo" / "logs" / "exp_001" / "metrics.jsonl")[-1].metrics
+    assert metrics["train/moe/image/token_share"] > 0.5
