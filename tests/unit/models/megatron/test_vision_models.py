@@ -290,7 +290,11 @@ def step_with_frozen_parts(folder: str, model_type: str, parts: tuple[str, ...])
 def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, parts: tuple[str, ...]) -> None:
     model_type, folder, _, _ = reference
     (found,) = run_ranks(step_with_frozen_parts, 1, str(folder), model_type, parts)
-    projector = {"qwen2_5_vl": "vision.merger.", "internvl": "vision.multi_modal_projector."}[model_type]
+    projector = {
+        "qwen2_5_vl": "vision.merger.",
+        "qwen3_vl_moe": ("vision.merger.", "vision.deepstack_merger_list."),
+        "internvl": "vision.multi_modal_projector.",
+    }[model_type]
 
     def part_of(name: str) -> str:
         if not name.startswith("vision."):
