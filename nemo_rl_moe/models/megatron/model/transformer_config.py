@@ -235,7 +235,8 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         raise ConfigurationError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
     for name, value in added.items():
         setattr(config, name, value)
-    if family.vision is not None and (problem := _problem_with_deep_layers(config, family.vision.deep_layers(hf_config))):
+    num_deep = family.vision.deep_layers(hf_config) if family.vision is not None else 0
+    if problem := _problem_with_deep_layers(config, num_deep):
         raise ConfigurationError(problem)
     return config
 
@@ -252,8 +253,8 @@ def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str |
     elif config.num_layers_in_first_pipeline_stage is not None:
         name, got = "num_layers_in_first_pipeline_stage", str(first)
     return (
-        f"{key}{name}: got {got}, which leaves {first} of the model's {config.num_layers} layers beside the vision tower,"
-        f" expected {num_deep} or more: the tower adds to so many"
+        f"{key}{name}: got {got}, which leaves {first} of the model's {config.num_layers} layers beside the vision "
+        f"tower, expected {num_deep} or more: the tower adds to so many"
     )
 
 

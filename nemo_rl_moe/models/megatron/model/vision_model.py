@@ -121,7 +121,7 @@ class VisionInput:
                     tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
                 )
             if deep:
-                kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": torch.stack(deep)}
+                kwargs["extra_block_kwargs"] = {"context": torch.stack(list(deep))}
         return super().forward(  # type: ignore[misc]
             input_ids, position_ids, attention_mask, decoder_input=decoder_input, padding_mask=padding_mask, **kwargs
         )

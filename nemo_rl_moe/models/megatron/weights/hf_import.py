@@ -286,9 +286,10 @@ def _parts_in(
         for sources in (rule.sources, *rule.alternatives)
         if all(source.name in folder.tensors for source in sources)
     ]
-    fitting = (parts for parts in choices if all(folder.tensors[part.source.name].shape == part.shape for part in parts))
-    default = choices[0] if choices else source_parts(piece, rule, rule.sources, hf_config, num_experts)
-    return next(fitting, default)
+    for parts in choices:
+        if all(folder.tensors[part.source.name].shape == part.shape for part in parts):
+            return parts
+    return choices[0] if choices else source_parts(piece, rule, rule.sources, hf_config, num_experts)
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
