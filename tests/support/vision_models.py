@@ -50,6 +50,21 @@ _QWEN_TOWER: Mapping[str, Any] = {
     "out_hidden_size": 32,
     "initializer_range": 0.1,
 }
+_QWEN3: Mapping[str, Any] = {
+    **_TOKENS,
+    "tie_word_embeddings": False,
+    "text_config": {
+        **_TEXT,
+        "head_dim": 8,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 100.0,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {**_QWEN_TOWER, "depth": 3, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16},
+}
 _FIELDS: Mapping[str, Mapping[str, Any]] = {
     "qwen2_5_vl": {
         **_TOKENS,
@@ -61,6 +76,18 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
         # Windows of two image tokens, so that one layer sees less than the other.
         "vision_config": {**_QWEN_TOWER, "window_size": 2 * SIDE, "fullatt_block_indexes": [1]},
     },
+    # Neither tensor of the experts is square, so that its shape tells which way it lies.
+    "qwen3_vl_moe": {
+        **_QWEN3,
+        "text_config": {
+            **_QWEN3["text_config"],
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "router_aux_loss_coef": 0.01,
+        },
+    },
+    "qwen3_vl": _QWEN3,
     # Tiles of four by four image tokens.
     "internvl": {
         "image_token_id": IMAGE,
@@ -90,7 +117,7 @@ _FIELDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """By `model_type`."""
-MODELS = tuple(_FIELDS)
+MODELS = ("qwen2_5_vl", "qwen3_vl_moe", "internvl")
 
 
 def tiny_vision_config(model_type: str, **text: Any) -> Any:

@@ -30,6 +30,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
 VISION_FAMILIES: Mapping[str, VisionFamily] = {
     "internvl": internvl.INTERNVL,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,
+    "qwen3_vl": qwen_vl.QWEN3_VL,
+    "qwen3_vl_moe": qwen_vl.QWEN3_VL_MOE,
 }
 """Families of vision-language models, by the `model_type` of `config.json`."""
 

@@ -172,18 +172,21 @@ SOFTMAX_ROUTER_FIELDS: Mapping[str, str | None] = {
 """`ModelFamily.router_fields` of a softmax router; `norm_topk_prob` says whether the chosen weights add up to 1."""
 
 
-def stacked_swiglu_experts(prefix: str) -> tuple[list[list[Source]], list[list[Source]]]:
+def stacked_swiglu_experts(
+    prefix: str, *, is_transposed: bool = False
+) -> tuple[list[list[Source]], list[list[Source]]]:
     """The form in which newer transformers hold all experts in memory: `[E, 2F, H]` and `[E, H, F]`.
 
     Args:
         prefix: Hugging Face name of the experts.
+        is_transposed: As released files of some families have them: `[E, H, 2F]` and `[E, F, H]`.
 
     Returns:
         Alternatives for the first and for the second product of an expert.
     """
     gate_up, down = (f"{prefix}.{name}" for name in ("gate_up_proj", "down_proj"))
-    halves = [Source(gate_up, is_stacked=True, half=half) for half in (0, 1)]
-    return [halves], [[Source(down, is_stacked=True)]]
+    halves = [Source(gate_up, is_stacked=True, is_transposed=is_transposed, half=half) for half in (0, 1)]
+    return [halves], [[Source(down, is_stacked=True, is_transposed=is_transposed)]]
 
 
 def swiglu(ours: str, theirs: str) -> dict[str, Rule]:

@@ -1,16 +1,20 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Qwen's vision-language families: Qwen2.5-VL."""
+"""Qwen's vision-language families: Qwen2.5-VL, and Qwen3-VL with a dense decoder and with experts."""
 
+import copy
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor, nn
 
-from nemo_rl_moe.models.families import dense
-from nemo_rl_moe.models.families.rules import ConfigFields, field_names
+from nemo_rl_moe.config.suggestions import shortened
+from nemo_rl_moe.models.families import decoder, dense, softmax_moe
+from nemo_rl_moe.models.families.rules import ConfigFields, RuleTable, field_names, rule
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_config
 from nemo_rl_moe.models.picture_patches import merged_patches
 
@@ -50,8 +54,27 @@ def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]]
         inputs.to(next(tower.parameters()).dtype),
         grid_thw=grids,
         position_ids=positions.to(inputs.device, non_blocking=True),
+        **_learned_positions(tower, grids, inputs.device),
     )
     return TowerOutput(output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ()))
+
+
+def _learned_positions(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
+    """Entries of Qwen3-VL's table of positions that each patch takes, and their weights: made on the host, with the
+    sizes; nothing for a tower without such a table."""
+    if not hasattr(tower, "num_grid_per_side"):
+        return {}
+    from transformers.vision_utils import get_vision_interpolation_indices_and_weights
+
+    found = get_vision_interpolation_indices_and_weights(
+        grids,
+        num_grid_per_side=tower.num_grid_per_side,
+        mode=tower.interpolation_mode,
+        align_corners=tower.interpolation_align_corners,
+        spatial_merge_size=tower.spatial_merge_size,
+    )
+    names = ("interp_indices", "interp_weights")
+    return {name: each.to(device, non_blocking=True) for name, each in zip(names, found, strict=True)}
 
 
 def size_problems(flat: Any) -> list[str]:
@@ -97,3 +120,94 @@ QWEN2_5_VL = VisionFamily(
     has_mrope=True,
     problems=size_problems,
 )
+
+
+def _build_qwen3(hf_config: Any) -> nn.Module:
+    from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
+
+    return build_tower(hf_config, Qwen3VLVisionConfig)
+
+
+def _build_qwen3_moe(hf_config: Any) -> nn.Module:
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeVisionConfig
+
+    return build_tower(hf_config, Qwen3VLMoeVisionConfig)
+
+
+def _num_deep_layers(hf_config: Any) -> int:
+    return len(hf_config.vision_config.deepstack_visual_indexes or ())
+
+
+def _qwen3_problems(flat: Any) -> list[str]:
+    """What is wrong with sizes, blocks and the table of positions, a line each."""
+    vision, problems = flat.vision_config, size_problems(flat)
+    blocks, depth, entries = vision.deepstack_visual_indexes, vision.depth, vision.num_position_embeddings
+    numbers = isinstance(blocks, list | tuple) and all(type(block) is int and 0 <= block < depth for block in blocks)
+    if not numbers or list(blocks) != sorted(set(blocks)):
+        problems.append(
+            f"vision_config.deepstack_visual_indexes: got {shortened(repr(blocks))}, expected rising numbers of the "
+            f"tower's blocks, from 0 to {depth - 1}"
+        )
+    elif len(blocks) > flat.num_hidden_layers:
+        problems.append(
+            f"vision_config.deepstack_visual_indexes: got {len(blocks)} blocks, expected at most "
+            f"{flat.num_hidden_layers}, one for each layer of the decoder"
+        )
+    if type(entries) is not int or entries < 1 or math.isqrt(entries) ** 2 != entries:
+        problems.append(
+            f"vision_config.num_position_embeddings: got {shortened(repr(entries))}, expected the square of a whole "
+            "number"
+        )
+    return problems
+
+
+def _qwen3_moe_fields(hf_config: Any) -> dict[str, Any]:
+    """Fields of a decoder that always normalises the weights of the chosen experts, and has no field for it."""
+    always = copy.copy(hf_config)
+    always.norm_topk_prob = True
+    return softmax_moe.qwen3_moe_fields(always)
+
+
+def _stacked_experts() -> RuleTable:
+    """Experts as transformers holds and writes them; released files have them transposed."""
+    names = [f"{decoder.LAYER}mlp.experts.{{expert}}.{linear}.weight" for linear in ("linear_fc1", "linear_fc2")]
+    prefix = f"{decoder.HF_LAYER}mlp.experts"
+    forms = [decoder.stacked_swiglu_experts(prefix, is_transposed=turned) for turned in (False, True)]
+    in_memory, released = forms
+    experts = {
+        name: rule(*own[0], alternatives=others) for name, own, others in zip(names, in_memory, released, strict=True)
+    }
+    return RuleTable({**decoder.DECODER, **decoder.QK_NORMS, **decoder.ROUTER, **experts})
+
+
+_QWEN3_MOE_DECODER = replace(
+    softmax_moe.QWEN3_MOE,
+    transformer_fields=_qwen3_moe_fields,
+    rules=_stacked_experts(),
+    config_fields=replace(
+        softmax_moe.QWEN3_MOE.config_fields,
+        read=softmax_moe.QWEN3_MOE_READ_FIELDS - {"norm_topk_prob"},
+        fixed={**softmax_moe.QWEN3_MOE_FIXED_FIELDS, "norm_topk_prob": (True,)},
+    ),
+    router_fields={**decoder.SOFTMAX_ROUTER_FIELDS, "moe_router_pre_softmax": None},
+)
+
+QWEN3_VL = VisionFamily(
+    name="Qwen3-VL",
+    decoder=dense.QWEN3,
+    config_fields=ConfigFields(_OUTER_FIELDS),
+    tower_fields=ConfigFields(
+        _TOWER_FIELDS | field_names("deepstack_visual_indexes num_position_embeddings"), _TOWER_FIXED
+    ),
+    decoder_name=lambda name: name.replace("model.", "model.language_model.", 1),
+    prefixes={"vision.": "model.visual."},
+    projector=("vision.merger.", "vision.deepstack_merger_list."),
+    build=_build_qwen3,
+    encode=encode,
+    pixels_per_token=pixels_per_token,
+    has_mrope=True,
+    interleaves_mrope=True,
+    deep_layers=_num_deep_layers,
+    problems=_qwen3_problems,
+)
+QWEN3_VL_MOE = replace(QWEN3_VL, name="Qwen3-VL-MoE", decoder=_QWEN3_MOE_DECODER, build=_build_qwen3_moe)

@@ -192,7 +192,8 @@ class Rule:
     Attributes:
         sources: The tensors that it is made of, in this order, under the names that are written.
         layout: How it is put together.
-        alternatives: Other forms of the same tensors that are read where the first ones are not there.
+        alternatives: Other forms of the same tensors that are read where the first ones are not there, or where only
+            these have the shapes in the file.
         expert: The expert that it belongs to, once it is known.
     """
 

@@ -53,6 +53,7 @@ class VisionFamily:
         encode: Runs what `build` has made over pictures, `[height, width, 3]` each.
         pixels_per_token: Height and width of the square of pixels that an image token stands for.
         has_mrope: Image tokens have positions in time, height and width.
+        interleaves_mrope: Frequencies of these three take turns in a head; otherwise they lie in blocks.
         deep_layers: First decoder layers to whose output the tower adds something.
         problems: What is wrong with a flattened configuration besides, a line each.
     """
@@ -68,6 +69,7 @@ class VisionFamily:
     encode: Callable[[nn.Module, Sequence[UInt8[Tensor, "height width 3"]], Any], TowerOutput]
     pixels_per_token: Callable[[Any], int]
     has_mrope: bool = False
+    interleaves_mrope: bool = False
     deep_layers: Callable[[Any], int] = lambda hf_config: 0
     problems: Callable[[Any], list[str]] = lambda hf_config: []
 
@@ -139,9 +141,10 @@ class VisionFamily:
         if self.has_mrope:
             parameters = dict(flat.rope_parameters)
             flat.mrope_section = parameters.pop("mrope_section", None)
-            flat.mrope_interleaved = bool(parameters.pop("mrope_interleaved", False))
+            # transformers goes by the family alone, whatever the file says.
+            flat.mrope_interleaved = parameters.pop("mrope_interleaved", self.interleaves_mrope)
             flat.rope_parameters = parameters
-        problems = [*_common_problems(flat, has_mrope=self.has_mrope), *self.problems(flat)]
+        problems = [*_common_problems(flat, self), *self.problems(flat)]
         if problems:
             raise ConfigurationError([_KEY + problem for problem in problems])
         return flat
@@ -181,14 +184,14 @@ def field_problems(
     ]
 
 
-def _common_problems(flat: Any, *, has_mrope: bool) -> list[str]:
+def _common_problems(flat: Any, family: VisionFamily) -> list[str]:
     problems = []
     token = flat.image_token_id
     if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < flat.vocab_size:
         problems.append(
             f"image_token_id: got {shortened(repr(token))}, expected a token of the vocabulary of {flat.vocab_size}"
         )
-    if has_mrope:
+    if family.has_mrope:
         heads = flat.num_attention_heads
         half = (getattr(flat, "head_dim", None) or flat.hidden_size // heads) // 2
         section = flat.mrope_section
@@ -197,6 +200,11 @@ def _common_problems(flat: Any, *, has_mrope: bool) -> list[str]:
             problems.append(
                 f"rope_parameters.mrope_section: got {shortened(repr(section))}, expected three whole numbers that add "
                 f"up to {half}, half the size of a head"
+            )
+        if flat.mrope_interleaved is not family.interleaves_mrope:
+            problems.append(
+                f"rope_parameters.mrope_interleaved: got {shortened(repr(flat.mrope_interleaved))}, supported for "
+                f"{family.name}: {family.interleaves_mrope}"
             )
     return problems
 

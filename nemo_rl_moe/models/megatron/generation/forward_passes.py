@@ -67,15 +67,13 @@ class StockForward:
             mask = ~causal_mask(columns, columns, token_ids.device)[None, None]
         self._chunk.set_input_tensor(received)
         positions: Tensor | None = None
-        extra: dict[str, Tensor] = {}
+        extra: dict[str, Any] = {}
         if self._images is not None:
             positions = self._images.positions
             if self._chunk.pre_process:
                 words = self._chunk.embedding(input_ids=token_ids, position_ids=None)
                 placed, deep = self._images.place(words, self._context.sequence_len_offset)
-                if deep:
-                    raise NotImplementedError("Megatron-Core's cache with a tower that adds to several layers")
-                extra = {"decoder_input": placed}
+                extra = {"decoder_input": placed, "deep": deep}
         hidden_states: Tensor = self._chunk(
             token_ids, positions, mask, inference_context=self._context, runtime_gather_output=True, **extra
         )

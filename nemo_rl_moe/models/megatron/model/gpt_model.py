@@ -15,6 +15,7 @@ from nemo_rl_moe.models.families.decoder import inverse_frequencies
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
+from nemo_rl_moe.models.megatron.layers.deep_features import use_deep_layers
 from nemo_rl_moe.models.megatron.layers.latent_attention import use_latent_attention
 from nemo_rl_moe.models.megatron.layers.routers import limit_groups
 from nemo_rl_moe.models.megatron.model.releases import (
@@ -215,6 +216,10 @@ def _block_spec(
         block = block_spec(config, block, fast=False)
     if config.multi_latent_attention:
         block = use_latent_attention(block)
-    if family_of(hf_config).normalizes_all_heads:
+    family = family_of(hf_config)
+    vision = family.vision
+    if family.normalizes_all_heads:
         block = normalize_all_heads(block)
+    if vision is not None and parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage):
+        block = use_deep_layers(block, vision.deep_layers(hf_config))
     return block

@@ -235,7 +235,27 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         raise ConfigurationError(f"policy.megatron_cfg: Megatron-Core refuses this configuration: {error}") from error
     for name, value in added.items():
         setattr(config, name, value)
+    num_deep = family.vision.deep_layers(hf_config) if family.vision is not None else 0
+    if problem := _problem_with_deep_layers(config, num_deep):
+        raise ConfigurationError(problem)
     return config
+
+
+def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str | None:
+    """Layers that take what the tower adds to them, and are not all where the tower is; None: they are."""
+    first = len(layers_of_chunks(config, 0)[0])
+    if first >= num_deep:
+        return None
+    key, stages = "policy.megatron_cfg.", config.pipeline_model_parallel_size
+    name, got = "pipeline_model_parallel_size", str(stages)
+    if virtual := config.virtual_pipeline_model_parallel_size:
+        name, got = "virtual_pipeline_model_parallel_size", f"{virtual} on {stages} stages"
+    elif config.num_layers_in_first_pipeline_stage is not None:
+        name, got = "num_layers_in_first_pipeline_stage", str(first)
+    return (
+        f"{key}{name}: got {got}, which leaves {first} of the model's {config.num_layers} layers beside the vision "
+        f"tower, expected {num_deep} or more: the tower adds to so many"
+    )
 
 
 def _problems_with_frozen_parts(policy: PolicyConfig, *, has_vision: bool) -> list[str]:

@@ -85,6 +85,7 @@ class VisionInput:
         attention_mask: Tensor | None,
         *,
         decoder_input: Float[Tensor, "columns rows hidden"] | None = None,
+        deep: Sequence[Float[Tensor, "columns rows hidden"]] = (),
         padding_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
@@ -95,6 +96,7 @@ class VisionInput:
             position_ids: `[3, rows, columns]` where the family has such positions; `[rows, columns]` stands for text.
             attention_mask: As GPTModel takes it.
             decoder_input: In place of words and pictures; whole, also under sequence parallelism.
+            deep: Beside `decoder_input`: what is added behind each of the first layers; as whole.
             padding_mask: `[rows, columns]`, True on padding.
             kwargs: GPTModel's others.
         """
@@ -104,10 +106,13 @@ class VisionInput:
             if decoder_input is None:
                 features = self.image_features(self.model_columns)
                 decoder_input = self.embed(input_ids, self.model_columns, features)
+                if features is not None:
+                    deep = deep_input(decoder_input, self.model_columns[IS_IMAGE], features)
                 if features is None and torch.is_grad_enabled():
                     decoder_input = decoder_input + self._zero_of_tower(input_ids.device).to(decoder_input.dtype)
             if self.config.sequence_parallel:  # type: ignore[attr-defined]
                 decoder_input = tensor_parallel.scatter_to_sequence_parallel_region(decoder_input)
+                deep = [tensor_parallel.scatter_to_sequence_parallel_region(each) for each in deep]
                 # GPTModel cuts it only where it looks up the words by itself.
                 padding_mask = padding_mask_for_stage(
                     padding_mask,
@@ -115,6 +120,8 @@ class VisionInput:
                     tensor_rank=parallel_state.get_tensor_model_parallel_rank(),
                     tensor_size=parallel_state.get_tensor_model_parallel_world_size(),
                 )
+            if deep:
+                kwargs["extra_block_kwargs"] = {"context": torch.stack(list(deep))}
         return super().forward(  # type: ignore[misc]
             input_ids, position_ids, attention_mask, decoder_input=decoder_input, padding_mask=padding_mask, **kwargs
         )
@@ -200,6 +207,20 @@ def placed(
     by_token = torch.nn.functional.embedding(number.view(is_image.shape).T, features.to(hidden.dtype))
     # The next pipeline stage gets it as it lies.
     return torch.where(is_image.T[..., None], by_token, hidden).contiguous()
+
+
+def deep_input(
+    hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: TowerOutput
+) -> list[Float[Tensor, "columns rows hidden"]]:
+    """What is added to the hidden states behind each of the first layers: 0 but for image tokens.
+
+    Args:
+        hidden: Of all tokens, for shape and type.
+        is_image: `[rows, columns]`.
+        features: One row an image token.
+    """
+    zeros = torch.zeros_like(hidden)
+    return [placed(zeros, is_image, each) for each in features.deep]
 
 
 def add_vision(chunk: GPTModel, hf_config: Any, init_seed: int) -> None:

@@ -263,10 +263,7 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
     for piece in parameter_pieces(chunks, config):
         rule = rule_of(piece, hf_config)
         if rule is not None:
-            choices = (rule.sources, *rule.alternatives)
-            held = (choice for choice in choices if all(source.name in plan.folder.tensors for source in choice))
-            sources = next(held, rule.sources)
-            parts = source_parts(piece, rule, sources, hf_config, config.num_moe_experts)
+            parts = _parts_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
             plan.readings.append(_Reading(piece, rule, parts))
         elif not piece.is_expert_bias:
             without_rule.append(piece.name)
@@ -277,6 +274,22 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
     place_of = {name: (tensor.file, name) for name, tensor in plan.folder.tensors.items()}
     plan.readings.sort(key=lambda reading: place_of.get(reading.parts[0].source.name, ("", "")))
     return plan
+
+
+def _parts_in(
+    folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
+) -> list[SourcePart]:
+    """The parts of a piece in the first form of its tensors that the folder holds, by names and, if there are several
+    of these, by shapes; in the rule's own where it holds none, for the message."""
+    choices = [
+        source_parts(piece, rule, sources, hf_config, num_experts)
+        for sources in (rule.sources, *rule.alternatives)
+        if all(source.name in folder.tensors for source in sources)
+    ]
+    for parts in choices:
+        if all(folder.tensors[part.source.name].shape == part.shape for part in parts):
+            return parts
+    return choices[0] if choices else source_parts(piece, rule, rule.sources, hf_config, num_experts)
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:

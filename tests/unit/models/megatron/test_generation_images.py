@@ -136,7 +136,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 CASES = [
-    pytest.param(model_type, spec, marks=pytest.mark.slow if spec == "local" and model_type == "internvl" else ())
+    pytest.param(model_type, spec, marks=pytest.mark.slow if spec == "local" and model_type != "qwen2_5_vl" else ())
     for model_type in MODELS
     for spec in ("auto", "local")
 ]
@@ -188,6 +188,7 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
         ("internvl", "pp2"),
         ("internvl", "ep2"),
         pytest.param("internvl", "tp2", marks=pytest.mark.slow),
+        *(pytest.param("qwen3_vl_moe", name, marks=pytest.mark.slow) for name in ("tp2", "pp2", "ep2")),
     ],
 )
 def test_layout_generates_as_one_rank_does(model_type: str, name: str, folders: dict[str, Path]) -> None:

@@ -91,7 +91,7 @@ def write_and_compute(model_type: str, folder: str) -> np.ndarray:
     return found
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[*MODELS, pytest.param("qwen3_vl", marks=pytest.mark.slow)])
 def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Model type, folder, transformers' log-probabilities, and training on one rank; exports beside the folder."""
     folder = tmp_path_factory.mktemp(request.param) / "model"
@@ -108,24 +108,40 @@ def test_logprobs_are_those_of_transformers_and_an_export_is_what_was_read(refer
     assert_same_tensors(folder.parent / "exported", folder)
 
 
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (1, PACKED),
+    (2, PACKED | layout(tp=2)),
+    (2, layout(pp=2)),
+    (2, {}),
+    (1, {"activation_checkpointing": "none"}),
+    (2, layout(tp=2)),
+    (2, PACKED | layout(pp=2)),
+    (2, layout(pp=2, vpp=2)),
+    (2, PACKED | layout(ep=2)),
+]
+NUM_QUICK = {"qwen2_5_vl": 4, "qwen3_vl_moe": 3, "internvl": 4}
+
+
+def with_layouts(model_type: str) -> list[Any]:
+    """The layouts of a model; all but the first ones are slow."""
+    without = {
+        "qwen2_5_vl": "expert_model_parallel_size",  # it has no experts
+        "qwen3_vl_moe": "virtual_pipeline_model_parallel_size",  # its tower adds to two layers
+    }.get(model_type)
+    return [
+        pytest.param(model_type, *case, marks=() if number < NUM_QUICK[model_type] else pytest.mark.slow)
+        for number, case in enumerate(LAYOUTS)
+        if not case[1].get(without or "")
+    ]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "changes"),
-    [
-        (1, PACKED),
-        (2, PACKED | layout(tp=2)),
-        (2, layout(pp=2)),
-        pytest.param(1, {"activation_checkpointing": "none"}, marks=pytest.mark.slow),
-        (2, {}),
-        pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
-        pytest.param(2, PACKED | layout(pp=2), marks=pytest.mark.slow),
-        pytest.param(2, layout(pp=2, vpp=2), marks=pytest.mark.slow),
-        pytest.param(2, PACKED | layout(ep=2), marks=pytest.mark.slow),
-    ],
+    ("reference", "world_size", "changes"),
+    [case for model_type in MODELS for case in with_layouts(model_type)],
+    indirect=["reference"],
 )
 def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, changes: dict[str, Any]) -> None:
     model_type, folder, _, one = reference
-    if model_type == "qwen2_5_vl" and changes.get("expert_model_parallel_size"):
-        pytest.skip("the model has no experts")
     ranks = run_ranks(train, world_size, str(folder), model_type, policy_of(world_size, **changes))
     for rank in ranks:
         assert rank.losses == pytest.approx(one.losses, rel=1e-5)
@@ -168,6 +184,11 @@ def two_losses(model_type: str) -> Callable[[MegatronTrainer], list[float]]:
     return run
 
 
+@pytest.mark.parametrize(
+    "reference",
+    ["qwen2_5_vl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), "internvl"],
+    indirect=True,
+)
 @pytest.mark.parametrize(
     ("first", "then", "is_exact"),
     [
@@ -286,11 +307,26 @@ def step_with_frozen_parts(folder: str, model_type: str, parts: tuple[str, ...])
         return Frozen({name for name in is_same if not is_same[name]}, {name for name in is_same if is_same[name]})
 
 
-@pytest.mark.parametrize("parts", [("vision_tower",), ("vision_tower", "language_model"), ("projector",)])
+FROZEN = [("vision_tower",), ("vision_tower", "language_model"), ("projector",)]
+
+
+@pytest.mark.parametrize(
+    ("reference", "parts"),
+    [
+        pytest.param(model_type, parts, marks=pytest.mark.slow if model_type == "qwen3_vl_moe" and number < 2 else ())
+        for model_type in MODELS
+        for number, parts in enumerate(FROZEN)
+    ],
+    indirect=["reference"],
+)
 def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, parts: tuple[str, ...]) -> None:
     model_type, folder, _, _ = reference
     (found,) = run_ranks(step_with_frozen_parts, 1, str(folder), model_type, parts)
-    projector = {"qwen2_5_vl": "vision.merger.", "internvl": "vision.multi_modal_projector."}[model_type]
+    projector = {
+        "qwen2_5_vl": "vision.merger.",
+        "qwen3_vl_moe": ("vision.merger.", "vision.deepstack_merger_list."),
+        "internvl": "vision.multi_modal_projector.",
+    }[model_type]
 
     def part_of(name: str) -> str:
         if not name.startswith("vision."):

@@ -1,0 +1,52 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Decoder layers to whose output a vision tower adds something.
+
+The features come through the block as its unused `context`. So activation checkpointing sees them as an input: what it
+repeats in the backward pass gets them once more, and their gradients go back to the tower.
+"""
+
+import dataclasses
+from typing import Any
+
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+
+class DeepLayer(TransformerLayer):
+    """A layer of a decoder without cross-attention that adds its share of the features to its output."""
+
+    def forward(
+        self, *args: Any, context: Float[Tensor, "layers columns rows hidden"] | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output, and the features where a later layer needs them.
+
+        Args:
+            args: TransformerLayer's.
+            context: Features of each deep layer, the first one's first, cut among ranks as hidden states are; None: no
+                pictures.
+            kwargs: TransformerLayer's others.
+        """
+        hidden_states, _ = super().forward(*args, **kwargs)
+        if context is None:
+            return hidden_states, None
+        is_last = self.layer_number == len(context)
+        return hidden_states + context[self.layer_number - 1], None if is_last else context
+
+
+def use_deep_layers(block: TransformerBlockSubmodules, num_layers: int) -> TransformerBlockSubmodules:
+    """A copy of the layer specs of a model's first block with so many deep layers at its beginning."""
+    first, others = block.layer_specs[:num_layers], block.layer_specs[num_layers:]
+    return dataclasses.replace(block, layer_specs=[*map(_deep, first), *others])
+
+
+def _deep(layer_spec: ModuleSpec) -> ModuleSpec:
+    assert layer_spec.module is TransformerLayer
+    return dataclasses.replace(layer_spec, module=DeepLayer)
