@@ -39,6 +39,16 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
             piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
 
 
+# What draws the weights that earlier releases drew for every seed; the default of `policy.init_seed`.
+_FIRST_SEED = 1234
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Seed of one parameter's draws, in the 32 bits that torch's generator for CPUs reads of one."""
+    mixed = 0 if seed == _FIRST_SEED else zlib.crc32(str(seed).encode())
+    return zlib.crc32(name.encode()) ^ mixed
+
+
 def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: Any, seed: int) -> torch.Tensor:
     if piece.name.endswith("layernorm.weight"):
         return torch.ones(piece.full_shape())
@@ -48,7 +58,7 @@ def _full_tensor(piece: ParameterPiece, config: TransformerConfig, hf_config: An
     # Of tied embeddings the last pipeline stage has a copy, which must start as the first stage's.
     tied = hf_config.tie_word_embeddings and piece.is_vocabulary
     name = "embedding.word_embeddings.weight" if tied else piece.name
-    generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    generator = torch.Generator().manual_seed(_seed_of(name, seed))
     shape = list(piece.full_shape())
     if piece.is_vocabulary:
         # Padding depends on the layout, so it is added after the draw.

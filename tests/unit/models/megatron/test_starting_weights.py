@@ -1,0 +1,31 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Random starting weights are those of their seed."""
+
+import pytest
+
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.weights.starting_weights import initialize_weights
+from tests.support.gloo_ranks import run_ranks
+from tests.support.tiny_model import parallel_job, tiny_hf_config, tiny_policy
+
+pytestmark = pytest.mark.megatron
+
+
+def first_weights(policy: PolicyConfig, seeds: list[int]) -> list[list[float]]:
+    hf_config, drawn = tiny_hf_config(), []
+    with parallel_job(policy):
+        config = build_transformer_config(policy, hf_config)
+        chunks = build_model_chunks(policy, config, hf_config)
+        for seed in seeds:
+            initialize_weights(chunks, config, hf_config, seed)
+            drawn.append(chunks[0].embedding.word_embeddings.weight[0].tolist())
+    return drawn
+
+
+def test_each_seed_draws_weights_of_its_own() -> None:
+    (drawn,) = run_ranks(first_weights, 1, tiny_policy(), [1234, 1, 2, 1])
+    assert drawn[1] == drawn[3]
+    assert drawn[0] != drawn[1] != drawn[2] != drawn[0]
