@@ -40,10 +40,10 @@ def print_table(runs: Mapping[str, MetricHistory]) -> None:
         )
 
 
-def draw(runs: Mapping[str, MetricHistory], output: Path) -> None:
-    """Four panels over the steps, a curve for each run."""
+def draw(runs: Mapping[str, MetricHistory], output: Path, panels: Mapping[str, str] = PANELS) -> None:
+    """Four panels over the steps, a curve for each run; panels: a metric and its title each."""
     figure = Figure(figsize=(11, 6), layout="constrained")
-    for axis, (key, title) in zip(figure.subplots(2, 2).flat, PANELS.items(), strict=True):
+    for axis, (key, title) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
         for name, history in runs.items():
             steps, values = zip(*history[key], strict=True)
             style = "--" if name == CONTROL else "-"
