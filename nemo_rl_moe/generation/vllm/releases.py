@@ -69,7 +69,7 @@ def check_installation(*, on_gpus: bool) -> None:
 
 
 def check_model(hf_config: Any, model_name: str) -> None:
-    """Checks that a model's folder names the class that vLLM is to build.
+    """Checks that a model's folder names the class that vLLM is to build, and that it is a model of text.
 
     vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
 
@@ -78,8 +78,13 @@ def check_model(hf_config: Any, model_name: str) -> None:
         model_name: Its folder, or its name on the hub.
 
     Raises:
-        ConfigurationError: It names none, or another one; says which one is right.
+        ConfigurationError: It names none, or another one; says which one is right. Or it takes images.
     """
+    if getattr(hf_config, "vision_config", None) is not None:
+        raise ConfigurationError(
+            f"{KEY}: got 'vllm', expected 'megatron' with {model_name}, a model of images and text: images are not"
+            " handed to vLLM"
+        )
     # Imported here: it loads transformers' models, and only runs with vLLM need it.
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

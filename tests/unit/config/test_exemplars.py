@@ -53,7 +53,7 @@ def leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("name", exemplar_names())
 def test_exemplar_loads_and_its_dump_loads_to_the_same(name: str, tmp_path: Path) -> None:
     config = load_any_config(name, check_paths=False)
-    assert type(config) is ALGORITHMS[name.partition("_")[0].removesuffix(".yaml")].config_class
+    assert type(config) is ALGORITHMS[name.removeprefix("vlm_").partition("_")[0].removesuffix(".yaml")].config_class
     written = tmp_path / "config.yaml"
     written.write_text(OmegaConf.to_yaml(OmegaConf.create(dump_resolved(config))))
     again = load_any_config(written, check_paths=False)

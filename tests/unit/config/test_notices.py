@@ -24,7 +24,7 @@ def lines(algorithm: str, *overrides: str, num_steps: int = 1000) -> list[str]:
 @pytest.mark.parametrize("name", [name for name in exemplar_names() if name != "grpo_generate.yaml"])
 def test_shipped_configurations_have_none(name: str) -> None:
     config: Any = load_any_config(name, check_paths=False)
-    loop = getattr(config, name.split("_")[0].removesuffix(".yaml"))
+    loop = getattr(config, name.removeprefix("vlm_").split("_")[0].removesuffix(".yaml"))
     assert notices(config, loop.max_num_steps or 10_000) == []
 
 

@@ -22,6 +22,7 @@ from nemo_rl_moe.generation.megatron import MegatronGeneration
 from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
 from nemo_rl_moe.generation.vllm import install_cpu, releases
 from nemo_rl_moe.models.families import FAMILIES
+from nemo_rl_moe.models.hf_files import load_hf_config
 from tests.support.family_models import FamilyModel
 
 KEY = "policy.generation.backend"
@@ -107,6 +108,13 @@ def test_a_model_that_names_no_class_for_vllm_is_one_line(family: str) -> None:
         check_model_of_engine("megatron", config, "my/model")
     config.architectures = [name]
     check_model_of_engine("vllm", config, "my/model")
+
+
+def test_a_model_of_images_is_one_line() -> None:
+    config = load_hf_config("examples/assets/tiny_internvl_moe")
+    with pytest.raises(ConfigurationError, match="images are not handed to vLLM"):
+        check_model_of_engine("vllm", config, "my/model")
+    check_model_of_engine("megatron", config, "my/model")
 
 
 @pytest.mark.skipif(releases.installed_release() is None, reason="vLLM is not installed: make vllm")
