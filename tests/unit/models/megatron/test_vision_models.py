@@ -4,6 +4,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,25 @@ def write_and_compute(model_type: str, folder: str) -> np.ndarray:
     return found
 
 
-@pytest.fixture(scope="module", params=[*MODELS, pytest.param("qwen3_vl", marks=pytest.mark.slow)])
-def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Model type, folder, transformers' log-probabilities, and training on one rank; exports beside the folder."""
-    folder = tmp_path_factory.mktemp(request.param) / "model"
-    (logprobs,) = run_ranks(write_and_compute, 1, request.param, str(folder))
-    (one,) = run_ranks(train, 1, str(folder), request.param, policy_of(1), str(folder.parent / "exported"))
-    return request.param, folder, logprobs, one
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+    """Of a model type, once: type, folder, transformers' log-probabilities, and training on one rank; exports beside
+    the folder."""
+
+    @cache
+    def made(model_type: str) -> Any:
+        folder = tmp_path_factory.mktemp(model_type) / "model"
+        (logprobs,) = run_ranks(write_and_compute, 1, model_type, str(folder))
+        (one,) = run_ranks(train, 1, str(folder), model_type, policy_of(1), str(folder.parent / "exported"))
+        return model_type, folder, logprobs, one
+
+    return made
+
+
+@pytest.fixture(params=[*MODELS, pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def reference(request: pytest.FixtureRequest, references: Callable[[str], Any]) -> Any:
+    """What `references` has of one model."""
+    return references(request.param)
 
 
 def test_logprobs_are_those_of_transformers_and_an_export_is_what_was_read(reference: Any) -> None:
