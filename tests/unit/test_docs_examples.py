@@ -210,6 +210,7 @@ def test_there_are_commands_and_code_to_test() -> None:
         ("adding-an-algorithm.md", "run"),
         ("adding-a-logger.md", "sft"),
         *(("from-trl.md", command) for command in ("sft", "dpo", "grpo")),
+        *(("vision.md", command) for command in ("sft", "grpo")),
         *(("faq.md", command) for command in ("sft", "grpo", "data", "plan", "evaluate")),
         ("checkpoints.md", "sft"),
         ("configuration.md", "config"),
