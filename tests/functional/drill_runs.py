@@ -41,6 +41,7 @@ class Kind:
         command: Makes the command out of a folder for `logs`, the folder of `make_inputs` and the number of steps.
         phases: Where it can be struck.
         num_nodes: Machines of its Ray.
+        only_if_asked: Left out unless it is named: slow on two cores, or near to another kind.
         anchors: Of phases that are not within a step: what the run prints at their beginning.
     """
 
@@ -48,6 +49,7 @@ class Kind:
     command: Callable[[Path, Path, int], list[str]]
     phases: tuple[str, ...]
     num_nodes: int = 1
+    only_if_asked: bool = False
     anchors: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -157,8 +159,19 @@ KINDS = {
         Kind("dpo_precompute", _dpo_precompute, (*_ALWAYS, "reference"), anchors={"reference": "measuring "}),
         Kind("sft_two_nodes", _sft_two_nodes, _ALWAYS, num_nodes=2),
         # Who scores is not seen from outside: Ray's nodes, which start the workers, were there before.
-        Kind("grpo_four_nodes", _grpo_four_nodes, (*_ALWAYS, "generation", "logprobs", "reference"), num_nodes=4),
-        Kind("grpo_vision", _grpo_vision, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
+        Kind(
+            "grpo_four_nodes",
+            _grpo_four_nodes,
+            (*_ALWAYS, "generation", "logprobs", "reference"),
+            4,
+            only_if_asked=True,
+        ),
+        Kind(
+            "grpo_vision",
+            _grpo_vision,
+            (*_ALWAYS, "generation", "scoring", "logprobs", "reference"),
+            only_if_asked=True,
+        ),
         # Its responses are scored as they come: generation and scoring are one phase.
         Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
     )

@@ -36,8 +36,6 @@ LAST_STEPS = 12
 LONGEST_CHAIN = 12
 RESULTS = "drills.jsonl"
 PAUSE = "pause"
-MOST_NODES = 2
-"""Of the kinds that are struck unless others are asked for: more are slow on two cores."""
 PAUSE_POLL_S = 2.0
 
 
@@ -272,7 +270,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="chains at a time (default: 1)")
     parser.add_argument("--output", type=Path, default=Path("build/drills"), help="folder (default: build/drills)")
     able = [name for name, kind in KINDS.items() if not kind.has_engine or installed_release() is not None]
-    shipped = [name for name in able if KINDS[name].num_nodes <= MOST_NODES]
+    shipped = [name for name in able if not KINDS[name].only_if_asked]
     parser.add_argument(
         "--kinds", nargs="+", choices=able, default=shipped, help=f"of runs (default: {' '.join(shipped)})"
     )
