@@ -319,6 +319,7 @@ class RoleModelConfig(StrictModel):
             | {
                 "model_name": self.model_name,
                 "init": "pretrained",
+                "freeze": FreezeConfig(vision_tower=False, projector=False, language_model=False),
                 "train_micro_batch_size": self.logprob_batch_size,
                 "megatron_cfg": MegatronConfig.model_construct(**shared | alone | layout),
             }

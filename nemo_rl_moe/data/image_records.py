@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from nemo_rl_moe.config.suggestions import shortened
-from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of
+from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of, require_encodable
 
 IMAGE_PART = "image"
 IMAGE_PARTS = (IMAGE_PART, "image_url")
@@ -74,6 +74,7 @@ def parse_image(value: object, name: str) -> ImageReference:
 
 
 def _parse_text(text: str, name: str) -> ImageReference:
+    require_encodable(text, name)
     if text.startswith("data:"):
         head = _DATA_URL.match(text)
         if head is None:

@@ -116,6 +116,7 @@ def test_images_of_a_pair_belong_to_the_prompt() -> None:
         (user({"type": "image", "image": 7}), None, r"messages\[0\].content\[0\].image is a number, expected a path"),
         (user({"type": "image", "image": "http://a/b.png"}), None, "nothing is fetched; save the image and give its"),
         (user({"type": "image", "image": "file:///b.png"}), None, "nothing is fetched"),
+        (user({"type": "image", "image": "\ud800.png"}), None, "surrogate"),
         (user({"type": "image", "image": ""}), None, "is '', expected the path of an image"),
         (user({"type": "image", "image": "data:image/png,abc"}), None, "expected data:image/png;base64, and the image"),
         (user({"type": "image", "image": "data:image/png;base64,a b"}), None, "is no valid base64"),

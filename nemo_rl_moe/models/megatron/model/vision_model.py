@@ -260,8 +260,8 @@ def draw_weights(tower: torch.nn.Module, hf_config: Any, seed: int) -> None:
     for name, module in tower.named_modules():
         above = owners.get(name.rpartition(".")[0]) if name else None
         owners[name] = module if isinstance(module, PreTrainedModel) else above
-        # torch's generator on the host takes 32 bits.
-        torch.manual_seed(zlib.crc32(f"{seed} {PREFIX}{name}".encode()))
+        # torch's generator on the host takes 32 bits; those of devices stay as they are.
+        torch.default_generator.manual_seed(zlib.crc32(f"{seed} {PREFIX}{name}".encode()))
         if owners[name] is None:  # a projector is transformers' model's own part, with the decoder's deviation
             PreTrainedModel._init_weights(SimpleNamespace(config=hf_config), module)
         else:

@@ -260,13 +260,19 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         plan.problems += error.problems
         return plan
     without_rule = []
+    found: list[tuple[ParameterPiece, Rule, list[list[SourcePart]], list[int]]] = []
     for piece in parameter_pieces(chunks, config):
         rule = rule_of(piece, hf_config)
         if rule is not None:
-            parts = _parts_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
-            plan.readings.append(_Reading(piece, rule, parts))
+            forms = _forms_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
+            found.append((piece, rule, forms, _fitting(plan.folder, forms)))
         elif not piece.is_expert_bias:
             without_rule.append(piece.name)
+    # A square matrix fits in both orientations: it lies as those do that fit in one alone.
+    decided = {fitting[0] for _, _, forms, fitting in found if len(forms) > 1 and len(fitting) == 1}
+    for piece, rule, forms, fitting in found:
+        chosen = next((form for form in fitting if form in decided), fitting[0] if fitting else 0)
+        plan.readings.append(_Reading(piece, rule, forms[chosen]))
     if without_rule:
         plan.problems.append(
             f"policy.model_name: {folder}: no tensor is known for {listed(without_rule)} of a {hf_config.model_type}"
@@ -276,20 +282,27 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
     return plan
 
 
-def _parts_in(
+def _forms_in(
     folder: SafetensorsFolder, piece: ParameterPiece, rule: Rule, hf_config: Any, num_experts: int | None
-) -> list[SourcePart]:
-    """The parts of a piece in the first form of its tensors that the folder holds, by names and, if there are several
-    of these, by shapes; in the rule's own where it holds none, for the message."""
-    choices = [
+) -> list[list[SourcePart]]:
+    """The parts of a piece in each form of its tensors that the folder holds by name; in the rule's own where it holds
+    none, for the message."""
+    forms = [
         source_parts(piece, rule, sources, hf_config, num_experts)
         for sources in (rule.sources, *rule.alternatives)
         if all(source.name in folder.tensors for source in sources)
     ]
-    for parts in choices:
-        if all(folder.tensors[part.source.name].shape == part.shape for part in parts):
-            return parts
-    return choices[0] if choices else source_parts(piece, rule, rule.sources, hf_config, num_experts)
+    return forms or [source_parts(piece, rule, rule.sources, hf_config, num_experts)]
+
+
+def _fitting(folder: SafetensorsFolder, forms: Sequence[Sequence[SourcePart]]) -> list[int]:
+    """Forms whose tensors have the shapes that the folder says."""
+    tensors = folder.tensors
+    return [
+        place
+        for place, parts in enumerate(forms)
+        if all(part.source.name in tensors and tensors[part.source.name].shape == part.shape for part in parts)
+    ]
 
 
 def _agreed(plan: _Plan, hf_config: Any, folder: Path) -> list[str]:
