@@ -95,6 +95,7 @@ GENERATION = {
 # In Megatron-Core: the norm decides whether to update, and experts take rows by counts that the host knows.
 MEGATRON = {
     "clip_grads.get_grad_norm_fp32",
+    "utils.local_multi_tensor_l2_norm",  # of 0.19
     "token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
 }
 
