@@ -216,7 +216,7 @@ class FreezeConfig(StrictModel):
     vision_tower: bool
     """The vision tower, without the projector."""
     projector: bool
-    """What brings the tower's output to the decoder's size."""
+    """The layers that bring the tower's output to the decoder's size."""
     language_model: bool
     """The decoder, with its embeddings, routers and experts."""
 

@@ -37,7 +37,7 @@ class PicturedRecord(Protocol):
 
     @property
     def sample_id(self) -> str:
-        """Where it came from."""
+        """File and line that it came from."""
         ...
 
     @property

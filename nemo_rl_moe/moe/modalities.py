@@ -56,7 +56,7 @@ def modality_separation(
     image_counts: Int[np.ndarray, "*steps layers experts"],
     topk: int | None,
 ) -> Float[np.ndarray, "*steps layers"]:
-    """How far a layer's experts part image tokens from text tokens, beyond chance: 0 not at all, 1 wholly.
+    """Separation of image tokens from text tokens by a layer's experts, beyond chance: 0 not at all, 1 wholly.
 
     Cramer's V of modality and expert, `V^2 = sum_e c_e (q_e - s)^2 / (s (1 - s) sum_e c_e)`, corrected for its mean by
     chance `V0^2 = (E' - k) / ((T - 1) k)`, with `E'` the experts that have tokens: `sqrt(max(0, V^2 - V0^2) / (1 -

@@ -139,7 +139,7 @@ def _num_deep_layers(hf_config: Any) -> int:
 
 
 def _qwen3_problems(flat: Any) -> list[str]:
-    """What is wrong with sizes, blocks and the table of positions, a line each."""
+    """Faults of sizes, blocks and the table of positions, a line each."""
     vision, problems = flat.vision_config, size_problems(flat)
     blocks, depth, entries = vision.deepstack_visual_indexes, vision.depth, vision.num_position_embeddings
     numbers = isinstance(blocks, list | tuple) and all(type(block) is int and 0 <= block < depth for block in blocks)

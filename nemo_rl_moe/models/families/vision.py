@@ -38,7 +38,7 @@ class TowerOutput:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """What a vision-language family has beside its decoder.
+    """Parts of a vision-language family beside its decoder.
 
     Attributes:
         name: For people.

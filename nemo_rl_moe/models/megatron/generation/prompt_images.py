@@ -22,7 +22,7 @@ _OF_IMAGES = frozenset({PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE})
 
 
 def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
-    """What is wrong with a prompt's inputs beside its tokens, to be read behind the prompt's name; None: nothing.
+    """Fault of a prompt's inputs beside its tokens, to be read behind the prompt's name; None: nothing.
 
     Args:
         inputs: The prompt's; none at all is text.

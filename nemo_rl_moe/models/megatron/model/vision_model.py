@@ -212,7 +212,7 @@ def placed(
 def deep_input(
     hidden: Float[Tensor, "columns rows hidden"], is_image: Tensor, features: TowerOutput
 ) -> list[Float[Tensor, "columns rows hidden"]]:
-    """What is added to the hidden states behind each of the first layers: 0 but for image tokens.
+    """Tensors that are added to the hidden states behind each of the first layers: 0 but for image tokens.
 
     Args:
         hidden: Of all tokens, for shape and type.

@@ -243,7 +243,7 @@ class _CutTo:
 
 
 def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | None) -> Tensor:
-    """What a rotary embedding turns by: of sequences one a row, which may be more rows than the batch has.
+    """Positions that a rotary embedding turns by: of sequences one a row, which may be more rows than the batch has.
 
     Args:
         batch: The sequences, on the host.
