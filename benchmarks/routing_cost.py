@@ -22,6 +22,10 @@ scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
 files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
 and the environment, Ray's own processes left out.
+
+`--width 2` makes the model twice as wide, with four times the parameters: what is added is work on tokens, layers and
+chosen experts, which stays. `--total-only` leaves out the contestants between `off` and `all`, for more rounds in the
+same time.
 """
 
 import argparse
@@ -29,6 +33,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -90,6 +95,14 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "at_logits": _REPLAY | {"router_gradients.at_logits_every_n_steps": 1},
 }
 PARTS = ("load", "tape", "replay", "all", "at_logits")
+DEMO_MODEL = REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe"
+_WIDTHS = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
 _AS_THE_RACE = {
     "policy.generation.stop_token_ids": list(END_TOKENS),
     "env.name": "callable",
@@ -108,7 +121,8 @@ _RAYS_OWN = ("gcs_server", "raylet", "ray/dashboard", "ray/_private", "ray/autos
 EXAMPLES = """\
 examples:
   OMP_NUM_THREADS=1 python benchmarks/routing_cost.py
-  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --rounds 100
+  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --rounds 100 --total-only
+  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --width 2 --total-only
 
 of_a_step is the one to quote; total.cpu is steps with everything over steps without in the trainer alone, the
 measurements' share added."""
@@ -304,16 +318,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Of two threads one would wait for the other by spinning, and that would count.
     confine(1)
     torch.set_num_threads(1)
-    configs = {name: make_config(changes) for name, changes in CONTESTANTS.items()}
-    join_job_of_one(configs["off"].policy)
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch:
+        model = write_wider_model(Path(scratch, "model"), options.width)
+        names = ("off", "off_again", "all") if options.total_only else tuple(CONTESTANTS)
+        configs = {name: make_config(CONTESTANTS[name], model) for name in names}
+        join_job_of_one(configs["off"].policy)
         try:
             contestants = {name: Contestant(config, Path(scratch, name)) for name, config in configs.items()}
             race(contestants, options.warmup, options.rounds)
         finally:
             destroy_parallel_state()
-    result = summary(contestants) | {"rounds": options.rounds}
-    step = cpu_seconds_of_a_step(configs["off"], options.warmup, options.steps)
+        result = summary(contestants) | {"rounds": options.rounds, "width": options.width}
+        step = cpu_seconds_of_a_step(configs["off"], options.warmup, options.steps)
     result["of_a_step"] = {
         "cpu_seconds": round(step, 4),
         "cost": {name: round(seconds / step, 4) for name, seconds in result["added_cpu_seconds"].items()},
@@ -330,13 +346,24 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="of the run in the loop (default: 20)")
     parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before those (default: 2)")
+    parser.add_argument("--width", type=positive, default=1, metavar="N", help="times the demo's model (default: 1)")
+    parser.add_argument("--total-only", action="store_true", help="off and all, nothing between")
     return parser.parse_args(arguments)
 
 
-def make_config(changes: dict[str, Any]) -> GRPOMasterConfig:
+def write_wider_model(folder: Path, width: int) -> Path:
+    """The demo's model so many times as wide, of as many layers and experts."""
+    shutil.copytree(DEMO_MODEL, folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {name: width * config[name] for name in _WIDTHS}))
+    return folder
+
+
+def make_config(changes: dict[str, Any], model: Path = DEMO_MODEL) -> GRPOMasterConfig:
     """The demo's configuration on one rank, from random weights."""
     overrides = [
-        f"policy.model_name={REPOSITORY / 'examples' / 'assets' / 'tiny_qwen3_moe'}",
+        f"policy.model_name={model}",
         "policy.init=random",
         *(f"{key}={value}" for key, value in _AS_THE_RACE.items()),
         "cluster.cpu_workers_per_node=1",
@@ -420,7 +447,7 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
         whole = [sum(pair) for pair in zip(steps["all"], explained, strict=True)]
         result["total"][clock] = median_ratio(whole, base)
         before, parts = base, {}
-        for name in PARTS:
+        for name in (part for part in PARTS if part in contestants):
             found = steps[name]
             added = [above - below for above, below in zip(found, before, strict=True)]
             if clock == "cpu":
@@ -433,7 +460,10 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
                 "measurements": round(statistics.median(explained), 5),
                 "total": round(statistics.median(whole_added), 5),
             }
-    losses = {tuple(contestants[name].losses) for name in ("off", "off_again", "load", "tape")}
+    without, replaying = (
+        {tuple(contestants[name].losses) for name in names if name in contestants}
+        for names in (("off", "off_again", "load", "tape"), ("replay", "all", "at_logits"))
+    )
     return result | {
         "added_cpu_seconds": added_seconds,
         "off_again_to_off": {clock: median_ratio(again.step[clock], off.step[clock]) for clock in ("cpu", "wall")},
@@ -445,8 +475,7 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
         "measurements_every_n_steps": every,
         "tape_bytes": everything.tape_bytes,
         "num_tokens": everything.num_tokens,
-        "losses_identical": len(losses) == 1
-        and contestants["all"].losses == contestants["replay"].losses == contestants["at_logits"].losses,
+        "losses_identical": len(without) == len(replaying) == 1,
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
         "versions": collect_versions(),
