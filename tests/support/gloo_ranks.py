@@ -140,7 +140,7 @@ def run_ranks(
     """
     from torch.distributed import TCPStore
 
-    from tests.support.nccl_rules import problems_of_job
+    from tests.support.nccl_order import problems_of_job
 
     fresh = fresh or _ALWAYS_FRESH
     ranks = _start(world_size, prepared_by) if fresh else _take(world_size, prepared_by)
