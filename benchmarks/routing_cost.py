@@ -15,7 +15,7 @@ each contestant has all that those before it have:
 
 `off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what the
 machine's noise makes of a ratio. The measurements of routing are made in every round, on their own clock, and count
-with one `every_n_steps`th; files of the tables are written in every round, too, and count once in two seconds of steps,
+with one `every_n_steps`th; files of the tables are written in every round, too, and count once in five seconds of steps,
 as a run writes them. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes do:
 scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
 
@@ -433,7 +433,7 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
     off, again, everything = (contestants[name] for name in ("off", "off_again", "all"))
     every = everything.config.policy.megatron_cfg.routing_measurements.every_n_steps
     assert every is not None  # the shipped default
-    # A run writes its tables when two seconds have gone by.
+    # A run writes its tables when five seconds have gone by.
     writes = min(1.0, statistics.median(off.step["wall"]) / MAX_DELAY_S)
     result: dict[str, Any] = {"benchmark": "routing_cost", "limit": LIMIT, "total": {}, "parts": {}}
     added_seconds: dict[str, float] = {}

@@ -27,7 +27,7 @@ from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.shapes import Int
 
 STEPS_OF_A_FILE = 100
-MAX_DELAY_S = 2.0
+MAX_DELAY_S = 5.0
 """Age of the last file at which a step's end writes the next one: short steps share a file. A kill takes what waits."""
 _MOST_STEPS_KEPT = 1000
 _MOST_ROWS = 20_000_000  # a file of 100 steps of a model of 200 layers with 1,000 experts each
