@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_evaluation,
     plan_microbatches,
 )
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
@@ -136,6 +138,7 @@ class ModelWorkers:
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
+        self._pictures = ArrayStore(ray.put)
         self._forward_flops, self._gpus = first.forward_flops, [description.gpu for description in descriptions]
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
@@ -176,6 +179,7 @@ class ModelWorkers:
             batching: Sizes of microbatches.
             num_copies: Data-parallel ranks that get some; None: all of them.
         """
+        batch = batch.with_shared_in(self._pictures)
         plan = plan_evaluation(
             batch.lengths.tolist(),
             num_data_parallel_ranks=num_copies or self._data_parallel_size,
@@ -297,6 +301,7 @@ class MegatronPolicy(ModelWorkers):
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
         size = self._policy.train_global_batch_size
+        batch = batch.with_shared_in(self._pictures)
         plan = plan_microbatches(
             batch.lengths.tolist(),
             num_data_parallel_ranks=self._data_parallel_size,
@@ -406,6 +411,7 @@ class MegatronPolicy(ModelWorkers):
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
         """One continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
+        batch = batch.with_shared_in(self._pictures)
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [batch.share(rank, size) for rank in range(size)]
         by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)
