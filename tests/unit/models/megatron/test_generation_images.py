@@ -13,6 +13,7 @@ import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.images import IS_IMAGE
@@ -170,7 +171,11 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
         trainer = trainer_of(policy, folder)
         place = trainer.coordinates
         request = as_request(vision_batch(rows_of(model_type)), dataclasses.replace(GREEDY, temperature=1.0))
-        return made(trainer.generate(request.share(place.data_parallel_rank, place.data_parallel_size), 4))
+        mine = request.with_shared_in(ArrayStore(lambda array: array)).share(
+            place.data_parallel_rank, place.data_parallel_size
+        )
+        # As a worker does it: pixels stay in the store where there is no tower.
+        return made(trainer.generate(mine.fetched(list) if trainer.has_tower else mine, 4))
 
 
 @pytest.mark.parametrize(

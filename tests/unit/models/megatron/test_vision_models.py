@@ -3,7 +3,7 @@
 """Vision-language models against transformers, and one optimizer step of every layout against that of one rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,10 @@ def train(folder: str, model_type: str, policy: PolicyConfig, export: str = "") 
             trainer.save_weights(Path(export), files_beside(Path(folder)))
         batch, place = mixed_batch(model_type), trainer.coordinates
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
+        assert trainer.has_tower == (place.pipeline_rank == 0)
+        # As a worker hands them on: pixels where there is a tower, and nowhere else.
+        fetched = (each.fetched(list, with_shared=trainer.has_tower) for each in shard.microbatches)
+        shard = replace(shard, microbatches=tuple(fetched))
         logprobs = logprobs_by_sequence(trainer, shard, batch, MICROBATCHES)
         results = [trainer.train([shard], sft_loss) for _ in range(STEPS)]
         tower = {
