@@ -6,15 +6,16 @@ A sequence of a vision-language model always carries all four inputs, with no pi
 sequences with and without images make one batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from nemo_rl_moe.distributed.batch import Axis, ModelInput
+from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
 from nemo_rl_moe.distributed.shared_arrays import SharedColumn, num_bytes_of
 
 PIXELS = "pixels"
@@ -85,6 +86,22 @@ def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
     sizes = inputs[PICTURE_SIZES].values
     found = [num_bytes_of(array) for array in inputs[PIXELS].values]
     return len(inputs[PICTURE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
+
+
+def picture_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
+    """Patches of each sequence's pictures by their digests; empty where there are no such inputs.
+
+    Args:
+        batch: The sequences.
+        num_patches: Patches of a picture by height and width in pixels; None: of a model of text.
+    """
+    if num_patches is None or PICTURE_IDS not in batch.columns:
+        return []
+    ids, sizes = batch.columns[PICTURE_IDS], batch.columns[PICTURE_SIZES]
+    assert ids.sizes is not None
+    patches = [num_patches(height, width) for height, width in sizes.values.tolist()]
+    pairs = iter(zip(ids.values.tolist(), patches, strict=True))
+    return [dict(islice(pairs, number)) for number in ids.sizes.tolist()]
 
 
 def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:

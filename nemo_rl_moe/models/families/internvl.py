@@ -143,5 +143,6 @@ INTERNVL = VisionFamily(
     build=TowerAndProjector,
     encode=_encode,
     pixels_per_token=pixels_per_token,
+    merge_size=_merge,
     problems=_problems,
 )

@@ -40,7 +40,12 @@ def _build_qwen2_5(hf_config: Any) -> nn.Module:
 
 def pixels_per_token(hf_config: Any) -> int:
     """Height and width of the pixels that are merged into one image token."""
-    return int(hf_config.vision_config.patch_size * hf_config.vision_config.spatial_merge_size)
+    return int(hf_config.vision_config.patch_size) * merge_size(hf_config)
+
+
+def merge_size(hf_config: Any) -> int:
+    """Rows, and columns, of patches that become one image token."""
+    return int(hf_config.vision_config.spatial_merge_size)
 
 
 def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
@@ -117,6 +122,7 @@ QWEN2_5_VL = VisionFamily(
     build=_build_qwen2_5,
     encode=encode,
     pixels_per_token=pixels_per_token,
+    merge_size=merge_size,
     has_mrope=True,
     problems=size_problems,
 )
@@ -205,6 +211,7 @@ QWEN3_VL = VisionFamily(
     build=_build_qwen3,
     encode=encode,
     pixels_per_token=pixels_per_token,
+    merge_size=merge_size,
     has_mrope=True,
     interleaves_mrope=True,
     deep_layers=_num_deep_layers,

@@ -52,6 +52,7 @@ class VisionFamily:
         build: Tower and projector of a flattened configuration, weights not yet set.
         encode: Runs what `build` has made over pictures, `[height, width, 3]` each.
         pixels_per_token: Height and width of the square of pixels that an image token stands for.
+        merge_size: Rows, and columns, of patches that become one image token.
         has_mrope: Image tokens have positions in time, height and width.
         interleaves_mrope: Frequencies of these three take turns in a head; otherwise they lie in blocks.
         deep_layers: First decoder layers to whose output the tower adds something.
@@ -68,6 +69,7 @@ class VisionFamily:
     build: Callable[[Any], nn.Module]
     encode: Callable[[nn.Module, Sequence[UInt8[Tensor, "height width 3"]], Any], TowerOutput]
     pixels_per_token: Callable[[Any], int]
+    merge_size: Callable[[Any], int]
     has_mrope: bool = False
     interleaves_mrope: bool = False
     deep_layers: Callable[[Any], int] = lambda hf_config: 0
@@ -102,6 +104,10 @@ class VisionFamily:
         """
         side = self.pixels_per_token(hf_config)
         return (height // side) * (width // side)
+
+    def num_patches(self, hf_config: Any, height: int, width: int) -> int:
+        """Patches of a picture (or tile) that the tower runs, as `num_image_tokens`."""
+        return self.num_image_tokens(hf_config, height, width) * self.merge_size(hf_config) ** 2
 
     def is_projector(self, name: str) -> bool:
         """True for the canonical name of one of the projector's parameters."""

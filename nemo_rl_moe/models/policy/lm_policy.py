@@ -32,7 +32,9 @@ from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, concatenate
+from nemo_rl_moe.models.families import num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
+from nemo_rl_moe.models.images import picture_patches
 from nemo_rl_moe.models.interfaces import (
     EvaluationResult,
     GpuUse,
@@ -63,10 +65,11 @@ def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
     """Batching of a policy: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
         multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
-        return PackedBatching(policy.sequence_packing.train_mb_tokens, multiple)
+        packing = policy.sequence_packing
+        return PackedBatching(packing.train_mb_tokens, multiple, packing.train_mb_patches)
     if policy.dynamic_batching.enabled:
         dynamic = policy.dynamic_batching
-        return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens)
+        return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens, dynamic.train_mb_patches)
     return PlainBatching(micro_batch_size)
 
 
@@ -109,13 +112,15 @@ class ModelWorkers:
         generates = generating(policy)
         self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
         self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
+        hf_config = load_hf_config(str(source.folder()))
+        self._num_patches = num_patches_of(hf_config)
         self._workers = WorkerGroup(
             cluster,
             MegatronPolicyWorker,
             {
                 "policy": policy,
                 "source": source,
-                "hf_config": plain_config(load_hf_config(str(source.folder()))),
+                "hf_config": plain_config(hf_config),
                 "seed": seed,
                 "num_steps": num_steps,
                 "keep_reference": keep_reference,
@@ -186,6 +191,7 @@ class ModelWorkers:
             batching=batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
+            pictures=picture_patches(batch, self._num_patches),
         )
         return plan, append_fillers(batch, plan.fillers)
 
@@ -309,6 +315,7 @@ class MegatronPolicy(ModelWorkers):
             batching=self._batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
+            pictures=picture_patches(batch, self._num_patches),
         )
         rows = size * batch.group_size
         global_batches = [batch.select(range(start, start + rows)) for start in range(0, len(batch), rows)]

@@ -19,6 +19,7 @@ from nemo_rl_moe.models.images import (
     distinct_pixels,
     has_its_pixels,
     image_inputs,
+    picture_patches,
     pictures_in,
 )
 
@@ -45,12 +46,21 @@ def test_sequences_with_and_without_pictures_make_one_batch() -> None:
     batch = text_batch([1, 3]).with_inputs([without, with_two])
     columns, (none, two) = batch.columns, batch.shared[PIXELS].arrays
     assert none == ()
-    assert [array.tolist() for array in two] == [each.tolist() for each in with_two[PIXELS].values]
+    assert [np.asarray(array).tolist() for array in two] == [each.tolist() for each in with_two[PIXELS].values]
     assert two[0].dtype == np.uint8
     assert columns[PICTURE_SIZES].values.tolist() == [[8, 4], [4, 4]]
     assert columns[IS_IMAGE].values.tolist() == [[False] * 3, [True, True, False]]
     second = columns[PICTURE_IDS].select(torch.tensor([1]), 3)
     assert second.values.tolist() == with_two[PICTURE_IDS].values.tolist()
+
+
+def test_patches_of_each_sequence_by_picture() -> None:
+    a, b = picture(8, 4, 0), picture(4, 4, 1)
+    inputs = [image_inputs(pictures, np.array([True])) for pictures in ([a, b], [], [b, b], [a])]
+    batch = text_batch([1] * 4).with_inputs(inputs)
+    found = picture_patches(batch, lambda height, width: height * width // 16)
+    assert found == [{a.digest: 2, b.digest: 1}, {}, {b.digest: 1}, {a.digest: 2}]
+    assert picture_patches(batch, None) == picture_patches(text_batch([1]), lambda height, width: 1) == []
 
 
 def test_each_distinct_picture_is_there_once_where_it_is_there_first() -> None:
