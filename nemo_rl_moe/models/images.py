@@ -119,6 +119,14 @@ def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
     return [positions[number] for number in range(len(first))], place
 
 
+def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
+    """Height and width in pixels of a batch's distinct pictures; none where it has no such inputs."""
+    if PICTURE_IDS not in batch.columns:
+        return []
+    chosen, _ = distinct_pictures(batch.columns[PICTURE_IDS].values.tolist())
+    return [(int(height), int(width)) for height, width in batch.columns[PICTURE_SIZES].values[chosen].tolist()]
+
+
 def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
     """Pixels of the distinct pictures, in the order of `distinct_pictures`.
 

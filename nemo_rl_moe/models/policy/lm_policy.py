@@ -15,7 +15,14 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
-from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shards, stored_per_token
+from nemo_rl_moe.distributed.batch import (
+    GlobalBatchShard,
+    StoredColumn,
+    TokenBatch,
+    append_fillers,
+    make_shards,
+    stored_per_token,
+)
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -32,9 +39,9 @@ from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, concatenate
-from nemo_rl_moe.models.families import num_patches_of
+from nemo_rl_moe.models.families import family_of, num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
-from nemo_rl_moe.models.images import picture_patches
+from nemo_rl_moe.models.images import distinct_sizes, picture_patches
 from nemo_rl_moe.models.interfaces import (
     EvaluationResult,
     GpuUse,
@@ -112,15 +119,15 @@ class ModelWorkers:
         generates = generating(policy)
         self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
         self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
-        hf_config = load_hf_config(str(source.folder()))
-        self._num_patches = num_patches_of(hf_config)
+        self._hf_config = load_hf_config(str(source.folder()))
+        self._num_patches = num_patches_of(self._hf_config)
         self._workers = WorkerGroup(
             cluster,
             MegatronPolicyWorker,
             {
                 "policy": policy,
                 "source": source,
-                "hf_config": plain_config(hf_config),
+                "hf_config": plain_config(self._hf_config),
                 "seed": seed,
                 "num_steps": num_steps,
                 "keep_reference": keep_reference,
@@ -343,10 +350,15 @@ class MegatronPolicy(ModelWorkers):
             weight_version=first.weight_version,
             tape_report=first.tape_report,
             advantage_scores=first.advantage_scores,
-            gpu_use=self._gpu_use(batch, results),
+            gpu_use=self._gpu_use(batch, by_global_batch, results),
         )
 
-    def _gpu_use(self, batch: TokenBatch, results: Sequence["RankTrainResult"]) -> GpuUse | None:
+    def _gpu_use(
+        self,
+        batch: TokenBatch,
+        by_global_batch: Sequence[Sequence[GlobalBatchShard]],
+        results: Sequence["RankTrainResult"],
+    ) -> GpuUse | None:
         """Use of the GPUs in a `train` call; None on CPUs."""
         names = [name for name in self._gpus if name is not None]
         if self._forward_flops is None or not names:
@@ -356,10 +368,24 @@ class MegatronPolicy(ModelWorkers):
         return GpuUse(
             num_gpus=len(names),
             num_gpus_of_run=self._cluster.config.num_gpus,
-            train_flops=self._forward_flops.training(batch.lengths.tolist()),
+            train_flops=self._forward_flops.training(batch.lengths.tolist()) + self._tower_flops(by_global_batch),
             peak_flops_per_second=peak_flops_per_second(names) if in_bfloat16 else None,
             memory=_join([result.memory for result in results]),
         )
+
+    def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
+        """Operations of the vision tower: on the distinct pictures of each microbatch, once for all its ranks."""
+        vision = family_of(self._hf_config).vision
+        if vision is None:
+            return 0
+        grids = [
+            vision.patch_grid(self._hf_config, *size)
+            for shards in by_global_batch
+            for shard in shards
+            for microbatch in shard.microbatches
+            for size in distinct_sizes(microbatch)
+        ]
+        return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
         """Moves the optimizer's state to the host, and frees gradients, where the configuration says so."""
