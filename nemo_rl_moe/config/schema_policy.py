@@ -50,6 +50,10 @@ class TokenBudgetConfig(StrictModel):
     """Cut the global batch this way; then `train_micro_batch_size` is not used."""
     train_mb_tokens: PositiveInt
     """Most tokens that one microbatch may hold."""
+    train_mb_patches: PositiveInt | None
+    """Most patches of distinct pictures that the vision tower may run for one microbatch, unless its samples have the
+    same pictures. null: as many as the tokens let in, which is the square of the tower's merge size times
+    `train_mb_tokens` at most, as each image token is made of so many patches."""
 
 
 class DynamicBatchingConfig(TokenBudgetConfig):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.image_tokens import batch_inputs
-from nemo_rl_moe.distributed.batch import Column, TokenBatch, collate_inputs
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import DataError
 
 
@@ -32,15 +32,10 @@ def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBat
     for row, example in enumerate(examples):
         input_ids[row, : len(example)] = torch.as_tensor(example.input_ids, dtype=torch.long)
         token_mask[row, : len(example)] = torch.as_tensor(example.token_mask)
-    return TokenBatch(
-        input_ids, lengths, token_mask, tuple(example.sample_id for example in examples), _columns(examples, shape[1])
-    )
-
-
-def _columns(examples: Sequence[TokenizedExample], longest: int) -> dict[str, Column]:
-    """The model's inputs beside the tokens; all examples have the same ones."""
+    names = tuple(example.sample_id for example in examples)
+    # All examples have the same inputs beside their tokens.
     inputs = batch_inputs([(example.images, len(example)) for example in examples])
-    return {name: collate_inputs([of_example[name] for of_example in inputs], longest) for name in inputs[0]}
+    return TokenBatch(input_ids, lengths, token_mask, names).with_inputs(inputs)
 
 
 def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArray[Any]]:

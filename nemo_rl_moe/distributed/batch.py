@@ -5,12 +5,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedColumn
 from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, fetch_rows
 
 
@@ -22,7 +23,9 @@ class Axis(Enum):
     TOKEN = "token"
     """One value (of any further shape) for each token."""
     RAGGED = "ragged"
-    """A number of values of its own for each sequence, such as the patches of its images."""
+    """A number of values of its own for each sequence, such as the sizes of its images."""
+    SHARED = "shared"
+    """A number of arrays for each sequence, which sequences may have in common, such as the pixels of its images."""
 
 
 class Destination(Enum):
@@ -39,12 +42,13 @@ class ModelInput:
     """A further input of the model for one sequence, such as an image.
 
     Attributes:
-        values: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` where ragged.
+        values: An array: `[tokens, ...]` on the token axis, `[...]` on the sequence axis, `[values, ...]` where ragged.
+            Where shared, a tuple of `SharedArray`, the same objects as of other sequences that have them.
         axis: Which of these.
         fill: Value on padding, on the token axis.
     """
 
-    values: Shaped[np.ndarray, "..."]
+    values: Any
     axis: Axis
     fill: float = 0.0
 
@@ -146,7 +150,8 @@ def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
     """One column for the model from an input of each sequence.
 
     Args:
-        inputs: Of each sequence, all on the same axis and, but for the number of values, of the same shape.
+        inputs: Of each sequence, all on the same axis, which is not shared, and, but for the number of values, of the
+            same shape.
         longest: Tokens of the longest sequence.
 
     Raises:
@@ -181,6 +186,7 @@ class TokenBatch:
         group_size: So many neighbours always run in the same microbatch; `policy.train_global_batch_size` and
             `policy.train_micro_batch_size` count such groups.
         stored: Columns whose values a rank fetches where it needs them, by name.
+        shared: Columns for the model of arrays that sequences have in common, by name; at hand or stored.
     """
 
     input_ids: Int[Tensor, "batch sequence"]
@@ -190,6 +196,7 @@ class TokenBatch:
     columns: Mapping[str, Column] = field(default_factory=dict)
     group_size: int = 1
     stored: Mapping[str, StoredColumn] = field(default_factory=dict)
+    shared: Mapping[str, SharedColumn] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -206,11 +213,27 @@ class TokenBatch:
             columns={name: column.select(index, longest) for name, column in self.columns.items()},
             group_size=self.group_size,
             stored={name: column.select(index) for name, column in self.stored.items()},
+            shared={name: column.select(indices) for name, column in self.shared.items()},
         )
 
     def with_columns(self, **columns: Column) -> "TokenBatch":
         """The batch with further columns, or others of the same names."""
         return replace(self, columns={**self.columns, **columns})
+
+    def with_inputs(self, inputs: Sequence[Mapping[str, ModelInput]]) -> "TokenBatch":
+        """The batch with further inputs of the model.
+
+        Args:
+            inputs: Of each sequence, all with the same names.
+        """
+        columns, shared = dict(self.columns), dict(self.shared)
+        for name, first in inputs[0].items():
+            of_sequences = [each[name] for each in inputs]
+            if first.axis is Axis.SHARED:
+                shared[name] = SharedColumn(tuple(tuple(each.values) for each in of_sequences))
+            else:
+                columns[name] = collate_inputs(of_sequences, self.input_ids.shape[1])
+        return replace(self, columns=columns, shared=shared)
 
     def columns_for(self, reader: Destination) -> dict[str, Column]:
         """The columns that one reader gets; not those that are still stored."""
@@ -229,21 +252,32 @@ class TokenBatch:
         stored = {name: column for name, column in self.stored.items() if column.goes_to is Destination.MODEL}
         return replace(self, columns=self.columns_for(Destination.MODEL), stored=stored)
 
-    def fetched(self, fetch: Fetch) -> "TokenBatch":
-        """The batch with its stored columns among its columns.
+    def for_loss(self) -> "TokenBatch":
+        """The batch with the columns that the loss reads, and no others."""
+        return replace(self, columns=self.columns_for(Destination.LOSS), stored={}, shared={})
+
+    def with_shared_in(self, store: ArrayStore) -> "TokenBatch":
+        """The batch with the places of its shared arrays in a store."""
+        shared = {name: replace(column, arrays=store.place(column.arrays)) for name, column in self.shared.items()}
+        return replace(self, shared=shared)
+
+    def fetched(self, fetch: Fetch, *, with_shared: bool = True) -> "TokenBatch":
+        """The batch with its stored columns among its columns, and its shared arrays at hand.
 
         Args:
             fetch: Fetches stored arrays.
+            with_shared: Fetch shared arrays, too; otherwise the batch is without them.
         """
         found = {}
         for name, column in self.stored.items():
             longest = self.input_ids.shape[1]
             values = fetch_rows(column.rows, longest, column.fill, fetch, column.row_shape, column.dtype)
             found[name] = per_token(torch.from_numpy(values), column.goes_to, column.fill)
-        return replace(self, columns={**self.columns, **found}, stored={})
+        shared = {name: column.fetched(fetch) for name, column in self.shared.items()} if with_shared else {}
+        return replace(self, columns={**self.columns, **found}, stored={}, shared=shared)
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """The same on a device; the copies may still be under way."""
+        """The same on a device; the copies may still be under way. Shared arrays stay."""
         return replace(
             self,
             input_ids=to_device(self.input_ids, device),

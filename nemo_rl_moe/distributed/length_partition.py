@@ -12,13 +12,15 @@ _SCALE = 1 << 16
 runs is the cheapest."""
 
 
-def cheapest_partition(lengths: Sequence[int], max_tokens: int, overhead: int, unit: int) -> list[int]:
+def cheapest_partition(
+    lengths: Sequence[int], max_tokens: int, overhead: int, unit: int, most: Sequence[int] | None = None
+) -> list[int]:
     """Ends of the runs that sorted lengths are cut into, so that all of them cost least.
 
     A run costs its number of sequences times the longest of them, which is what padding makes it compute, and
     `overhead` tokens for being a microbatch of its own. Among all partitions into microbatches of neighbours in length
     it is the cheapest, and no other partition is cheaper: to exchange two sequences of runs whose lengths overlap never
-    makes a longest one longer. Fewer runs win among equal ones.
+    makes a longest one longer. (With further limits there may be one.) Fewer runs win among equal ones.
 
     Args:
         lengths: Longest first, each at least 1 and at most `max_tokens`.
@@ -26,6 +28,7 @@ def cheapest_partition(lengths: Sequence[int], max_tokens: int, overhead: int, u
         overhead: Tokens that could be computed in the time that one more microbatch takes by itself; 0 or more.
         unit: The number of runs is a multiple of it. The fewest runs that hold the lengths, rounded up to such a
             multiple, are no more than the lengths.
+        most: Most lengths of a run that begins at each of them, at least 1; None: no further limit.
 
     Returns:
         For each run the position behind its last length, ascending.
@@ -37,7 +40,7 @@ def cheapest_partition(lengths: Sequence[int], max_tokens: int, overhead: int, u
     cost[0, 0] = 0
     counts = np.arange(1, number + 1, dtype=np.int64)[:, None] * _SCALE
     for start, longest in enumerate(lengths):
-        size = min(max_tokens // longest, number - start)
+        size = min(max_tokens // longest, number - start, number if most is None else most[start])
         one_more = np.roll(cost[start], 1) + overhead * _SCALE + 1
         found = counts[:size] * longest + one_more
         ends = slice(start + 1, start + 1 + size)

@@ -2,11 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plan of microbatches: the sequences that each data-parallel rank runs, padded, by tokens or packed."""
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from nemo_rl_moe.distributed.bin_packing import (
+    deal_by_work,
+    first_fit_decreasing,
+    round_up,
+    rounded_number,
+    split_evenly,
+    split_until,
+)
 from nemo_rl_moe.distributed.length_partition import cheapest_partition
+from nemo_rl_moe.distributed.patch_limit import Pictures, most_neighbours, of_groups
 from nemo_rl_moe.errors import ConfigurationError
 
 
@@ -38,84 +46,10 @@ def sequences_of(groups: Sequence[int], group_size: int) -> tuple[int, ...]:
     return tuple(group * group_size + member for group in groups for member in range(group_size))
 
 
-def round_up(length: int, multiple: int) -> int:
-    """The smallest multiple that is not less."""
-    return -(-length // multiple) * multiple
-
-
 def _groups(lengths: Sequence[int], group_size: int) -> list[Sequence[int]]:
     if len(lengths) % group_size:
         raise ValueError(f"{len(lengths)} sequences are no whole number of groups of {group_size}")
     return [lengths[start : start + group_size] for start in range(0, len(lengths), group_size)]
-
-
-def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Packs items into few bins: the largest item first, each into the first bin that has room.
-
-    Args:
-        sizes: Size of each item, at least 1 and at most `capacity`.
-        capacity: Most that the items of one bin may add up to.
-
-    Returns:
-        The items of each bin, largest first.
-    """
-    bins: list[list[int]] = []
-    # A heap-shaped tree of maxima over the room left in each bin (an unopened bin has all its room), so that the first
-    # bin with enough room is found in logarithmic time.
-    leaves = 1 << max(len(sizes) - 1, 0).bit_length()
-    room = [capacity] * (2 * leaves)
-    for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        node = 1
-        while node < leaves:
-            node = 2 * node if room[2 * node] >= sizes[item] else 2 * node + 1
-        position = node - leaves
-        if position == len(bins):
-            bins.append([])
-        bins[position].append(item)
-        room[node] -= sizes[item]
-        while node > 1:
-            node //= 2
-            room[node] = max(room[2 * node], room[2 * node + 1])
-    return bins
-
-
-def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Cuts positions in two parts that are both non-empty and add up to about the same.
-
-    Args:
-        sizes: Size of each item, largest first; at least two.
-    """
-    halves: tuple[list[int], list[int]] = ([], [])
-    totals = [0, 0]
-    for position, size in enumerate(sizes):
-        lighter = 0 if totals[0] <= totals[1] else 1
-        halves[lighter].append(position)
-        totals[lighter] += size
-    return halves
-
-
-def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deals items to ranks so that every rank gets as many, and about the same work at each turn and in total.
-
-    Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size;
-    within a turn the largest goes to the rank that has least so far.
-
-    Args:
-        work: Work of each item; their number is a multiple of `num_ranks`.
-        num_ranks: Number of ranks.
-
-    Returns:
-        The items of each rank, most work first.
-    """
-    order = sorted(range(len(work)), key=lambda index: (-work[index], index))
-    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
-    totals = [0] * num_ranks
-    for start in range(0, len(order), num_ranks):
-        least_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
-        for rank, item in zip(least_first, order[start : start + num_ranks], strict=True):
-            dealt[rank].append(item)
-            totals[rank] += work[item]
-    return dealt
 
 
 Microbatch = tuple[int, ...]
@@ -138,18 +72,27 @@ class DynamicBatching:
     Attributes:
         max_tokens: Most tokens of a microbatch, padding included.
         overhead_tokens: Tokens that one more microbatch has to save in padding.
+        max_patches: Most patches of distinct pictures, where not all sequences (or groups) have the same; None: any.
     """
 
     max_tokens: int
     overhead_tokens: int = 0
+    max_patches: int | None = None
 
 
 @dataclass(frozen=True)
 class PackedBatching:
-    """Sequences end to end in one row of at most `max_tokens`, each padded to a multiple of `sequence_multiple`."""
+    """Sequences end to end in one row of at most `max_tokens`, each padded to a multiple of `sequence_multiple`.
+
+    Attributes:
+        max_tokens: Most tokens of a row.
+        sequence_multiple: Each sequence is padded to a multiple of it.
+        max_patches: As of `DynamicBatching`.
+    """
 
     max_tokens: int
     sequence_multiple: int = 1
+    max_patches: int | None = None
 
 
 Batching = PlainBatching | DynamicBatching | PackedBatching
@@ -194,6 +137,7 @@ def plan_microbatches(
     batching: Batching,
     microbatch_multiple: int = 1,
     group_size: int = 1,
+    pictures: Sequence[Pictures] = (),
 ) -> MicrobatchPlan:
     """Cuts a batch into global batches, and each of these into microbatches for every rank.
 
@@ -206,6 +150,7 @@ def plan_microbatches(
         microbatch_multiple: Each rank's number of microbatches is a multiple of this (an interleaved pipeline needs
             its number of stages).
         group_size: So many neighbours always run in the same microbatch; every size above counts such groups.
+        pictures: Of each sequence; empty: none has any, or patches are not limited.
 
     Raises:
         ConfigurationError: The sizes do not divide, a global batch has too few sequences for the ranks, or a sequence
@@ -218,6 +163,7 @@ def plan_microbatches(
             f" {_noun(group_size)} in the batch"
         )
     unit = num_data_parallel_ranks * microbatch_multiple
+    groups_pictures = of_groups(pictures, group_size)
     global_batches = []
     for start in range(0, len(sizes), global_batch_size):
         indices = range(start, start + global_batch_size)
@@ -234,7 +180,7 @@ def plan_microbatches(
                 f"policy.train_global_batch_size: got {global_batch_size}, expected at least {unit}"
                 f" ({_unit_text(num_data_parallel_ranks, microbatch_multiple)}): every rank runs as many microbatches"
             )
-        by_rank = _plan_one(sizes, indices, num_data_parallel_ranks, unit, batching)
+        by_rank = _plan_one(sizes, groups_pictures, indices, num_data_parallel_ranks, unit, batching)
         global_batches.append(_with_sequences(by_rank, group_size))
     return MicrobatchPlan(tuple(global_batches))
 
@@ -246,6 +192,7 @@ def plan_evaluation(
     batching: Batching,
     microbatch_multiple: int = 1,
     group_size: int = 1,
+    pictures: Sequence[Pictures] = (),
 ) -> EvaluationPlan:
     """Shares a batch of any size over the ranks; where it does not divide, the shortest group is run again.
 
@@ -255,6 +202,7 @@ def plan_evaluation(
         batching: How microbatches are filled.
         microbatch_multiple: Each rank's number of microbatches is a multiple of this.
         group_size: So many neighbours always run in the same microbatch.
+        pictures: As of `plan_microbatches`.
 
     Raises:
         ConfigurationError: A sequence (or group) is longer than a microbatch may be.
@@ -268,14 +216,22 @@ def plan_evaluation(
     num_fillers = -len(sizes) % (unit * (batching.micro_batch_size if isinstance(batching, PlainBatching) else 1))
     shortest = min(range(len(sizes)), key=lambda index: sizes[index])
     filled = [*sizes, *[sizes[shortest]] * num_fillers]
-    by_rank = _plan_one(filled, range(len(filled)), num_data_parallel_ranks, unit, batching)
+    groups_pictures = of_groups(pictures, group_size)
+    if groups_pictures:
+        groups_pictures += [groups_pictures[shortest]] * num_fillers
+    by_rank = _plan_one(filled, groups_pictures, range(len(filled)), num_data_parallel_ranks, unit, batching)
     return EvaluationPlan(
         by_rank=_with_sequences(by_rank, group_size), fillers=sequences_of((shortest,) * num_fillers, group_size)
     )
 
 
 def _plan_one(
-    lengths: Sequence[int], indices: range, num_ranks: int, unit: int, batching: Batching
+    lengths: Sequence[int],
+    pictures: Sequence[Pictures],
+    indices: range,
+    num_ranks: int,
+    unit: int,
+    batching: Batching,
 ) -> RankMicrobatches:
     """The microbatches of the groups at `indices`, in a number that is a multiple of `unit`."""
     if isinstance(batching, PlainBatching):
@@ -284,14 +240,14 @@ def _plan_one(
         block = len(microbatches) // num_ranks
         return tuple(tuple(microbatches[rank * block : (rank + 1) * block]) for rank in range(num_ranks))
 
+    sizes = [lengths[index] for index in indices]
+    own = [pictures[index] for index in indices] if pictures else []
     if isinstance(batching, DynamicBatching):
-        sizes = [lengths[index] for index in indices]
-        bins = _cheapest_by_length(sizes, batching, unit)
+        bins = _cheapest_by_length(sizes, own, batching, unit)
         work = [sizes[items[0]] * len(items) for items in bins]
     else:
-        sizes = [lengths[index] for index in indices]
-        bins = first_fit_decreasing(sizes, batching.max_tokens)
-        bins = _split_until(
+        bins = first_fit_decreasing(sizes, batching.max_tokens, own, batching.max_patches)
+        bins = split_until(
             bins,
             unit,
             lambda items: sum(sizes[item] for item in items),
@@ -304,63 +260,21 @@ def _plan_one(
     )
 
 
-def _cheapest_by_length(sizes: Sequence[int], batching: DynamicBatching, unit: int) -> list[list[int]]:
+def _cheapest_by_length(
+    sizes: Sequence[int], pictures: Sequence[Pictures], batching: DynamicBatching, unit: int
+) -> list[list[int]]:
     """Sorts by length, longest first, and cuts where it costs least."""
     order = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
+    lengths = [sizes[item] for item in order]
+    own = [pictures[item] for item in order] if pictures else [{}] * len(order)
+    most = most_neighbours(own, batching.max_patches)
     fewest = start = 0
     while start < len(order):
-        start += batching.max_tokens // sizes[order[start]]
+        start += min(batching.max_tokens // lengths[start], most[start])
         fewest += 1
-    _rounded_number(fewest, unit, len(order))
-    lengths = [sizes[item] for item in order]
-    ends = cheapest_partition(lengths, batching.max_tokens, batching.overhead_tokens, unit)
+    rounded_number(fewest, unit, len(order))
+    ends = cheapest_partition(lengths, batching.max_tokens, batching.overhead_tokens, unit, most)
     return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def _rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
-    """The next multiple of `unit`, of which each microbatch can have an item of its own.
-
-    Raises:
-        ConfigurationError: There are fewer items.
-    """
-    target = round_up(num_microbatches, unit)
-    if target > num_items:
-        raise ConfigurationError(
-            f"{num_items} sequences fill {num_microbatches} microbatches, which cannot become {target}, the next"
-            f" multiple of {unit} that the ranks need; use a policy.train_global_batch_size that is a multiple of"
-            f" {unit}"
-        )
-    return target
-
-
-def _split_until(
-    bins: list[list[int]],
-    unit: int,
-    work: Callable[[list[int]], int],
-    cut: Callable[[list[int]], tuple[Sequence[int], Sequence[int]]],
-) -> list[list[int]]:
-    """Splits the fullest bin again and again until their number is a multiple of `unit`.
-
-    Args:
-        bins: Items of each bin, largest first.
-        unit: At most the number of all items, so that there is always a bin to split.
-        work: How full a bin is.
-        cut: The positions of the two parts of a bin's items.
-    """
-    target = _rounded_number(len(bins), unit, sum(map(len, bins)))
-    # Entries are unique by their first item, so that ties never compare further and the order is deterministic.
-    heap = [(-work(items), items[0], items) for items in bins if len(items) > 1]
-    heapq.heapify(heap)
-    done = [items for items in bins if len(items) == 1]
-    while len(heap) + len(done) < target:
-        _, _, fullest = heapq.heappop(heap)
-        for positions in cut(fullest):
-            part = [fullest[position] for position in positions]
-            if len(part) == 1:
-                done.append(part)
-            else:
-                heapq.heappush(heap, (-work(part), part[0], part))
-    return sorted([items for _, _, items in heap] + done)
 
 
 def _with_sequences(by_rank: RankMicrobatches, group_size: int) -> RankMicrobatches:

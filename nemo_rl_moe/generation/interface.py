@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import Float, Int, Shaped
 
-from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.distributed.stored_rows import StoredRows, put_together
+from nemo_rl_moe.distributed.batch import Axis, ModelInput
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore, SharedArray, SharedColumn
+from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 TokenIds = tuple[int, ...]
@@ -64,7 +65,7 @@ class GenerationBatch:
         seeds: One for each prompt, not negative.
         sampling: The same for all.
         model_inputs: Further inputs of the model for each prompt, such as images; empty: none has any. Arrays that
-            prompts share, as the responses to one prompt do, travel once.
+            prompts share, as the responses to one prompt do, travel once, or lie in a store.
     """
 
     prompts: tuple[TokenIds, ...]
@@ -89,6 +90,31 @@ class GenerationBatch:
         return replace(
             self, prompts=self.prompts[chosen], seeds=self.seeds[chosen], model_inputs=self.model_inputs[chosen]
         )
+
+    def with_shared_in(self, store: ArrayStore) -> "GenerationBatch":
+        """The batch with the places of its shared arrays in a store."""
+        return self._with_shared(store.place)
+
+    def fetched(self, fetch: Fetch) -> "GenerationBatch":
+        """The batch with its shared arrays at hand.
+
+        Args:
+            fetch: Fetches stored arrays.
+        """
+        return self._with_shared(lambda arrays: SharedColumn(tuple(arrays)).fetched(fetch).arrays)
+
+    def _with_shared(
+        self, change: Callable[[Sequence[tuple[SharedArray, ...]]], Sequence[tuple[SharedArray, ...]]]
+    ) -> "GenerationBatch":
+        """The batch with other arrays in the place of the shared ones: of all prompts at once, by input."""
+        model_inputs = [dict(inputs) for inputs in self.model_inputs]
+        shared = (name for inputs in model_inputs for name, each in inputs.items() if each.axis is Axis.SHARED)
+        for name in dict.fromkeys(shared):
+            having = [inputs for inputs in model_inputs if name in inputs]
+            changed = change([tuple(inputs[name].values) for inputs in having])
+            for inputs, arrays in zip(having, changed, strict=True):
+                inputs[name] = replace(inputs[name], values=arrays)
+        return replace(self, model_inputs=tuple(model_inputs))
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import (
     active_parameters,
     expert_data_parallel_size,
     generation_batch_size,
+    microbatch_patches,
     microbatch_tokens,
     rank_parameters,
     whole_model_parameters,
@@ -43,6 +44,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 _GPU_SIZES_GB = (80, 141)
 _UNITS = {"GB": 10**9, "MB": 10**6}
+_TOWER, _IN_THE_OPTIMIZER, _HOST = "+ of the vision tower", "+ in the optimizer", "in the host's memory: "
+_ONLY_WHERE_THERE_ARE_ANY = (_TOWER, _IN_THE_OPTIMIZER, _HOST)
+"""First parts of labels of rows that are left out where all of them are 0."""
 _NOT_COUNTED = "not counted: the rest of the activations, buffers of kernels and of communication, the driver's own"
 
 
@@ -131,7 +135,7 @@ def memory_lines(config: MasterConfig, transformer: TransformerConfig, hf_config
     """Table of the memory of each worker, a column for each pipeline stage."""
     stages = range(transformer.pipeline_model_parallel_size)
     workers = [worker_memory(config, transformer, hf_config, stage) for stage in stages]
-    rows = _memory_rows(config, workers)
+    rows = _memory_rows(config, workers, microbatch_patches(config, hf_config))
     # Small models, for trying things out, are told in smaller units.
     unit = "GB" if max(worker.peak_at_least for worker in workers) >= 10**8 else "MB"
     cells = [[f"{value / _UNITS[unit]:.2f}" for value in values] for _, values in rows]
@@ -182,7 +186,7 @@ def _share_of_engines(config: MasterConfig) -> float:
     return generates.generation.vllm.gpu_memory_utilization
 
 
-def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[tuple[str, list[int]]]:
+def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory], patches: int) -> list[tuple[str, list[int]]]:
     parallel = config.policy.megatron_cfg.distributed_data_parallel_config
     precision = config.policy.precision
     gradients = "float32" if parallel.grad_reduce_in_fp32 else precision
@@ -195,8 +199,12 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[
             f"+ in a backward pass, {microbatch_tokens(config)} tokens: activations, at least",
             [worker.activations_at_least for worker in workers],
         ),
-        ("+ in the optimizer: gradients (float32)", [worker.optimizer.float32_gradients for worker in workers]),
-        ("+ in the optimizer: moments (float32)", [worker.optimizer.float32_moments for worker in workers]),
+        (
+            f"{_TOWER}, {patches} patches: activations, at least",
+            [worker.tower_activations for worker in workers],
+        ),
+        (f"{_IN_THE_OPTIMIZER}: gradients (float32)", [worker.optimizer.float32_gradients for worker in workers]),
+        (f"{_IN_THE_OPTIMIZER}: moments (float32)", [worker.optimizer.float32_moments for worker in workers]),
     ]
     is_moved = any(worker.is_moved for worker in workers)
     if is_moved:
@@ -207,11 +215,10 @@ def _memory_rows(config: MasterConfig, workers: Sequence[WorkerMemory]) -> list[
         cache = f"+ while generating, {sequences}: key-value cache"
         rows.append((cache, [worker.key_value_cache for worker in workers]))
     rows.append(("at the fullest moment, at least", [worker.peak_at_least for worker in workers]))
-    host = "in the host's memory: "
-    rows.append((f"{host}optimizer", [worker.optimizer.on_the_host for worker in workers]))
-    rows.append((f"{host}optimizer, while generating", [worker.moved for worker in workers]))
-    rows.append((f"{host}reference weights", [worker.reference_weights for worker in workers]))
-    return [(label, values) for label, values in rows if any(values) or not label.startswith(("+ in the opt", host))]
+    rows.append((f"{_HOST}optimizer", [worker.optimizer.on_the_host for worker in workers]))
+    rows.append((f"{_HOST}optimizer, while generating", [worker.moved for worker in workers]))
+    rows.append((f"{_HOST}reference weights", [worker.reference_weights for worker in workers]))
+    return [(label, values) for label, values in rows if any(values) or not label.startswith(_ONLY_WHERE_THERE_ARE_ANY)]
 
 
 def _optimizer_label(config: MasterConfig) -> str:

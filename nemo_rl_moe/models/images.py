@@ -6,18 +6,21 @@ A sequence of a vision-language model always carries all four inputs, with no pi
 sequences with and without images make one batch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from itertools import islice
 
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from nemo_rl_moe.distributed.batch import Axis, ModelInput
+from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
+from nemo_rl_moe.distributed.shared_arrays import SharedColumn, num_bytes_of
 
 PIXELS = "pixels"
-"""Column: red, green and blue of all pictures' pixels, row by row, as bytes; ragged, `[bytes]`."""
+"""Column: of each picture red, green and blue of its pixels, row by row, as bytes; shared, `[bytes]`. A microbatch on a
+device has those of its distinct pictures, one after another, where the vision tower is, and nothing elsewhere."""
 PICTURE_SIZES = "picture_sizes"
 """Column: height and width of each picture in pixels; ragged, `[pictures, 2]`."""
 PICTURE_IDS = "picture_ids"
@@ -41,6 +44,11 @@ class Picture:
     pixels: UInt8[np.ndarray, "height width 3"]
 
     @cached_property
+    def flat(self) -> UInt8[np.ndarray, " bytes"]:
+        """The pixels as they travel: always the same object, by which sequences share it."""
+        return self.pixels.reshape(-1)
+
+    @cached_property
     def digest(self) -> int:
         """63 bits of a digest of size and pixels."""
         found = blake2b(repr(self.pixels.shape).encode(), digest_size=8)
@@ -55,11 +63,10 @@ def image_inputs(pictures: Sequence[Picture], is_image: Bool[np.ndarray, " token
         pictures: In the order of their tokens; none for text.
         is_image: True for the tokens of pictures; what comes behind these tokens is text.
     """
-    flat = [picture.pixels.reshape(-1) for picture in pictures]
     sizes = np.array([picture.pixels.shape[:2] for picture in pictures], dtype=np.int64).reshape(-1, 2)
     digests = np.array([picture.digest for picture in pictures], dtype=np.int64)
     return {
-        PIXELS: ModelInput(np.concatenate(flat) if flat else np.zeros(0, np.uint8), Axis.RAGGED),
+        PIXELS: ModelInput(tuple(picture.flat for picture in pictures), Axis.SHARED),
         PICTURE_SIZES: ModelInput(sizes, Axis.RAGGED),
         PICTURE_IDS: ModelInput(digests, Axis.RAGGED),
         IS_IMAGE: ModelInput(np.asarray(is_image, dtype=np.bool_), Axis.TOKEN, fill=False),
@@ -67,10 +74,66 @@ def image_inputs(pictures: Sequence[Picture], is_image: Bool[np.ndarray, " token
 
 
 def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
-    """The pictures of one sequence; none where it has no such inputs."""
+    """The pictures of one sequence, at hand; none where it has no such inputs."""
     if PIXELS not in inputs:
         return []
+    sizes = inputs[PICTURE_SIZES].values.tolist()
+    return [Picture(flat.reshape(*size, 3)) for flat, size in zip(inputs[PIXELS].values, sizes, strict=True)]
+
+
+def has_its_pixels(inputs: Mapping[str, ModelInput]) -> bool:
+    """True where a sequence has as many arrays and digests as sizes, and each array the bytes of its size."""
     sizes = inputs[PICTURE_SIZES].values
-    ends = np.cumsum(sizes.prod(1) * 3)
-    parts = np.split(inputs[PIXELS].values, ends[:-1]) if len(sizes) else []
-    return [Picture(part.reshape(*size, 3)) for part, size in zip(parts, sizes.tolist(), strict=True)]
+    found = [num_bytes_of(array) for array in inputs[PIXELS].values]
+    return len(inputs[PICTURE_IDS].values) == len(sizes) and found == (3 * sizes.prod(1)).tolist()
+
+
+def picture_patches(batch: TokenBatch, num_patches: Callable[[int, int], int] | None) -> list[dict[int, int]]:
+    """Patches of each sequence's pictures by their digests; empty where there are no such inputs.
+
+    Args:
+        batch: The sequences.
+        num_patches: Patches of a picture by height and width in pixels; None: of a model of text.
+    """
+    if num_patches is None or PICTURE_IDS not in batch.columns:
+        return []
+    ids, sizes = batch.columns[PICTURE_IDS], batch.columns[PICTURE_SIZES]
+    assert ids.sizes is not None
+    patches = [num_patches(height, width) for height, width in sizes.values.tolist()]
+    pairs = iter(zip(ids.values.tolist(), patches, strict=True))
+    return [dict(islice(pairs, number)) for number in ids.sizes.tolist()]
+
+
+def distinct_pictures(ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Pictures that are there several times, told apart.
+
+    Args:
+        ids: Of each picture, its digest.
+
+    Returns:
+        Positions of the distinct ones, where each is there first, and for each picture which of these it is.
+    """
+    first: dict[int, int] = {}
+    place = [first.setdefault(digest, len(first)) for digest in ids]
+    positions = {number: position for position, number in reversed(list(enumerate(place)))}
+    return [positions[number] for number in range(len(first))], place
+
+
+def distinct_sizes(batch: TokenBatch) -> list[tuple[int, int]]:
+    """Height and width in pixels of a batch's distinct pictures; none where it has no such inputs."""
+    if PICTURE_IDS not in batch.columns:
+        return []
+    chosen, _ = distinct_pictures(batch.columns[PICTURE_IDS].values.tolist())
+    return [(int(height), int(width)) for height, width in batch.columns[PICTURE_SIZES].values[chosen].tolist()]
+
+
+def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarray, " bytes"]:
+    """Pixels of the distinct pictures, in the order of `distinct_pictures`.
+
+    Args:
+        pixels: At hand.
+        ids: Of each picture of all sequences, its digest.
+    """
+    arrays = [array for of_sequence in pixels.arrays for array in of_sequence]
+    chosen, _ = distinct_pictures(ids)
+    return np.concatenate([np.zeros(0, np.uint8), *(arrays[position] for position in chosen)])

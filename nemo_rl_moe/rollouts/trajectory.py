@@ -15,7 +15,6 @@ from nemo_rl_moe.distributed.batch import (
     Column,
     ModelInput,
     TokenBatch,
-    collate_inputs,
     per_sequence,
     per_token,
     stored_per_token,
@@ -150,8 +149,6 @@ def training_batch(
             token_mask[row, :length] = torch.as_tensor(trajectory.loss_mask)
         logprobs[row, :length] = torch.as_tensor(trajectory.logprobs)
     columns = {"advantages": _advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
-    for name in trajectories[0].model_inputs:
-        columns[name] = collate_inputs([trajectory.model_inputs[name] for trajectory in trajectories], longest)
     tape = stored_per_token([trajectory.routed_experts for trajectory in trajectories], fill=UNKNOWN)
     return TokenBatch(
         input_ids=input_ids,
@@ -160,7 +157,7 @@ def training_batch(
         sample_ids=tuple(trajectory.sample_id for trajectory in trajectories),
         columns=columns,
         stored={} if tape is None else {ROUTED_EXPERTS: tape},
-    )
+    ).with_inputs([trajectory.model_inputs for trajectory in trajectories])
 
 
 def _advantage_column(advantages: Tensor | Sequence[Tensor], shape: tuple[int, int]) -> Column:

@@ -271,7 +271,7 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
         policy__megatron_cfg__routing_measurements__every_n_steps=1,
         policy__megatron_cfg__routing_measurements__share_of_tokens=0.3,
         policy__megatron_cfg__routing_replay="old_policy",
-        policy__sequence_packing={"enabled": True, "train_mb_tokens": 64},
+        policy__sequence_packing={"enabled": True, "train_mb_tokens": 64, "train_mb_patches": None},
         policy__generation__stop_strings=["7"],
         policy__generation__top_k=20,
         policy__generation__top_p=0.95,

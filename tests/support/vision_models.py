@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.distributed.batch import TokenBatch, collate_inputs
+from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
 from nemo_rl_moe.models.images import IS_IMAGE, Picture, image_inputs, pictures_in
 
 VOCABULARY = 64
@@ -201,8 +201,7 @@ def vision_batch(rows: Sequence[Sequence[Part]], seed: int = 0, prompt: int = 3)
         lengths=lengths,
         token_mask=mask,
         sample_ids=tuple(f"sample {row}" for row in range(len(rows))),
-        columns={name: collate_inputs([each[name] for each in inputs], longest) for name in inputs[0]},
-    )
+    ).with_inputs(inputs)
 
 
 def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
@@ -215,13 +214,17 @@ def mixed_batch(model_type: str, seed: int = 0) -> TokenBatch:
 
 def pictures_of_rows(batch: TokenBatch) -> list[list[Picture]]:
     """The pictures of each sequence."""
-    from nemo_rl_moe.distributed.batch import ModelInput
+    return [pictures_in(inputs_of_row(batch, row)) for row in range(len(batch))]
 
-    found = []
-    for row in range(len(batch)):
-        columns = batch.select([row]).columns
-        found.append(pictures_in({name: ModelInput(col.values.numpy(), col.axis) for name, col in columns.items()}))
-    return found
+
+def inputs_of_row(batch: TokenBatch, row: int) -> dict[str, ModelInput]:
+    """The model's inputs of one sequence."""
+    one = batch.select([row])
+    shared = {name: ModelInput(column.arrays[0], Axis.SHARED) for name, column in one.shared.items()}
+    return shared | {
+        name: ModelInput((col.values[0] if col.axis is Axis.TOKEN else col.values).numpy(), col.axis, col.fill)
+        for name, col in one.columns.items()
+    }
 
 
 def transformers_inputs(model_type: str, batch: TokenBatch) -> dict[str, Tensor]:

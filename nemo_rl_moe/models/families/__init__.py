@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Model families: how a Hugging Face `config.json` and its tensors map to Megatron-Core. One small file a family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
@@ -55,6 +56,12 @@ def family_of(hf_config: Any) -> ModelFamily:
     if key not in _whole or _whole[key][0] is not decoder:
         _whole[key] = (decoder, vision.around(decoder))
     return _whole[key][1]
+
+
+def num_patches_of(hf_config: Any) -> Callable[[int, int], int] | None:
+    """Patches that the vision tower runs for a picture, by its height and width in pixels; None of a model of text."""
+    vision = family_of(hf_config).vision
+    return None if vision is None else partial(vision.num_patches, hf_config)
 
 
 def vision_family_of(config_json: Mapping[str, Any]) -> VisionFamily | None:

@@ -11,6 +11,7 @@ from jaxtyping import Float, UInt8
 from torch import Tensor, nn
 
 from nemo_rl_moe.models.families.rules import ConfigFields, field_names
+from nemo_rl_moe.models.families.tower_shape import TowerShape
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_config
 from nemo_rl_moe.models.picture_patches import tiles
 
@@ -79,6 +80,21 @@ def pixels_per_token(hf_config: Any) -> int:
     return int(_pair(hf_config.vision_config.patch_size)[0] * _merge(hf_config))
 
 
+def _shape(hf_config: Any) -> TowerShape:
+    vision, merge = hf_config.vision_config, _merge(hf_config)
+    merged = vision.hidden_size * merge**2
+    return TowerShape(
+        num_blocks=vision.num_hidden_layers,
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.intermediate_size,
+        is_gated=False,
+        patch_dim=3 * _pair(vision.patch_size)[0] ** 2,
+        merge_size=merge,
+        projector_products=merged * hf_config.hidden_size + hf_config.hidden_size**2,
+        num_class_tokens=1,
+    )
+
+
 def _encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
     inputs = tiles(pictures, hf_config.pixel_rule).to(next(tower.parameters()).dtype)
     return TowerOutput(tower(inputs, _merge(hf_config)).flatten(0, 1))
@@ -143,5 +159,6 @@ INTERNVL = VisionFamily(
     build=TowerAndProjector,
     encode=_encode,
     pixels_per_token=pixels_per_token,
+    shape=_shape,
     problems=_problems,
 )

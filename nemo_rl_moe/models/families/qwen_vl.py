@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.models.families import decoder, dense, softmax_moe
 from nemo_rl_moe.models.families.rules import ConfigFields, RuleTable, field_names, rule
+from nemo_rl_moe.models.families.tower_shape import TowerShape
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily, built_config
 from nemo_rl_moe.models.picture_patches import merged_patches
 
@@ -41,6 +42,32 @@ def _build_qwen2_5(hf_config: Any) -> nn.Module:
 def pixels_per_token(hf_config: Any) -> int:
     """Height and width of the pixels that are merged into one image token."""
     return int(hf_config.vision_config.patch_size * hf_config.vision_config.spatial_merge_size)
+
+
+def _shape(hf_config: Any, *, is_gated: bool, num_mergers: int = 1) -> TowerShape:
+    """Sizes of a tower whose mergers, of one kind, are two matrices: one of merged patches, one to the decoder."""
+    vision = hf_config.vision_config
+    merged = vision.hidden_size * vision.spatial_merge_size**2
+    return TowerShape(
+        num_blocks=vision.depth,
+        hidden_size=vision.hidden_size,
+        intermediate_size=vision.intermediate_size,
+        is_gated=is_gated,
+        patch_dim=3 * _FRAMES * vision.patch_size**2,
+        merge_size=vision.spatial_merge_size,
+        projector_products=num_mergers * (merged**2 + merged * vision.out_hidden_size),
+    )
+
+
+def _qwen2_5_shape(hf_config: Any) -> TowerShape:
+    vision = hf_config.vision_config
+    # Windows hold whole image tokens.
+    tokens = vision.window_size // (vision.spatial_merge_size * vision.patch_size)
+    return replace(
+        _shape(hf_config, is_gated=True),
+        window=tokens * vision.spatial_merge_size,
+        num_window_blocks=vision.depth - len(set(vision.fullatt_block_indexes)),
+    )
 
 
 def encode(tower: nn.Module, pictures: Sequence[UInt8[Tensor, "height width 3"]], hf_config: Any) -> TowerOutput:
@@ -117,6 +144,7 @@ QWEN2_5_VL = VisionFamily(
     build=_build_qwen2_5,
     encode=encode,
     pixels_per_token=pixels_per_token,
+    shape=_qwen2_5_shape,
     has_mrope=True,
     problems=size_problems,
 )
@@ -136,6 +164,10 @@ def _build_qwen3_moe(hf_config: Any) -> nn.Module:
 
 def _num_deep_layers(hf_config: Any) -> int:
     return len(hf_config.vision_config.deepstack_visual_indexes or ())
+
+
+def _qwen3_shape(hf_config: Any) -> TowerShape:
+    return _shape(hf_config, is_gated=False, num_mergers=1 + _num_deep_layers(hf_config))
 
 
 def _qwen3_problems(flat: Any) -> list[str]:
@@ -205,6 +237,7 @@ QWEN3_VL = VisionFamily(
     build=_build_qwen3,
     encode=encode,
     pixels_per_token=pixels_per_token,
+    shape=_qwen3_shape,
     has_mrope=True,
     interleaves_mrope=True,
     deep_layers=_num_deep_layers,

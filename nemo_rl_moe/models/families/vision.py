@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families.rules import ConfigFields, ModelFamily
+from nemo_rl_moe.models.families.tower_shape import TowerShape
 
 _KEY = "policy.model_name: config.json: "
 MROPE_FIELDS = ("mrope_section", "mrope_interleaved")
@@ -52,6 +53,7 @@ class VisionFamily:
         build: Tower and projector of a flattened configuration, weights not yet set.
         encode: Runs what `build` has made over pictures, `[height, width, 3]` each.
         pixels_per_token: Height and width of the square of pixels that an image token stands for.
+        shape: Sizes of tower and projector, of a flattened configuration.
         has_mrope: Image tokens have positions in time, height and width.
         interleaves_mrope: Frequencies of these three take turns in a head; otherwise they lie in blocks.
         deep_layers: First decoder layers to whose output the tower adds something.
@@ -68,6 +70,7 @@ class VisionFamily:
     build: Callable[[Any], nn.Module]
     encode: Callable[[nn.Module, Sequence[UInt8[Tensor, "height width 3"]], Any], TowerOutput]
     pixels_per_token: Callable[[Any], int]
+    shape: Callable[[Any], TowerShape]
     has_mrope: bool = False
     interleaves_mrope: bool = False
     deep_layers: Callable[[Any], int] = lambda hf_config: 0
@@ -102,6 +105,16 @@ class VisionFamily:
         """
         side = self.pixels_per_token(hf_config)
         return (height // side) * (width // side)
+
+    def num_patches(self, hf_config: Any, height: int, width: int) -> int:
+        """Patches of a picture (or tile) that the tower runs, as `num_image_tokens`."""
+        rows, columns = self.patch_grid(hf_config, height, width)
+        return rows * columns
+
+    def patch_grid(self, hf_config: Any, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of these patches."""
+        side, merge = self.pixels_per_token(hf_config), self.shape(hf_config).merge_size
+        return height // side * merge, width // side * merge
 
     def is_projector(self, name: str) -> bool:
         """True for the canonical name of one of the projector's parameters."""

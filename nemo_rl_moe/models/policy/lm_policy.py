@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import ray
 import torch
 from torch import Tensor
 
@@ -14,7 +15,14 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
-from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch, append_fillers, make_shards, stored_per_token
+from nemo_rl_moe.distributed.batch import (
+    GlobalBatchShard,
+    StoredColumn,
+    TokenBatch,
+    append_fillers,
+    make_shards,
+    stored_per_token,
+)
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
     Batching,
@@ -25,12 +33,15 @@ from nemo_rl_moe.distributed.microbatches import (
     plan_evaluation,
     plan_microbatches,
 )
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, concatenate
+from nemo_rl_moe.models.families import family_of, num_patches_of
 from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
+from nemo_rl_moe.models.images import distinct_sizes, picture_patches
 from nemo_rl_moe.models.interfaces import (
     EvaluationResult,
     GpuUse,
@@ -61,10 +72,11 @@ def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
     """Batching of a policy: by tokens where the configuration says so, otherwise of this many sequences."""
     if policy.sequence_packing.enabled:
         multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
-        return PackedBatching(policy.sequence_packing.train_mb_tokens, multiple)
+        packing = policy.sequence_packing
+        return PackedBatching(packing.train_mb_tokens, multiple, packing.train_mb_patches)
     if policy.dynamic_batching.enabled:
         dynamic = policy.dynamic_batching
-        return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens)
+        return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens, dynamic.train_mb_patches)
     return PlainBatching(micro_batch_size)
 
 
@@ -107,13 +119,15 @@ class ModelWorkers:
         generates = generating(policy)
         self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
         self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
+        self._hf_config = load_hf_config(str(source.folder()))
+        self._num_patches = num_patches_of(self._hf_config)
         self._workers = WorkerGroup(
             cluster,
             MegatronPolicyWorker,
             {
                 "policy": policy,
                 "source": source,
-                "hf_config": plain_config(load_hf_config(str(source.folder()))),
+                "hf_config": plain_config(self._hf_config),
                 "seed": seed,
                 "num_steps": num_steps,
                 "keep_reference": keep_reference,
@@ -136,6 +150,7 @@ class ModelWorkers:
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
         self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
         self._cluster = cluster
+        self._pictures = ArrayStore(ray.put)
         self._forward_flops, self._gpus = first.forward_flops, [description.gpu for description in descriptions]
         self.moe_configuration = first.moe_configuration
         self.moe_configuration_sources = first.moe_configuration_sources
@@ -176,12 +191,14 @@ class ModelWorkers:
             batching: Sizes of microbatches.
             num_copies: Data-parallel ranks that get some; None: all of them.
         """
+        batch = batch.with_shared_in(self._pictures)
         plan = plan_evaluation(
             batch.lengths.tolist(),
             num_data_parallel_ranks=num_copies or self._data_parallel_size,
             batching=batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
+            pictures=picture_patches(batch, self._num_patches),
         )
         return plan, append_fillers(batch, plan.fillers)
 
@@ -297,6 +314,7 @@ class MegatronPolicy(ModelWorkers):
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
         size = self._policy.train_global_batch_size
+        batch = batch.with_shared_in(self._pictures)
         plan = plan_microbatches(
             batch.lengths.tolist(),
             num_data_parallel_ranks=self._data_parallel_size,
@@ -304,6 +322,7 @@ class MegatronPolicy(ModelWorkers):
             batching=self._batching,
             microbatch_multiple=self._microbatch_multiple,
             group_size=batch.group_size,
+            pictures=picture_patches(batch, self._num_patches),
         )
         rows = size * batch.group_size
         global_batches = [batch.select(range(start, start + rows)) for start in range(0, len(batch), rows)]
@@ -331,10 +350,15 @@ class MegatronPolicy(ModelWorkers):
             weight_version=first.weight_version,
             tape_report=first.tape_report,
             advantage_scores=first.advantage_scores,
-            gpu_use=self._gpu_use(batch, results),
+            gpu_use=self._gpu_use(batch, by_global_batch, results),
         )
 
-    def _gpu_use(self, batch: TokenBatch, results: Sequence["RankTrainResult"]) -> GpuUse | None:
+    def _gpu_use(
+        self,
+        batch: TokenBatch,
+        by_global_batch: Sequence[Sequence[GlobalBatchShard]],
+        results: Sequence["RankTrainResult"],
+    ) -> GpuUse | None:
         """Use of the GPUs in a `train` call; None on CPUs."""
         names = [name for name in self._gpus if name is not None]
         if self._forward_flops is None or not names:
@@ -344,10 +368,24 @@ class MegatronPolicy(ModelWorkers):
         return GpuUse(
             num_gpus=len(names),
             num_gpus_of_run=self._cluster.config.num_gpus,
-            train_flops=self._forward_flops.training(batch.lengths.tolist()),
+            train_flops=self._forward_flops.training(batch.lengths.tolist()) + self._tower_flops(by_global_batch),
             peak_flops_per_second=peak_flops_per_second(names) if in_bfloat16 else None,
             memory=_join([result.memory for result in results]),
         )
+
+    def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
+        """Operations of the vision tower: on the distinct pictures of each microbatch, once for all its ranks."""
+        vision = family_of(self._hf_config).vision
+        if vision is None:
+            return 0
+        grids = [
+            vision.patch_grid(self._hf_config, *size)
+            for shards in by_global_batch
+            for shard in shards
+            for microbatch in shard.microbatches
+            for size in distinct_sizes(microbatch)
+        ]
+        return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
         """Moves the optimizer's state to the host, and frees gradients, where the configuration says so."""
@@ -406,6 +444,7 @@ class MegatronPolicy(ModelWorkers):
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
         """One continuation of each prompt, in the order of the prompts."""
         size = self._data_parallel_size
+        batch = batch.with_shared_in(self._pictures)
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [batch.share(rank, size) for rank in range(size)]
         by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)

@@ -168,31 +168,34 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> Any:
         """One optimizer step for each global batch; a `RankTrainResult`."""
-        result = self._trainer.train([_at_hand(shard) for shard in shards], loss_function)
+        at_hand = [replace(shard, microbatches=self._fetched(shard.microbatches)) for shard in shards]
+        result = self._trainer.train(at_hand, loss_function)
         return as_reported(result, self._rank)
 
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """Forward passes only."""
-        return self._trainer.evaluate(_at_hand(shard), loss_function)
+        at_hand = replace(shard, microbatches=self._fetched(shard.microbatches))
+        return self._trainer.evaluate(at_hand, loss_function)
 
     def logprobs(self, microbatches: Sequence[TokenBatch], reference: bool) -> Any:
         """Log-probability of every token, a tensor for each microbatch; of the reference model if that is asked for."""
         measure = self._trainer.reference_logprobs if reference else self._trainer.logprobs
-        return measure([batch.fetched(fetch_objects) for batch in microbatches])
+        return measure(self._fetched(microbatches))
 
     def logprobs_and_routes(self, microbatches: Sequence[TokenBatch], _: None) -> Any:
         """Log-probability of every token, and the routed experts of each sequence, in Ray's object store."""
-        found, routes = self._trainer.logprobs_and_routes([batch.fetched(fetch_objects) for batch in microbatches])
+        found, routes = self._trainer.logprobs_and_routes(self._fetched(microbatches))
         return found, put_together(routes, ray.put)
 
     def compare_routes(self, microbatches: Sequence[TokenBatch], reference: bool) -> Any:
         """Log-probability of every token, and the experts against those of the batch's tape."""
         compare = self._trainer.compare_reference_routes if reference else self._trainer.compare_routes
-        return compare([batch.fetched(fetch_objects) for batch in microbatches])
+        return compare(self._fetched(microbatches))
 
     def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         """Responses to this rank's share of the prompts; their routed experts lie in Ray's object store."""
-        return store_routes(self._trainer.generate(request, max_batch_size), ray.put)
+        at_hand = request.fetched(fetch_objects) if self._trainer.has_tower else request
+        return store_routes(self._trainer.generate(at_hand, max_batch_size), ray.put)
 
     def send_weights(self, transfer: TransportSpec, altered: bool) -> SendOutcome:
         """Sends this rank's part of the weights, or others in its place, to the workers of a generation engine."""
@@ -240,7 +243,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
             return type(error)(error.problems)  # alone: what it came from may not travel
         return None
 
-
-def _at_hand(shard: GlobalBatchShard) -> GlobalBatchShard:
-    """A shard whose stored columns have been fetched."""
-    return replace(shard, microbatches=tuple(batch.fetched(fetch_objects) for batch in shard.microbatches))
+    def _fetched(self, microbatches: Sequence[TokenBatch]) -> tuple[TokenBatch, ...]:
+        """Microbatches whose stored columns are at hand, and pictures where they are read."""
+        reads_pictures = self._trainer.has_tower
+        return tuple(batch.fetched(fetch_objects, with_shared=reads_pictures) for batch in microbatches)

@@ -61,7 +61,7 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
             " packed rows; use auto",
         ),
         (
-            ("policy.sequence_packing={enabled: true, train_mb_tokens: 63}",),
+            ("policy.sequence_packing={enabled: true, train_mb_tokens: 63, train_mb_patches: null}",),
             "policy.sequence_packing.train_mb_tokens: got 63, expected at least policy.max_total_sequence_length = 64",
         ),
         (
@@ -85,7 +85,7 @@ PIPELINE_2 = f"{M}.pipeline_model_parallel_size=2"
         (
             (
                 *("cluster.gpus_per_node=3", f"{M}.context_parallel_size=3"),
-                "policy.sequence_packing={enabled: true, train_mb_tokens: 64}",
+                "policy.sequence_packing={enabled: true, train_mb_tokens: 64, train_mb_patches: null}",
             ),
             "policy.sequence_packing.train_mb_tokens: got 64, expected at least policy.max_total_sequence_length,"
             f" padded for {M}.context_parallel_size 3, = 66",

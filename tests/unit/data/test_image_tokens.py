@@ -97,7 +97,10 @@ def test_batches_carry_pictures(qwen: Kit, tmp_path: Path, write_jsonl: Callable
     first, _, again = batch.columns[PICTURE_IDS].values.tolist()
     assert first == again
     whole = np.asarray(Image.open(tmp_path / "a.png")).reshape(-1)
-    assert np.array_equal(batch.columns[PIXELS].values[: whole.size].numpy(), whole)
+    pixels = batch.shared[PIXELS].arrays
+    assert [len(arrays) for arrays in pixels] == [1, 0, 2]
+    assert np.array_equal(pixels[0][0], whole)
+    assert pixels[2][1] is pixels[0][0]
     is_image = batch.columns[IS_IMAGE]
     assert is_image.values.tolist() == (batch.input_ids == qwen[1].rule.token_id).tolist()
     assert {column.goes_to for column in batch.columns.values()} == {Destination.MODEL}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.distributed.microbatches import deal_by_work, first_fit_decreasing, split_evenly
+from nemo_rl_moe.distributed.bin_packing import deal_by_work, first_fit_decreasing, split_evenly
 
 
 def slow_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:

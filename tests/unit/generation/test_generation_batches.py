@@ -44,7 +44,7 @@ def test_text_carries_nothing() -> None:
 
 def test_a_picture_travels_once_for_all_responses_to_its_prompt() -> None:
     inputs = random_inputs(0, height=512)
-    num_bytes = inputs["pixels"].values.nbytes
+    num_bytes = inputs["pixels"].values[0].nbytes
     batches = [GenerationBatch.of([request(number, inputs) for number in range(count)]) for count in (1, 16)]
     sizes = [len(cloudpickle.dumps(batch)) for batch in batches]
     assert num_bytes < sizes[0] < sizes[1] < num_bytes + 20_000

@@ -14,7 +14,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.models.families.vision import TowerOutput
 from nemo_rl_moe.models.image_positions import image_positions
-from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
+from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS, has_its_pixels
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput
 
 Inputs = Mapping[str, ModelInput]
@@ -39,7 +39,7 @@ def input_problem(inputs: Inputs, chunk: Any, num_tokens: int) -> str | None:
     is_image, sizes = inputs[IS_IMAGE].values, inputs[PICTURE_SIZES].values
     if len(is_image) > num_tokens:
         return f"has {num_tokens} tokens, and {IS_IMAGE} tells of {len(is_image)}"
-    if len(inputs[PICTURE_IDS].values) != len(sizes) or len(inputs[PIXELS].values) != 3 * sizes.prod(1).sum():
+    if not has_its_pixels(inputs):
         return f"has {PIXELS} or {PICTURE_IDS} that are not those of its {len(sizes)} {PICTURE_SIZES}"
     family, expected = chunk.family, 0
     side = family.pixels_per_token(chunk.hf_config)
@@ -152,11 +152,10 @@ class _PicturesOfPrompts:
                 continue
             mask = each[IS_IMAGE].values
             self._is_image[row, : len(mask)] = mask
-            ends = each[PICTURE_SIZES].values.prod(1).cumsum() * 3
-            parts = np.split(each[PIXELS].values, ends[:-1])
-            for digest, size, part in zip(self._digests[-1], each[PICTURE_SIZES].values.tolist(), parts, strict=True):
+            pictures = zip(self._digests[-1], each[PICTURE_SIZES].values.tolist(), each[PIXELS].values, strict=True)
+            for digest, size, pixels in pictures:
                 if digest not in self.sizes:
-                    self.sizes[digest], self._pixels[digest] = (size[0], size[1]), part
+                    self.sizes[digest], self._pixels[digest] = (size[0], size[1]), pixels
         rows, columns = self._is_image.nonzero()
         self.end = int((columns + self._starts[rows]).max(initial=-1)) + 1
 

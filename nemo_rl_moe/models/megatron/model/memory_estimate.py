@@ -245,6 +245,7 @@ class WorkerMemory:
         activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
             layer and, on the last stage, logits in float32, of a chunk where a microbatch has more. Everything else is
             not counted.
+        tower_activations: The same of the vision tower, for as many patches as a microbatch can have.
         key_value_cache: Keys and values of generation.
         reference_weights: The reference model, in the host's memory.
         is_moved: Gradients are freed and the optimizer's state is moved to the host while responses are generated.
@@ -254,6 +255,7 @@ class WorkerMemory:
     gradients: int
     optimizer: OptimizerMemory
     activations_at_least: int
+    tower_activations: int
     key_value_cache: int
     reference_weights: int
     is_moved: bool
@@ -277,7 +279,7 @@ class WorkerMemory:
     def peak_at_least(self) -> int:
         """Lower bound of the peak: in a backward pass, in the optimizer step, or while generating."""
         in_a_step = self.optimizer.float32_gradients + self.optimizer.float32_moments
-        training = self.always + max(self.activations_at_least, in_a_step)
+        training = self.always + max(self.activations_at_least + self.tower_activations, in_a_step)
         return max(training, self.while_generating + self.key_value_cache)
 
 
@@ -307,6 +309,7 @@ def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_confi
         gradients=parameters.trained * gradient_bytes,
         optimizer=_optimizer_memory(megatron.optimizer, updated, weight_bytes, gradient_bytes),
         activations_at_least=_activations_at_least(config, transformer, hf_config, stage),
+        tower_activations=_tower_activations(config, transformer, hf_config, stage),
         key_value_cache=_key_value_cache(config, transformer, stage),
         reference_weights=weights if algorithm_of(config).needs_reference(config) else 0,
         is_moved=generates is not None and generates.offload_optimizer_for_generation,
@@ -351,6 +354,19 @@ def microbatch_tokens(config: MasterConfig) -> int:
     return policy.train_micro_batch_size * algorithm_of(config).sequences_per_sample * policy.max_total_sequence_length
 
 
+def microbatch_patches(config: MasterConfig, hf_config: Any) -> int:
+    """Most patches that the vision tower runs for a microbatch: its limit, or those of as many image tokens as it has
+    tokens; 0 of a model of text. One sample with more is not counted."""
+    vision = family_of(hf_config).vision
+    if vision is None:
+        return 0
+    patches = microbatch_tokens(config) * vision.shape(hf_config).merge_size ** 2
+    for budget in (config.policy.sequence_packing, config.policy.dynamic_batching):
+        if budget.enabled and budget.train_mb_patches is not None:
+            return min(patches, budget.train_mb_patches)
+    return patches
+
+
 def generation_batch_size(config: MasterConfig) -> int:
     """Most sequences that one rank generates at a time; 0 where the algorithm generates none, or an engine does.
 
@@ -373,6 +389,15 @@ def _activations_at_least(config: MasterConfig, transformer: TransformerConfig, 
     at_once = min(tokens, config.policy.logprob_chunk_size or tokens)
     logits = at_once * padded_vocabulary_size(hf_config.vocab_size, tensor) // tensor * _FLOAT32
     return int(inputs + (logits if is_last else 0))
+
+
+def _tower_activations(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> int:
+    """Of ranks of the first stage, each of which runs the whole tower; nothing is kept where it is not trained."""
+    vision = family_of(hf_config).vision
+    if vision is None or stage > 0 or config.policy.freeze.vision_tower:
+        return 0
+    patches = microbatch_patches(config, hf_config)
+    return vision.shape(hf_config).activations_at_least(patches, transformer.params_dtype.itemsize)
 
 
 def _key_value_cache(config: MasterConfig, transformer: TransformerConfig, stage: int) -> int:

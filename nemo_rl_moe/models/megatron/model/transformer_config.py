@@ -207,7 +207,7 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
         if name not in transformer_config_fields() and name not in FORCED_ROUTING_FIELDS
     ]
     problems += _problems_with_layers(fields)
-    problems += _problems_with_frozen_parts(policy, has_vision=family.vision is not None)
+    problems += _problems_with_vision(policy, has_vision=family.vision is not None)
     problems += _problems_with_shared_sequences(fields)
     if fields.get("softmax_type") == "learnable":
         problems += _problems_with_packed_sinks(policy)
@@ -258,8 +258,8 @@ def _problem_with_deep_layers(config: TransformerConfig, num_deep: int) -> str |
     )
 
 
-def _problems_with_frozen_parts(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
-    """Parts that are not there, and models or pipeline stages of which nothing would train."""
+def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str]:
+    """Parts and pictures that are not there, and models or pipeline stages of which nothing would train."""
     freeze, key = policy.freeze, "policy.freeze."
     shared = policy.megatron_cfg.context_parallel_size
     if has_vision and shared > 1:
@@ -269,7 +269,12 @@ def _problems_with_frozen_parts(policy: PolicyConfig, *, has_vision: bool) -> li
         ]
     if not has_vision:
         why = "the model takes no images, so that this is a part that it lacks, or all of it"
-        return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value]
+        budgets = {name: getattr(policy, name).train_mb_patches for name in ("sequence_packing", "dynamic_batching")}
+        return [f"{key}{name}: got true, expected false: {why}" for name, value in freeze if value] + [
+            f"policy.{name}.train_mb_patches: got {most}, expected null: the model takes no images"
+            for name, most in budgets.items()
+            if most is not None
+        ]
     if not freeze.language_model:
         return []
     if freeze.vision_tower and freeze.projector:

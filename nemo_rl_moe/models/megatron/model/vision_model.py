@@ -17,7 +17,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_policy import FreezeConfig
 from nemo_rl_moe.models.families import VISION_FAMILIES, family_of
 from nemo_rl_moe.models.families.vision import TowerOutput, VisionFamily
-from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
+from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS, distinct_pictures
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.releases import padding_mask_for_stage
 
@@ -137,7 +137,7 @@ class VisionInput:
         """Output of tower and projector, one row an image token; a picture that is there twice runs once.
 
         Args:
-            columns: The microbatch's; sizes and digests on the host.
+            columns: The microbatch's; sizes and digests on the host, pixels of each distinct picture once.
 
         Returns:
             In the order of the image tokens; None where there are no pictures.
@@ -146,13 +146,8 @@ class VisionInput:
         if PICTURE_SIZES not in columns or not len(columns[PICTURE_SIZES]):
             return None
         sizes = [(int(height), int(width)) for height, width in columns[PICTURE_SIZES].tolist()]
-        first: dict[int, int] = {}
-        place = [first.setdefault(digest, len(first)) for digest in columns[PICTURE_IDS].tolist()]
-        chosen = [place.index(number) for number in range(len(first))]
+        chosen, place = distinct_pictures(columns[PICTURE_IDS].tolist())
         pixels = columns[PIXELS]
-        if len(chosen) < len(sizes):
-            parts = pixels.split([height * width * 3 for height, width in sizes])
-            pixels = torch.cat([parts[number] for number in chosen])
         output = family.embed(tower, pixels, [sizes[number] for number in chosen], self.hf_config)
         if len(chosen) == len(sizes):
             return output

@@ -12,9 +12,9 @@ from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, Destination, TokenBatch, to_device
-from nemo_rl_moe.distributed.microbatches import round_up
+from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.image_positions import image_positions
-from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_SIZES
+from nemo_rl_moe.models.images import IS_IMAGE, ON_HOST, PICTURE_IDS, PICTURE_SIZES, PIXELS, distinct_pixels
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.context_parallel import ALONE, ContextCut, ContextPlace
 
@@ -38,10 +38,10 @@ class ModelMicrobatch:
         padding_mask: True on padding; None where there is none.
         packed_seq_params: Where each packed sequence begins; None when padded.
         sequence_start: Flat position of each sequence's first token.
-        batch: The sequences themselves, on the device.
+        batch: The sequences themselves, with the columns for the loss, on the device.
         model_columns: The batch's columns for the model: `[rows, columns, ...]` on the token axis, with the column's
             fill value on padding; `[rows, ...]` or, packed, `[sequences, ...]` on the sequence axis; where ragged, all
-            sequences' values behind one another.
+            sequences' values behind one another; pixels as `models.images` says.
     """
 
     input_ids: Int[Tensor, "rows columns"]
@@ -158,11 +158,12 @@ def pad_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.devi
         padding_mask=cut.mask(positions >= lengths[:, None]),
         packed_seq_params=None,
         sequence_start=torch.arange(len(batch), device=device) * columns,
-        batch=batch.to(device),
+        batch=batch.for_loss().to(device),
         model_columns={
             name: cut.column(name, column, _padded(column, rows, columns))
             for name, column in batch.columns_for(Destination.MODEL).items()
-        },
+        }
+        | _pixels(batch, device),
         context=cut.on_device(),
     )
 
@@ -205,11 +206,12 @@ def pack_microbatch(batch: TokenBatch, shape: MicrobatchShape, device: torch.dev
             max_seqlen_kv=max(segments),
         ),
         sequence_start=to_device(torch.tensor(starts), device),
-        batch=batch.to(device),
+        batch=batch.for_loss().to(device),
         model_columns={
             name: cut.column(name, column, _packed(column, lengths, starts, columns))
             for name, column in batch.columns_for(Destination.MODEL).items()
-        },
+        }
+        | _pixels(batch, device),
         context=cut.on_device(),
     )
 
@@ -261,6 +263,14 @@ def _position_ids(batch: TokenBatch, positions: Tensor, pixels_per_token: int | 
     is_image[: mask.shape[0], : mask.shape[1]] = mask
     sizes = batch.columns[PICTURE_SIZES].values // pixels_per_token
     return image_positions(is_image, [(int(height), int(width)) for height, width in sizes.tolist()])
+
+
+def _pixels(batch: TokenBatch, device: torch.device) -> dict[str, Tensor]:
+    """Pixels of the distinct pictures, where they are at hand."""
+    if PIXELS not in batch.shared:
+        return {}
+    ids = batch.columns[PICTURE_IDS].values.tolist()
+    return {PIXELS: to_device(torch.from_numpy(distinct_pixels(batch.shared[PIXELS], ids)), device)}
 
 
 def _next_tokens(input_ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
-from nemo_rl_moe.distributed.microbatches import round_up
+from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs, needs_of
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names, moe_layer_indices

@@ -139,6 +139,11 @@ class MegatronModel:
         )
         self.num_updates = 0
 
+    @property
+    def has_tower(self) -> bool:
+        """True where this rank runs a vision tower: others read no pixels."""
+        return any(hasattr(chunk, "vision") for chunk in self.chunks)
+
     def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
         """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
         self._evaluation_mode()

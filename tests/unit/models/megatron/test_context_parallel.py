@@ -97,7 +97,9 @@ def test_ranks_have_a_mask_together_or_none() -> None:
 
 
 def test_packed_sequences_fit_with_their_padding() -> None:
-    policy = sharing_sequences(tiny_policy(sequence_packing="{enabled: true, train_mb_tokens: 64}"), 2)
+    policy = sharing_sequences(
+        tiny_policy(sequence_packing="{enabled: true, train_mb_tokens: 64, train_mb_patches: null}"), 2
+    )
     assert choose_batching(policy, 1) == PackedBatching(64, sequence_multiple=4)
 
 

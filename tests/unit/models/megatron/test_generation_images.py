@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch, collate_inputs
+from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.images import IS_IMAGE
@@ -24,6 +25,7 @@ from tests.support.vision_models import (
     IMAGE,
     MODELS,
     Part,
+    inputs_of_row,
     random_picture,
     transformers_inputs,
     vision_batch,
@@ -49,14 +51,7 @@ def as_request(batch: TokenBatch, sampling: SamplingParameters = GREEDY) -> Gene
     for row, length in enumerate(batch.lengths.tolist()):
         one = batch.select([row])
         prompts.append(tuple(one.input_ids[0].tolist()))
-        inputs.append(
-            {
-                name: ModelInput(
-                    column.values[0].numpy() if name == IS_IMAGE else column.values.numpy(), column.axis, column.fill
-                )
-                for name, column in one.columns.items()
-            }
-        )
+        inputs.append(inputs_of_row(batch, row))
         assert len(prompts[-1]) == length
     return GenerationBatch(tuple(prompts), tuple(range(len(prompts))), sampling, tuple(inputs))
 
@@ -74,8 +69,7 @@ def evaluated(trainer: MegatronTrainer, request: GenerationBatch, index: int, re
         torch.tensor([tokens.shape[1]]),
         torch.ones_like(tokens, dtype=torch.bool),
         ("one",),
-        {name: collate_inputs([each], tokens.shape[1]) for name, each in request.model_inputs[index].items()},
-    )
+    ).with_inputs([request.model_inputs[index]])
     return trainer.logprobs([batch])[0][0, len(prompt) :].numpy()
 
 
@@ -177,7 +171,11 @@ def sampled_in_layout(policy: PolicyConfig, model_type: str, folder: Path) -> Ma
         trainer = trainer_of(policy, folder)
         place = trainer.coordinates
         request = as_request(vision_batch(rows_of(model_type)), dataclasses.replace(GREEDY, temperature=1.0))
-        return made(trainer.generate(request.share(place.data_parallel_rank, place.data_parallel_size), 4))
+        mine = request.with_shared_in(ArrayStore(lambda array: array)).share(
+            place.data_parallel_rank, place.data_parallel_size
+        )
+        # As a worker does it: pixels stay in the store where there is no tower.
+        return made(trainer.generate(mine.fetched(list) if trainer.has_tower else mine, 4))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ REFUSED = {
     "has the inputs is_image, expected is_image, picture_ids": lambda inputs: {IS_IMAGE: inputs[IS_IMAGE]},
     "has pixels or picture_ids that are not those of its 1 picture_sizes": lambda inputs: {
         **inputs,
-        "pixels": dataclasses.replace(inputs["pixels"], values=inputs["pixels"].values[3:]),
+        "pixels": dataclasses.replace(inputs["pixels"], values=(inputs["pixels"].values[0][3:],)),
     },
     "has 13 tokens, and is_image tells of 14": lambda inputs: {
         **inputs,

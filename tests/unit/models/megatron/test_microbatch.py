@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Padding and packing of microbatches, by hand and for any sequences."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
+from nemo_rl_moe.models.images import PIXELS, Picture, image_inputs
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
     ModelMicrobatch,
@@ -92,6 +96,20 @@ def test_columns_follow_their_sequences() -> None:
     )
     made = pack_microbatch(batch, MicrobatchShape(1), CPU)
     assert made.batch.columns["advantages"].values.tolist() == [0.5, -0.5]
+
+
+@pytest.mark.parametrize("make", [pad_microbatch, pack_microbatch])
+def test_what_the_model_reads_goes_to_the_device_once(make: Callable[..., ModelMicrobatch]) -> None:
+    pictures = [Picture(np.full((2, 2, 3), number, np.uint8)) for number in range(2)]
+    inputs = [image_inputs(own, np.array([True, False])) for own in ([pictures[0]], [pictures[1], pictures[0]])]
+    batch = TWO.with_columns(advantages=per_sequence(torch.zeros(2))).with_inputs(inputs)
+    made = make(batch, MicrobatchShape(1), CPU)
+    assert set(made.batch.columns) == {"advantages"}
+    assert not made.batch.shared
+    assert made.model_columns.keys() == inputs[0].keys()
+    assert made.model_columns[PIXELS].tolist() == [0] * 12 + [1] * 12
+    without = make(batch.fetched(list, with_shared=False), MicrobatchShape(1), CPU)
+    assert without.model_columns.keys() == inputs[0].keys() - {PIXELS}
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,7 +3,7 @@
 """Vision-language models against transformers, and one optimizer step of every layout against that of one rank."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,12 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, plan_microbatches
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.models.families import VISION_FAMILIES, decoder_type_of, num_patches_of
 from nemo_rl_moe.models.families.internvl import INTERNVL
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
+from nemo_rl_moe.models.images import picture_patches
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_outputs import files_beside
@@ -30,7 +33,16 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
-from tests.support.vision_models import MODELS, mixed_batch, tiny_vision_config, transformers_inputs, write_vision_model
+from tests.support.vision_models import (
+    MERGE,
+    MODELS,
+    PATCH,
+    SIDE,
+    mixed_batch,
+    tiny_vision_config,
+    transformers_inputs,
+    write_vision_model,
+)
 
 PACKED = {"sequence_packing__enabled": True}
 # The last microbatch has no picture.
@@ -59,14 +71,20 @@ def trainer_of(folder: str, policy: PolicyConfig) -> MegatronTrainer:
     return MegatronTrainer(policy, plain_config(load_hf_config(folder)), Path(folder), num_steps=STEPS)
 
 
-def train(folder: str, model_type: str, policy: PolicyConfig, export: str = "") -> Trained:
+def train(
+    folder: str, model_type: str, policy: PolicyConfig, export: str = "", microbatches: Any = MICROBATCHES
+) -> Trained:
     with parallel_job(policy):
         trainer = trainer_of(folder, policy)
         if export:
             trainer.save_weights(Path(export), files_beside(Path(folder)))
         batch, place = mixed_batch(model_type), trainer.coordinates
-        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, MICROBATCHES)
-        logprobs = logprobs_by_sequence(trainer, shard, batch, MICROBATCHES)
+        shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, microbatches)
+        assert trainer.has_tower == (place.pipeline_rank == 0)
+        # As a worker hands them on: pixels where there is a tower, and nowhere else.
+        fetched = (each.fetched(list, with_shared=trainer.has_tower) for each in shard.microbatches)
+        shard = replace(shard, microbatches=tuple(fetched))
+        logprobs = logprobs_by_sequence(trainer, shard, batch, microbatches)
         results = [trainer.train([shard], sft_loss) for _ in range(STEPS)]
         tower = {
             name: parameter.detach().numpy().copy()
@@ -167,6 +185,47 @@ def test_steps_do_not_depend_on_the_layout(reference: Any, world_size: int, chan
         for name, weights in rank.tower.items():
             np.testing.assert_allclose(weights, one.tower[name], atol=1e-4, err_msg=name)
             np.testing.assert_array_equal(weights, with_tower[0].tower[name], err_msg=f"replicas of {name}")
+
+
+@pytest.mark.parametrize(
+    ("reference", "world_size", "packed"),
+    [("qwen2_5_vl", 1, False), ("internvl", 2, True)],
+    indirect=["reference"],
+)
+def test_a_limit_of_patches_changes_no_step(reference: Any, world_size: int, packed: bool) -> None:
+    """As many microbatches on each rank, whose towers run no more than the limit; losses and weights stay."""
+    model_type, folder, _, one = reference
+    batch = mixed_batch(model_type)
+    pictures = picture_patches(batch, num_patches_of(load_hf_config(str(folder))))
+    largest = max(patches for own in pictures for patches in own.values())
+    batching: Any = PackedBatching(300) if packed else DynamicBatching(300, overhead_tokens=1000)
+    plans = [
+        plan_microbatches(
+            batch.lengths.tolist(),
+            num_data_parallel_ranks=world_size,
+            global_batch_size=len(batch),
+            batching=replace(batching, max_patches=most),
+            pictures=pictures,
+        )
+        for most in (None, largest)
+    ]
+    assert plans[0].num_microbatches < plans[1].num_microbatches
+    microbatches = [indices for of_rank in plans[1].global_batches[0] for indices in of_rank]
+    policy = policy_of(world_size, **(PACKED if packed else {}))
+    for rank in run_ranks(train, world_size, str(folder), model_type, policy, "", microbatches):
+        assert rank.losses == pytest.approx(one.losses, rel=1e-5)
+        assert rank.norms == pytest.approx(one.norms, rel=1e-4)
+        for name, weights in rank.tower.items():
+            np.testing.assert_allclose(weights, one.tower[name], atol=1e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_patches_are_those_that_the_tower_gets(model_type: str) -> None:
+    family, config = VISION_FAMILIES[model_type], tiny_vision_config(model_type)
+    flat = family.flattened(config, decoder_type_of(config.to_dict()))
+    # PATCH pixels a side, and MERGE by MERGE of them a token.
+    assert family.num_patches(flat, 4 * SIDE, 4 * SIDE) == (4 * SIDE // PATCH) ** 2
+    assert family.num_patches(flat, 4 * SIDE, 4 * SIDE) == MERGE**2 * family.num_image_tokens(flat, 4 * SIDE, 4 * SIDE)
 
 
 def begin_and_save(folder: str, model_type: str, policy: PolicyConfig, directory: str) -> list[float]:
@@ -285,7 +344,6 @@ def test_random_weights_follow_the_seed_and_the_names_alone() -> None:
 
 def random_towers() -> list[dict[str, np.ndarray]]:
     """Weights of both families' towers by seed 1, once more, and by seed 2."""
-    from nemo_rl_moe.models.families import VISION_FAMILIES, decoder_type_of
     from nemo_rl_moe.models.megatron.model.vision_model import draw_weights
 
     found = []
@@ -366,5 +424,9 @@ def test_nothing_left_to_train_is_told(parts: tuple[str, ...], changes: dict[str
 
 
 def test_a_text_model_has_no_vision_tower_to_freeze() -> None:
+    limited = tiny_policy(1, sequence_packing__train_mb_patches=64)
+    message = r"policy\.sequence_packing\.train_mb_patches: got 64, expected null: the model takes no images"
+    with pytest.raises(ConfigurationError, match=message):
+        build_transformer_config(limited, tiny_hf_config())
     with pytest.raises(ConfigurationError, match="got true, expected false: the model takes no images"):
         build_transformer_config(policy_of(1, freeze__vision_tower=True), tiny_hf_config())

@@ -18,11 +18,13 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_run import RolePlacementConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
+from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
+from nemo_rl_moe.models.images import PICTURE_IDS, PIXELS
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import lm_policy
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
@@ -30,6 +32,7 @@ from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, Weight
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
+from tests.support.vision_models import random_picture, vision_batch
 
 
 def trained_by(rank: int) -> RankTrainResult:
@@ -140,6 +143,7 @@ def make_policy(
     problems: Mapping[int, list[str]] = MappingProxyType({}),
     made: list[FakeWorkers] | None = None,
     gpu: str | None = None,
+    model: str = "tiny_qwen3_moe",
 ) -> tuple[MegatronPolicy, FakeWorkers]:
     made = [] if made is None else made
 
@@ -154,14 +158,15 @@ def make_policy(
         cluster,
         seed=1,
         num_steps=2,
-        source=ModelSource(REPOSITORY_ROOT / "examples/assets/tiny_qwen3_moe", None),
+        source=ModelSource(REPOSITORY_ROOT / "examples/assets" / model, None),
         model_files=FILES,
     ), made[0]
 
 
 FILES = {"config.json": b"{}"}
 OVERHEAD = "microbatch_overhead_tokens: 7"
-BY_TOKENS = "train_mb_tokens: 64}"
+BY_PATCHES = "train_mb_tokens: 64, train_mb_patches: 128}"
+BY_TOKENS = "train_mb_tokens: 64, train_mb_patches: null}"
 
 
 @pytest.mark.parametrize(
@@ -170,11 +175,39 @@ BY_TOKENS = "train_mb_tokens: 64}"
         ("policy.logprob_batch_size=5", PlainBatching(5)),
         (f"policy.sequence_packing={{enabled: true, {BY_TOKENS}", PackedBatching(64)),
         (f"policy.dynamic_batching={{enabled: true, {OVERHEAD}, {BY_TOKENS}", DynamicBatching(64, 7)),
+        (f"policy.dynamic_batching={{enabled: true, {OVERHEAD}, {BY_PATCHES}", DynamicBatching(64, 7, 128)),
+        (f"policy.sequence_packing={{enabled: true, {BY_PATCHES}", PackedBatching(64, 1, 128)),
     ],
 )
 def test_how_microbatches_are_cut(override: str, expected: Any) -> None:
     policy = small_config(override).policy
     assert choose_batching(policy, policy.logprob_batch_size) == expected
+
+
+@pytest.mark.parametrize("limit", ["null", "64"])
+def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six sequences with one of two pictures of 64 patches each: both ranks have as many microbatches."""
+    budget = f"{{enabled: true, train_mb_tokens: 512, train_mb_patches: {limit}}}"
+    config = small_config(f"policy.sequence_packing={budget}")
+    policy, workers = make_policy(monkeypatch, config, model="tiny_internvl_moe")
+    put: list[np.ndarray] = []
+
+    def put_down(array: np.ndarray) -> int:
+        put.append(array)
+        return len(put)
+
+    policy._pictures = ArrayStore(put_down)
+    pictures = [random_picture(4, 4, seed) for seed in (0, 1)]
+    policy.train(vision_batch([[2, pictures[row // 3], 5] for row in range(6)]), sft_loss)
+    (_, arguments) = workers.calls[-1]
+    microbatches = [batch for (shards, *_) in arguments for shard in shards for batch in shard.microbatches]
+    distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
+    assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
+    assert max(distinct) == (2 if limit == "null" else 1)
+    assert len({sum(len(shard.microbatches) for shard in shards) for (shards, *_) in arguments}) == 1
+    rows = {id(each) for batch in microbatches for own in batch.shared[PIXELS].arrays for each in own}
+    assert len(rows) == 2
+    assert sum(array.nbytes for array in put) == 2 * 32 * 32 * 3
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,170 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Bins of items: packed by size, split until there are as many as the ranks need, and dealt to the ranks."""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from nemo_rl_moe.distributed.patch_limit import PatchRoom, Pictures
+from nemo_rl_moe.errors import ConfigurationError
+
+
+def round_up(length: int, multiple: int) -> int:
+    """The smallest multiple that is not less."""
+    return -(-length // multiple) * multiple
+
+
+def first_fit_decreasing(
+    sizes: Sequence[int], capacity: int, pictures: Sequence[Pictures] = (), most_patches: int | None = None
+) -> list[list[int]]:
+    """Packs items into few bins: the largest item first, each into the first bin that has room.
+
+    Args:
+        sizes: Size of each item, at least 1 and at most `capacity`.
+        capacity: Most that the items of one bin may add up to.
+        pictures: Of each item; empty: none has any.
+        most_patches: Most patches of the distinct pictures of a bin whose items have other pictures; None: any.
+
+    Returns:
+        The items of each bin, largest first.
+    """
+    bins: list[list[int]] = []
+    patch_rooms: list[PatchRoom] = []
+    room = _RoomOfBins(len(sizes), capacity)
+    for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        own = pictures[item] if pictures else {}
+        position = next(
+            position
+            for position in room.places_for(sizes[item])
+            if position == len(bins) or patch_rooms[position].has_room_for(own)
+        )
+        if position == len(bins):
+            bins.append([item])
+            patch_rooms.append(PatchRoom(most_patches, own))
+        else:
+            bins[position].append(item)
+            patch_rooms[position].add(own)
+        room.take(position, sizes[item])
+    return bins
+
+
+class _RoomOfBins:
+    """Room left in bins; an unopened one has all its room.
+
+    A heap-shaped tree of maxima over them, so that the next bin with enough room is found in logarithmic time.
+
+    Args:
+        num_bins: Most bins.
+        capacity: Of each.
+    """
+
+    def __init__(self, num_bins: int, capacity: int):
+        self._leaves = 1 << max(num_bins - 1, 0).bit_length()
+        self._room = [capacity] * (2 * self._leaves)
+
+    def places_for(self, size: int) -> Iterator[int]:
+        """Bins with that much room, the first one first."""
+        room, node = self._room, 1
+        while room[node] >= size:
+            while node < self._leaves:
+                node = 2 * node if room[2 * node] >= size else 2 * node + 1
+            yield node - self._leaves
+            # Up to where a right neighbour has room, and over to it.
+            while node > 1 and (node % 2 or room[node + 1] < size):
+                node //= 2
+            if node == 1:
+                return
+            node += 1
+
+    def take(self, position: int, size: int) -> None:
+        """Takes room of one bin."""
+        room, node = self._room, position + self._leaves
+        room[node] -= size
+        while node > 1:
+            node //= 2
+            room[node] = max(room[2 * node], room[2 * node + 1])
+
+
+def split_evenly(sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Cuts positions in two parts that are both non-empty and add up to about the same.
+
+    Args:
+        sizes: Size of each item, largest first; at least two.
+    """
+    halves: tuple[list[int], list[int]] = ([], [])
+    totals = [0, 0]
+    for position, size in enumerate(sizes):
+        lighter = 0 if totals[0] <= totals[1] else 1
+        halves[lighter].append(position)
+        totals[lighter] += size
+    return halves
+
+
+def deal_by_work(work: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deals items to ranks so that every rank gets as many, and about the same work at each turn and in total.
+
+    Ranks that share experts wait for each other in every microbatch, so the items of one turn are neighbours in size;
+    within a turn the largest goes to the rank that has least so far.
+
+    Args:
+        work: Work of each item; their number is a multiple of `num_ranks`.
+        num_ranks: Number of ranks.
+
+    Returns:
+        The items of each rank, most work first.
+    """
+    order = sorted(range(len(work)), key=lambda index: (-work[index], index))
+    dealt: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = [0] * num_ranks
+    for start in range(0, len(order), num_ranks):
+        least_first = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
+        for rank, item in zip(least_first, order[start : start + num_ranks], strict=True):
+            dealt[rank].append(item)
+            totals[rank] += work[item]
+    return dealt
+
+
+def rounded_number(num_microbatches: int, unit: int, num_items: int) -> int:
+    """The next multiple of `unit`, of which each microbatch can have an item of its own.
+
+    Raises:
+        ConfigurationError: There are fewer items.
+    """
+    target = round_up(num_microbatches, unit)
+    if target > num_items:
+        raise ConfigurationError(
+            f"{num_items} sequences fill {num_microbatches} microbatches, which cannot become {target}, the next"
+            f" multiple of {unit} that the ranks need; use a policy.train_global_batch_size that is a multiple of"
+            f" {unit}"
+        )
+    return target
+
+
+def split_until(
+    bins: list[list[int]],
+    unit: int,
+    work: Callable[[list[int]], int],
+    cut: Callable[[list[int]], tuple[Sequence[int], Sequence[int]]],
+) -> list[list[int]]:
+    """Splits the fullest bin again and again until their number is a multiple of `unit`.
+
+    Args:
+        bins: Items of each bin, largest first.
+        unit: At most the number of all items, so that there is always a bin to split.
+        work: How full a bin is.
+        cut: The positions of the two parts of a bin's items.
+    """
+    target = rounded_number(len(bins), unit, sum(map(len, bins)))
+    # Entries are unique by their first item, so that ties never compare further and the order is deterministic.
+    heap = [(-work(items), items[0], items) for items in bins if len(items) > 1]
+    heapq.heapify(heap)
+    done = [items for items in bins if len(items) == 1]
+    while len(heap) + len(done) < target:
+        _, _, fullest = heapq.heappop(heap)
+        for positions in cut(fullest):
+            part = [fullest[position] for position in positions]
+            if len(part) == 1:
+                done.append(part)
+            else:
+                heapq.heappush(heap, (-work(part), part[0], part))
+    return sorted([items for _, _, items in heap] + done)

@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Patches of a microbatch's pictures as its second size beside tokens: pictures that are equal count once.
+
+That is what the vision tower runs. A microbatch keeps the limit, or all its items have the same pictures, so that it
+takes no more than one of them alone. Either holds for each part of such a microbatch, too.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+Pictures = Mapping[int, int]
+"""Patches of each of an item's pictures, by the picture's id."""
+
+
+class PatchRoom:
+    """Room for the pictures of a microbatch that grows, of which one item is there.
+
+    Args:
+        most: Most patches of distinct pictures; None: no limit.
+        first: Pictures of that item.
+    """
+
+    def __init__(self, most: int | None, first: Pictures):
+        self._most, self._first, self._are_the_same = most, first.keys(), True
+        self._ids, self._patches = set(first), sum(first.values())
+
+    def has_room_for(self, pictures: Pictures) -> bool:
+        """True where another item may join those that are there."""
+        if self._most is None or (self._are_the_same and pictures.keys() == self._first):
+            return True
+        return self._patches + self._added(pictures) <= self._most
+
+    def add(self, pictures: Pictures) -> None:
+        """Lets an item in."""
+        self._are_the_same &= pictures.keys() == self._first
+        self._patches += self._added(pictures)
+        self._ids |= pictures.keys()
+
+    def _added(self, pictures: Pictures) -> int:
+        return sum(patches for number, patches in pictures.items() if number not in self._ids)
+
+
+def most_neighbours(pictures: Sequence[Pictures], most: int | None) -> list[int]:
+    """Most neighbours, from each item on, that may run together; at least the item itself.
+
+    Args:
+        pictures: Of each item, in the order in which they are neighbours.
+        most: Most patches of distinct pictures; None: no limit.
+    """
+    number = len(pictures)
+    if most is None:
+        return [number - start for start in range(number)]
+    same = [1] * number
+    for start in reversed(range(number - 1)):
+        if pictures[start].keys() == pictures[start + 1].keys():
+            same[start] += same[start + 1]
+    found, inside = [], Counter[int]()
+    end = patches = 0
+    for start, own in enumerate(pictures):
+        while end < number:
+            added = sum(size for digest, size in pictures[end].items() if not inside[digest])
+            if patches + added > most and end >= start + same[start]:
+                break
+            inside.update(pictures[end].keys())
+            patches, end = patches + added, end + 1
+        found.append(end - start)
+        for digest, size in own.items():
+            inside[digest] -= 1
+            patches -= 0 if inside[digest] else size
+    return found
+
+
+def of_groups(pictures: Sequence[Pictures], group_size: int) -> list[Pictures]:
+    """Pictures of each group of neighbours."""
+    return [
+        {number: size for own in pictures[start : start + group_size] for number, size in own.items()}
+        for start in range(0, len(pictures), group_size)
+    ]

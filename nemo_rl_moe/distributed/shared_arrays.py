@@ -1,0 +1,108 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that sequences have in common, such as pictures: each is stored and travels once, however many have it.
+
+Sequences with the same array hold the same object, so that what is pickled together holds it once. In a store it lies
+apart from the sequences, which travel with its handle, and who does not read it never gets it.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from nemo_rl_moe.distributed.stored_rows import Fetch, StoredRows, put_together
+
+SharedArray = Shaped[np.ndarray, " values"] | StoredRows
+"""An array at hand, or the place where it is stored, as one piece."""
+
+
+@dataclass(frozen=True)
+class SharedColumn:
+    """A column for the model of arrays that sequences may have in common.
+
+    Attributes:
+        arrays: Of each sequence, as many as it has.
+    """
+
+    arrays: tuple[tuple[SharedArray, ...], ...]
+
+    def select(self, indices: Sequence[int]) -> "SharedColumn":
+        """The column of some of the sequences, in that order."""
+        return replace(self, arrays=tuple(self.arrays[index] for index in indices))
+
+    def fetched(self, fetch: Fetch) -> "SharedColumn":
+        """The column with all arrays at hand.
+
+        Raises:
+            ValueError: A stored array is lost.
+        """
+        of = fetch_arrays((array for arrays in self.arrays for array in arrays), fetch)
+        return replace(self, arrays=tuple(tuple(of[id(array)] for array in arrays) for arrays in self.arrays))
+
+
+def num_bytes_of(array: SharedArray) -> int:
+    """Bytes of an array, at hand or stored."""
+    return array.num_bytes if isinstance(array, StoredRows) else array.nbytes
+
+
+def fetch_arrays(arrays: Iterable[SharedArray], fetch: Fetch) -> dict[int, Shaped[np.ndarray, " values"]]:
+    """Arrays at hand, by the identity of what stands for them.
+
+    Args:
+        arrays: At hand or stored.
+        fetch: Fetches stored arrays; each is asked for once.
+
+    Raises:
+        ValueError: A stored array is lost.
+    """
+    found, pieces = {}, {}
+    for array in arrays:
+        if isinstance(array, StoredRows):
+            (pieces[id(array)],) = array.pieces
+        else:
+            found[id(array)] = array
+    sources = {id(piece.source): piece.source for piece in pieces.values()}
+    stored = dict(zip(sources, fetch(list(sources.values())), strict=True))
+    for key, piece in pieces.items():
+        whole = stored[id(piece.source)]
+        if whole is None:
+            raise ValueError("an array that sequences share, such as a picture, is lost: its store has ended")
+        found[key] = whole[piece.first : piece.first + piece.num_rows]
+    return found
+
+
+class ArrayStore:
+    """Store of shared arrays, in which each is put down once as long as somebody here holds it.
+
+    Args:
+        put: Puts an array into the store; returns its handle, with which the stored array ends.
+    """
+
+    def __init__(self, put: Callable[[Shaped[np.ndarray, " values"]], Any]):
+        self._put = put
+        self._stored: dict[int, StoredRows] = {}
+
+    def place(self, columns: Sequence[Sequence[SharedArray]]) -> tuple[tuple[SharedArray, ...], ...]:
+        """The places of arrays in the store, where those that are not there are put first.
+
+        Args:
+            columns: Arrays of each sequence, at hand or stored.
+        """
+        new = {
+            id(array): array
+            for arrays in columns
+            for array in arrays
+            if not isinstance(array, StoredRows) and id(array) not in self._stored
+        }
+        for (key, array), rows in zip(new.items(), put_together(list(new.values()), self._put), strict=True):
+            self._stored[key] = rows
+            # Another array may get its identity afterwards.
+            weakref.finalize(array, self._stored.pop, key, None).atexit = False
+        return tuple(
+            tuple(array if isinstance(array, StoredRows) else self._stored[id(array)] for array in arrays)
+            for arrays in columns
+        )
