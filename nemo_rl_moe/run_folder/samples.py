@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`samples.jsonl`: the trajectories that a run keeps, written and read."""
+"""`samples.jsonl`: the trajectories that a run keeps, written and read; each names the thumbnails of its pictures."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nemo_rl_moe.run_folder.lines import LineFile
+from nemo_rl_moe.run_folder.thumbnails import PICTURES_OF_A_SAMPLE, SavedPicture, ThumbnailWriter, is_thumbnail_name
 from nemo_rl_moe.shapes import Int
 
 SAMPLES_FILE_NAME = "samples.jsonl"
@@ -45,6 +46,8 @@ class SavedTrajectory(Protocol):
     def fault_message(self) -> str: ...
     @property
     def weight_version(self) -> int: ...
+    @property
+    def pictures(self) -> Sequence[SavedPicture]: ...
 
 
 class Console(Protocol):
@@ -55,10 +58,11 @@ class Console(Protocol):
 
 
 class SampleLog:
-    """Writes `samples.jsonl` and prints responses of validations.
+    """Writes `samples.jsonl`, with thumbnails, and prints responses of validations.
 
     The same prompts come first in every validation, so that a reader sees how the answers to them change. On a full
-    disk, lines wait as `LineFile` says; responses are printed all the same.
+    disk, lines wait as `LineFile` says; responses are printed all the same. Thumbnails are those of the responses that
+    `read_samples` may choose: the first ones to the first prompts.
 
     Args:
         run_folder: An existing folder.
@@ -69,6 +73,7 @@ class SampleLog:
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
         self._lines = LineFile(run_folder / SAMPLES_FILE_NAME, console.warn, console.message)
+        self._thumbnails = ThumbnailWriter(run_folder, console.warn)
         self._console = console
         self._num_to_print, self._num_to_save = num_to_print, num_to_save
 
@@ -89,7 +94,11 @@ class SampleLog:
             trajectories: As many for each prompt, one prompt after the other.
         """
         kept = trajectories[: self._num_to_save]
-        self._lines.append(json.dumps(_record(step, split, trajectory)) for trajectory in kept)
+        shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP]
+        names = {id(trajectory): self._thumbnails.write(trajectory.pictures) for trajectory in shown}
+        self._lines.append(
+            json.dumps(_record(step, split, trajectory, names.get(id(trajectory), []))) for trajectory in kept
+        )
         if split == "val":
             for trajectory in _one_of_each_prompt(trajectories)[: self._num_to_print]:
                 self._console.message(_shown(trajectory))
@@ -102,9 +111,11 @@ def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTr
     return list(first.values())
 
 
-def _record(step: int, split: str, trajectory: SavedTrajectory) -> dict[str, Any]:
+def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequence[str]) -> dict[str, Any]:
     fault = trajectory.fault
-    seldom = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
+    seldom: dict[str, Any] = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
+    if thumbnails:
+        seldom["thumbnails"] = list(thumbnails)
     return {
         "step": step,
         "split": split,
@@ -169,6 +180,19 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     return chosen
 
 
+def named_thumbnails(path: Path) -> set[str]:
+    """Names of all thumbnails in a file of samples; none where there is no such file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not path.is_file():
+        return set()
+    with path.open("rb") as lines:
+        # Most lines have none, and need no parsing.
+        return {name for line in lines if b'"thumbnails"' in line for name in _thumbnails(_record_in(line))}
+
+
 def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
     """Samples with at most `length` characters of each text."""
     return [
@@ -177,10 +201,25 @@ def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, 
     ]
 
 
+def _record_in(line: bytes) -> Any:
+    """Record of a line; empty where it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _thumbnails(record: Any) -> list[str]:
+    """Names of a record that may have been edited: no other text of a file becomes part of a path."""
+    names = record.get("thumbnails") if isinstance(record, dict) else None
+    return [name for name in names[:PICTURES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         reward = record.get("reward")
+        thumbnails = _thumbnails(record)
         return {
             "step": int(record["step"]),
             "split": _short(record["split"]),
@@ -189,7 +228,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             "response": _short(record["response"]),
             "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
             "verdict": _verdict(record),
-        }
+        } | ({"thumbnails": thumbnails} if thumbnails else {})
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
 
