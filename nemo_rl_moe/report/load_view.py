@@ -102,7 +102,7 @@ def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: in
     late = slice(-max(len(load.steps) // 10, 1), None)
     sizes = []
     for size in expert_parallel_sizes(load.num_experts):
-        overload = in_parts(lambda counts, size=size: overload_of_steps(counts, size), load.counts)  # type: ignore[misc]
+        overload = in_parts(lambda counts, size=size: overload_of_steps(counts, size), load.counts)
         late_of_layers = overload[late].mean(0)
         sizes.append(
             {
