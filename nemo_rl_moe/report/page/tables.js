@@ -222,6 +222,9 @@ function addSamples(parent, runs) {
       "One response each to the first prompts of some steps. Healthy: later ones are right more often.",
       table(heads, rows),
     );
+    if (hasPictures) {
+      made.classList.add("pictured");
+    }
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
     parent.append(made);
   }
