@@ -118,14 +118,15 @@ function addSeparationOfLayers(parent, runs) {
   });
 }
 
-// `addCharts` adds the section's lines over the steps, between the experts and the layers.
+// `addCharts` adds the section's lines over the steps.
 function addModalities(grid, runs, addCharts) {
   const withKinds = runs.map((run, runNumber) => ({ run, runNumber })).filter(({ run }) => run.modalities !== null);
   const mixed = withKinds.filter(({ run }) => run.modalities.num_steps > 0);
   mixed.forEach((one) => addGuarded(grid, () => addModalityHeatmap(grid, one)));
   withKinds.filter((one) => !mixed.includes(one)).forEach((one) => addGuarded(grid, () => addNoModalities(grid, one)));
-  addCharts();
+  // Both are as high as the model has layers.
   addGuarded(grid, () => addSeparationOfLayers(grid, runs));
+  addCharts();
   mixed.forEach(({ run, runNumber }) =>
     addGuarded(grid, () => addLayerTable(grid, run, runNumber, run.modalities.table)),
   );
