@@ -62,7 +62,7 @@ class SampleLog:
 
     The same prompts come first in every validation, so that a reader sees how the answers to them change. On a full
     disk, lines wait as `LineFile` says; responses are printed all the same. Thumbnails are those of the responses that
-    `read_samples` may choose: the first ones to the first prompts.
+    `read_samples` may choose: the first ones to the first prompts, of all validations and of `is_pictured` steps.
 
     Args:
         run_folder: An existing folder.
@@ -94,7 +94,7 @@ class SampleLog:
             trajectories: As many for each prompt, one prompt after the other.
         """
         kept = trajectories[: self._num_to_save]
-        shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP]
+        shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or is_pictured(step) else []
         names = {id(trajectory): self._thumbnails.write(trajectory.pictures) for trajectory in shown}
         self._lines.append(
             json.dumps(_record(step, split, trajectory, names.get(id(trajectory), []))) for trajectory in kept
@@ -102,6 +102,11 @@ class SampleLog:
         if split == "val":
             for trajectory in _one_of_each_prompt(trajectories)[: self._num_to_print]:
                 self._console.message(_shown(trajectory))
+
+
+def is_pictured(step: int) -> bool:
+    """True for the steps of training that keep pictures: all below 20, each tenth below 200, hundredth below 2000."""
+    return step % 10 ** (len(str(step // 2)) - 1) == 0
 
 
 def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
@@ -149,8 +154,8 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Responses to the first prompts of four evenly spaced steps of training and of validation, the last one included.
 
-    Validation comes first: its prompts are the same ones each time. Survives a torn last line, which a killed run
-    leaves: it is skipped.
+    Of a run with pictures all but the last are steps that have some. Validation comes first: its prompts are the same
+    ones each time. Survives a torn last line, which a killed run leaves: it is skipped.
 
     Args:
         folder: The run's folder.
@@ -174,10 +179,19 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
         notes.append(f"{path}: lines that are no samples: {num_bad}")
     chosen = []
     for _, steps in sorted(found.items(), reverse=True):
-        in_order = sorted(steps)
-        for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist():
-            chosen += list(steps[in_order[position]].values())
+        for step in _shown_steps(steps):
+            chosen += list(steps[step].values())
     return chosen
+
+
+def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
+    """Evenly spaced steps of a split, and the last one; of a run with pictures, those with some that are nearest."""
+    in_order = sorted(steps)
+    *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
+    pictured = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
+    if pictured:
+        earlier = [min(pictured, key=lambda other, step=step: abs(other - step)) for step in earlier]  # type: ignore[misc]
+    return sorted({*earlier, last})
 
 
 def named_thumbnails(path: Path) -> set[str]:

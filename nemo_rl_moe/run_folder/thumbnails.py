@@ -22,7 +22,7 @@ LONGEST_SIDE = 96
 """Pixels of the longer side; smaller pictures stay as they are."""
 PICTURES_OF_A_SAMPLE = 4
 MOST_THUMBNAILS = 2000
-"""Files of a run: the pictures of more than three hundred steps."""
+"""Files of a run."""
 MOST_BYTES = 64 << 10
 """Of a file that is read: 96 x 96 pixels that no compression helps have 28 kB."""
 _NAME = re.compile(r"[0-9a-f]{16}")
@@ -45,13 +45,13 @@ class ThumbnailWriter:
 
     Args:
         run_folder: An existing folder.
-        warn: Told once when writing fails.
+        warn: Told once when writing fails, and once when the run has as many as it may.
     """
 
     def __init__(self, run_folder: Path, warn: Callable[[str], None]):
         self._folder = run_folder / FOLDER_NAME
         self._warn = warn
-        self._has_failed = False
+        self._has_failed = self._is_full = False
         self._written: set[str] | None = None
 
     def write(self, pictures: Iterable[SavedPicture]) -> list[str]:
@@ -77,11 +77,17 @@ class ThumbnailWriter:
             self._folder.mkdir(exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}
         name = _name_of(picture)
-        if name not in self._written and len(self._written) < MOST_THUMBNAILS:
-            self._folder.mkdir(exist_ok=True)
-            write_whole(self._folder / f"{name}.png", thumbnail_of(picture.pixels))
-            self._written.add(name)
-        return name in self._written
+        if name in self._written:
+            return True
+        if len(self._written) >= MOST_THUMBNAILS:
+            if not self._is_full:
+                self._is_full = True
+                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} pictures; samples with others go without")
+            return False
+        self._folder.mkdir(exist_ok=True)
+        write_whole(self._folder / f"{name}.png", thumbnail_of(picture.pixels))
+        self._written.add(name)
+        return True
 
 
 def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:

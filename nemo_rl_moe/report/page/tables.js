@@ -219,7 +219,8 @@ function addSamples(parent, runs) {
     ];
     const made = card(
       "Responses",
-      "One response each to the first prompts of some steps. Healthy: later ones are right more often.",
+      "One response each to the first prompts of some steps. Healthy: later ones are right more often." +
+        (hasPictures ? " Pictures are as the model got them, at most 96 pixels long here." : ""),
       table(heads, rows),
     );
     if (hasPictures) {

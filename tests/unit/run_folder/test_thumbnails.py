@@ -18,7 +18,7 @@ from nemo_rl_moe.models.images import Picture, image_inputs
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.run_folder import thumbnails
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from nemo_rl_moe.run_folder.samples import PROMPTS_OF_A_STEP, SampleLog, read_samples
+from nemo_rl_moe.run_folder.samples import PROMPTS_OF_A_STEP, SampleLog, is_pictured, read_samples
 from nemo_rl_moe.run_folder.thumbnails import (
     LONGEST_SIDE,
     MOST_BYTES,
@@ -85,6 +85,23 @@ def test_what_is_not_saved_has_no_picture(tmp_path: Path) -> None:
     assert len(names_in(tmp_path)) == 1
 
 
+def test_long_runs_keep_pictures_of_ever_fewer_steps_and_of_all_validations(tmp_path: Path) -> None:
+    kept = [step for step in range(1, 20_001) if is_pictured(step)]
+    assert kept[:23] == [*range(1, 20), 20, 30, 40, 50]
+    assert kept[36:42] == [190, 200, 300, 400, 500, 600]
+    assert len(kept) * PROMPTS_OF_A_STEP * PICTURES_OF_A_SAMPLE < thumbnails.MOST_THUMBNAILS
+    log = sample_log(tmp_path)
+    with log:
+        for step in range(1, 46):
+            log.write(step, "train", [shown("t", [noise(4, 4, step)])])
+            log.write(step, "val", [shown("v", [noise(4, 4)])])
+    found = read_samples(tmp_path, [])
+    assert [one["step"] for one in found if one["split"] == "val"] == [12, 23, 34, 45]
+    # Nearest to 12, 23 and 34, and the last.
+    assert [one["step"] for one in found if one["split"] == "train"] == [12, 20, 30, 45]
+    assert ["thumbnails" in one for one in found] == [True] * 7 + [False]
+
+
 def test_text_leaves_no_folder(tmp_path: Path) -> None:
     sample_log(tmp_path).write(1, "train", [trajectory()])
     assert [path.name for path in tmp_path.iterdir()] == ["samples.jsonl"]
@@ -96,8 +113,11 @@ def test_a_run_has_a_limit_and_the_pictures_it_has_are_named_on(
     monkeypatch.setattr(thumbnails, "MOST_THUMBNAILS", 2)
     first, second, third = (noise(4, 4, seed) for seed in range(3))
     assert len(ThumbnailWriter(tmp_path, pytest.fail).write([first])) == 1
-    later = ThumbnailWriter(tmp_path, pytest.fail)  # of a run that goes on
-    assert len(later.write([second, third, first])) == 2
+    told: list[str] = []
+    later = ThumbnailWriter(tmp_path, told.append)  # of a run that goes on
+    for _ in range(2):
+        assert later.write([second, third, first]) == [f"{one.digest:016x}" for one in (second, first)]
+    assert told == [f"{tmp_path / 'thumbnails'} holds 2 pictures; samples with others go without"]
     assert names_in(tmp_path) == {f"{picture.digest:016x}" for picture in (first, second)}
 
 
