@@ -118,7 +118,7 @@ test-trl: $(STAMP) $(TRL_STAMP) ## what runs in trainers of transformers and TRL
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
 test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
-	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
+	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
 test-slow: test-slow-unit test-slow-functional test-drills ## tests that `make test` leaves out, for the time that they take
 

@@ -8,15 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file that a kill or a full disk leaves as it was before.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file, of text in UTF-8 or of bytes, that a kill or a full disk leaves as it was before.
 
     Raises:
         OSError: It cannot be written.
     """
     staging = path.with_name(f".{path.name}.incomplete")
     try:
-        staging.write_text(text, encoding="utf-8", errors="replace", newline="\n")
+        staging.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
         staging.replace(path)
     except OSError:
         staging.unlink(missing_ok=True)

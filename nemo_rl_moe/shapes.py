@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from jaxtyping import Int as Int
     from jaxtyping import Num as Num
     from jaxtyping import Shaped as Shaped
+    from jaxtyping import UInt8 as UInt8
 else:
     try:
-        from jaxtyping import Bool, Float, Int, Num, Shaped
+        from jaxtyping import Bool, Float, Int, Num, Shaped, UInt8
     except ModuleNotFoundError:
 
         class Shaped:
@@ -25,4 +26,4 @@ else:
             def __class_getitem__(cls, item: Any) -> Any:
                 return item[0]
 
-        Bool = Float = Int = Num = Shaped
+        Bool = Float = Int = Num = UInt8 = Shaped

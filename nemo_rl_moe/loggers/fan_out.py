@@ -87,7 +87,8 @@ class FanOutLogger:
         counts = np.asarray(load.counts)
         self._load = step, load.layers, counts
         if self._pictures is not None:
-            self._log_pictures(step, self._pictures.expert_load(step, load.layers, counts))
+            images = None if load.image_counts is None else np.asarray(load.image_counts)
+            self._log_pictures(step, self._pictures.expert_load(step, load.layers, counts, images, load.topk))
 
     def log_tape_report(self, step: int, report: "TapeReport") -> None:
         """Logs what the tape of a step holds, before the step itself: alerts, since a run may end by it, and pictures.

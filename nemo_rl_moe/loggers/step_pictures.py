@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from nemo_rl_moe.loggers.advantage_pictures import advantage_pictures
 from nemo_rl_moe.loggers.console import Notices, quiet, reason_of
 from nemo_rl_moe.loggers.interface import DrawPictures
+from nemo_rl_moe.loggers.modality_pictures import modality_pictures
 from nemo_rl_moe.loggers.pictures import expert_load_pictures
 from nemo_rl_moe.loggers.routing_pictures import routing_pictures
 
@@ -39,10 +40,30 @@ class StepPictures:
         self._has_failed = False
 
     def expert_load(
-        self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]
+        self,
+        step: int,
+        layers: Sequence[int],
+        counts: Int[np.ndarray, "layers experts"],
+        image_counts: Int[np.ndarray, "layers experts"] | None = None,
+        topk: int | None = None,
     ) -> DrawPictures | None:
-        """Function that draws the expert load of a step; None where none is due. The counts must not be changed."""
-        return self._of_step(step, "expert load", partial(expert_load_pictures, step, layers, counts))
+        """Function that draws the expert load of a step; None where none is due. The counts must not be changed.
+
+        Args:
+            step: The step.
+            layers: Index of each MoE layer in the whole model.
+            counts: Assignments of each expert.
+            image_counts: Those of image tokens, which are drawn too; None: of a model of text.
+            topk: Experts that each token is routed to; None where that is not known.
+        """
+
+        def draw() -> Mapping[str, bytes]:
+            of_load = expert_load_pictures(step, layers, counts)
+            if image_counts is None:
+                return of_load
+            return {**of_load, **modality_pictures(step, layers, counts, image_counts, topk)}
+
+        return self._of_step(step, "expert load", draw)
 
     def routing(self, step: int, layers: Sequence[int], rows: Int[np.ndarray, "layers kinds"]) -> DrawPictures | None:
         """Function that draws the routing of a step; None where none is due.

@@ -83,6 +83,26 @@ def modality_separation(
         return np.where(_is_mixed(shares), np.sqrt(beyond.clip(max=1)), np.nan)
 
 
+def modality_overlap(
+    counts: Int[np.ndarray, "*steps layers experts"], image_counts: Int[np.ndarray, "*steps layers experts"]
+) -> Float[np.ndarray, "*steps layers"]:
+    """Overlap of the experts of image tokens and of text tokens: 1 for the same load, 0 where they share no expert.
+
+    Weitzman's coefficient `sum_e min(i_e / sum i, t_e / sum t)` of the loads `i` of image and `t` of text tokens: what
+    of one kind's load stays in place if the other's routes were taken for it. Chance leaves it a little below 1.
+
+    Args:
+        counts: Assignments.
+        image_counts: Those of image tokens.
+
+    Returns:
+        NaN in a layer with tokens of one modality alone.
+    """
+    text_counts = counts - image_counts
+    shares = [_ratio(of_kind, of_kind.sum(-1, keepdims=True)) for of_kind in (image_counts, text_counts)]
+    return np.minimum(*shares).sum(-1)
+
+
 def _num_tokens(
     counts: Int[np.ndarray, "*steps layers experts"], topk: int | None
 ) -> Float[np.ndarray, "*steps layers"]:

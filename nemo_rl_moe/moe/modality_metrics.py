@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from nemo_rl_moe.moe.load_statistics import ExpertLoad, layer_statistics
-from nemo_rl_moe.moe.modalities import modality_separation
+from nemo_rl_moe.moe.modalities import modality_overlap, modality_separation
 
 _OF_EACH = ("max_violation", "expert_diversity", "dead_expert_frac")
 """Fields of `LayerStatistics`."""
@@ -38,12 +38,18 @@ def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, f
     by_layer = {(kind, name): getattr(layers, name)[of_kind] for kind, of_kind in rows.items() for name in _OF_EACH}
     metrics |= {f"{kind}/{name}_mean": fmean(values) for (kind, name), values in by_layer.items()}
     separation = modality_separation(counts.numpy(), image_counts.numpy(), load.topk)
-    known = separation[~np.isnan(separation)].tolist()
-    if known:
-        metrics |= {"modality_separation_mean": fmean(known), "modality_separation_max": max(known)}
+    overlap = modality_overlap(counts.numpy(), image_counts.numpy())
+    is_known = ~np.isnan(separation)  # in the layers with tokens of both kinds
+    if is_known.any():
+        metrics |= {
+            "modality_separation_mean": float(separation[is_known].mean()),
+            "modality_separation_max": float(separation[is_known].max()),
+            "modality_overlap_mean": float(overlap[is_known].mean()),
+        }
     if detailed:
         for row, layer in enumerate(load.layers):
             metrics |= {f"layer_{layer}/{kind}_{name}": values[row] for (kind, name), values in by_layer.items()}
-            if not np.isnan(separation[row]):
+            if is_known[row]:
                 metrics[f"layer_{layer}/modality_separation"] = float(separation[row])
+                metrics[f"layer_{layer}/modality_overlap"] = float(overlap[row])
     return metrics

@@ -4,6 +4,7 @@
 
 import base64
 import gzip
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from nemo_rl_moe.run_folder.samples import evenly_spaced
 
 ArrayReference = dict[str, Any]
 """Position of an array, as the page's script reads it: `blob`, `dtype`, `shape` and `offset`."""
+
+_STEPS_AT_A_TIME = 64
 
 
 class ArrayPool:
@@ -89,3 +92,11 @@ def highest_of_stretches(
     last = evenly_spaced(len(values), most)
     first = np.concatenate([[0], last[:-1] + 1])
     return last, np.maximum.reduceat(values, first, axis=0)
+
+
+def in_parts(function: Callable[..., NDArray[Any]], *of_steps: NDArray[Any]) -> NDArray[Any]:
+    """Result for all steps, 64 steps at a time: the intermediate arrays of all steps would take several gigabytes."""
+    starts = range(0, len(of_steps[0]), _STEPS_AT_A_TIME)
+    return np.concatenate(
+        [function(*(part[start : start + _STEPS_AT_A_TIME] for part in of_steps)) for start in starts]
+    )

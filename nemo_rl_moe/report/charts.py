@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nemo_rl_moe.report.chart import Chart, Line
+from nemo_rl_moe.report.modality_charts import MODALITY_CHARTS
 from nemo_rl_moe.report.reward_charts import REWARD_CHARTS
 from nemo_rl_moe.report.routing_charts import ROUTING_CHARTS
 
@@ -89,7 +90,7 @@ def charts_of(keys: Iterable[str]) -> list[dict[str, Any]]:
     """Charts that have any of these metrics, as the page's script reads them; a line is a `key` and a `label`."""
     in_order = sorted(keys)
     found = []
-    for chart in (*REWARD_CHARTS, *_TRAINING_CHARTS, *ROUTING_CHARTS):
+    for chart in (*REWARD_CHARTS, *_TRAINING_CHARTS, *ROUTING_CHARTS, *MODALITY_CHARTS):
         lines = [
             {"key": key, "label": line.label if line.label is not None else _wildcard(key, line.pattern)}
             for line in chart.lines

@@ -36,7 +36,19 @@ FILE_NAME = "report.html"
 MOST_BYTES = 5_000_000
 _SPARE_BYTES = 60_000
 _MARK = "<!DOCTYPE html><!-- nemo-rl-moe report -->"
-_SCRIPTS = ("decode", "words", "plots", "charts", "slider", "heatmap", "history", "tables", "routing", "main")
+_SCRIPTS = (
+    "decode",
+    "words",
+    "plots",
+    "charts",
+    "slider",
+    "heatmap",
+    "history",
+    "tables",
+    "routing",
+    "modalities",
+    "main",
+)
 _PAGE = files("nemo_rl_moe.report") / "page"
 
 

@@ -2,12 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert load over time in a page: layers over time, outlier experts, other expert-parallel sizes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 
 from nemo_rl_moe.moe.load_arrays import (
     coefficient_of_variation,
@@ -17,13 +15,12 @@ from nemo_rl_moe.moe.load_arrays import (
     overload_of_steps,
     utilization,
 )
-from nemo_rl_moe.report.arrays import ArrayPool, highest_of_stretches
+from nemo_rl_moe.report.arrays import ArrayPool, highest_of_stretches, in_parts
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.run_folder.samples import evenly_spaced
 
 OUTLIERS_OF_A_KIND = 5
 _MOST_COLUMNS, _MOST_POINTS, _FEWEST = 300, 400, 10
-_STEPS_AT_A_TIME = 64
 
 
 def load_view(
@@ -73,8 +70,8 @@ def _by_layer(load: ExpertLoadHistory, topk: int | None, pool: ArrayPool, column
         cv = coefficient_of_variation(counts)
         return cv if topk is None else excess_coefficient_of_variation(cv, null_variance(counts, topk))
 
-    last, highest = highest_of_stretches(_in_parts(spread, load.counts), columns)
-    _, most_dead = highest_of_stretches(_in_parts(lambda counts: dead(counts).sum(-1), load.counts), columns)
+    last, highest = highest_of_stretches(in_parts(spread, load.counts), columns)
+    _, most_dead = highest_of_stretches(in_parts(lambda counts: dead(counts).sum(-1), load.counts), columns)
     return {
         "steps": pool.add(load.steps[last].astype(np.int32)),
         "steps_of_a_column": -(-len(load.steps) // len(last)),
@@ -105,7 +102,7 @@ def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: in
     late = slice(-max(len(load.steps) // 10, 1), None)
     sizes = []
     for size in expert_parallel_sizes(load.num_experts):
-        overload = _in_parts(lambda counts, size=size: overload_of_steps(counts, size), load.counts)  # type: ignore[misc]
+        overload = in_parts(lambda counts, size=size: overload_of_steps(counts, size), load.counts)
         late_of_layers = overload[late].mean(0)
         sizes.append(
             {
@@ -117,9 +114,3 @@ def _what_if(load: ExpertLoadHistory, own_size: int, pool: ArrayPool, points: in
             }
         )
     return {"own_size": own_size, "steps": pool.add(load.steps[chosen].astype(np.int32)), "sizes": sizes}
-
-
-def _in_parts(function: Callable[[NDArray[Any]], NDArray[Any]], counts: NDArray[Any]) -> NDArray[Any]:
-    """Result for all steps, 64 steps at a time: the intermediate arrays of all steps would take several gigabytes."""
-    starts = range(0, len(counts), _STEPS_AT_A_TIME)
-    return np.concatenate([function(counts[start : start + _STEPS_AT_A_TIME]) for start in starts])

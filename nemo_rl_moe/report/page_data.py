@@ -13,9 +13,12 @@ from numpy.typing import NDArray
 from nemo_rl_moe.report.arrays import ArrayPool, narrowest, thinned
 from nemo_rl_moe.report.charts import charts_of
 from nemo_rl_moe.report.load_view import load_view
+from nemo_rl_moe.report.modality_charts import MODALITIES
+from nemo_rl_moe.report.modality_view import modality_view
 from nemo_rl_moe.report.routing_charts import MISMATCH, ROUTING
 from nemo_rl_moe.report.routing_view import advantage_view, layer_tables, routing_view
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of, thresholds_of
+from nemo_rl_moe.report.sample_pictures import MOST_PICTURES, embedded_thumbnails
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory
 from nemo_rl_moe.run_folder.lines import flattened
 from nemo_rl_moe.run_folder.run_data import RunData, Series
@@ -36,6 +39,8 @@ _MOST_POINTS, _FEWEST_POINTS = 2000, 6
 _FEWEST_CHARACTERS = 30
 _SHARE_BESIDE_LOADS = 0.6
 """Part of the budget that everything but the loads of all experts may take, where there are such loads."""
+_SHARE_OF_PICTURES = 0.15
+"""Part of the budget that thumbnails of samples may take."""
 _STEPS_TO_MEASURE = 8
 _BYTES_OF_FRAMES = 250  # of the references to the loads, in the document
 _LONGEST_SETTING = 2000
@@ -89,11 +94,13 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
     charts = charts_of(keys)
     charted = {line["key"] for chart in charts for line in chart["lines"]}
     described = [_described(run, name) for run, name in zip(runs, names, strict=True)]
+    _add_thumbnails(runs, described, int(budget * _SHARE_OF_PICTURES))
     document = {
         **asdict(words),
         "runs": described,
         "charts": charts,
         "routing_sections": [ROUTING, MISMATCH],
+        "modality_section": MODALITIES,
         "keys": keys,
         "configuration": configuration_rows(runs),
     }
@@ -117,6 +124,7 @@ def page_data(runs: Sequence[RunData], budget: int, words: PageWords | None = No
             if run.advantages:
                 of_run["advantages"] = advantage_view(run.advantages, pool, detail)
             if run.expert_load:
+                of_run["modalities"] = modality_view(run.expert_load, run.topk, pool, detail)
                 of_run["load"] = load_view(run.expert_load, run.topk, run.expert_parallel_size, pool, detail)
         blobs = {"arrays": pool.encoded()}
         rest = budget - len(blobs["arrays"]) - _num_bytes(document) - _BYTES_OF_FRAMES * len(with_load)
@@ -177,6 +185,7 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
         "load": None,
         "routing": None,
         "advantages": None,
+        "modalities": None,
         "layer_tables": layer_tables(run.metrics),
         "latest": [
             {"label": label, "value": f"{run.metrics[key].values[-1]:.4g}"}
@@ -185,6 +194,15 @@ def _described(run: RunData, name: str) -> dict[str, Any]:
         ],
         "notes": notes,
     }
+
+
+def _add_thumbnails(runs: Sequence[RunData], described: Sequence[dict[str, Any]], budget: int) -> None:
+    """Adds the thumbnails of the samples; runs share what the page has room for."""
+    most = max(MOST_PICTURES // len(runs), 1)
+    for run, of_run in zip(runs, described, strict=True):
+        of_run["thumbnails"] = embedded_thumbnails(
+            run.folder, of_run["samples"], most, budget // len(runs), of_run["notes"]
+        )
 
 
 def _packed(series: Series, most: int, pool: ArrayPool) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from nemo_rl_moe.distributed.batch import (
 )
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.environments.interface import Fault
+from nemo_rl_moe.models.images import Picture, pictures_in
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
 
 FinishReason = Literal["stop", "length"]
@@ -91,6 +92,11 @@ class Trajectory:
     def weight_version(self) -> int:
         """Optimizer steps of the newest weights that drew a token; `NOT_SAMPLED` where none did."""
         return int(self.weight_versions.max(initial=NOT_SAMPLED))
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """Pictures that the model was shown; none for text."""
+        return pictures_in(self.model_inputs)
 
 
 def group_rewards(trajectories: Sequence[Trajectory], num_generations: int) -> Float[Tensor, "groups generations"]:

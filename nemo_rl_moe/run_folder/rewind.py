@@ -8,17 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.run_folder import advantages, expert_load, routing
+from nemo_rl_moe.run_folder import advantages, expert_load, routing, thumbnails
 from nemo_rl_moe.run_folder.lines import rewind_lines
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
 from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME
-from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME
+from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME, named_thumbnails
 from nemo_rl_moe.run_folder.step_tables import rewind_steps
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER, rewind_tape
+from nemo_rl_moe.run_folder.thumbnails import remove_thumbnails
 
 
 def rewind_run_folder(run_folder: Path, step: int) -> None:
-    """Removes the metrics, samples, tables and tape of later steps, and last lines that a kill has torn.
+    """Removes what later steps wrote (metrics, samples and their thumbnails, tables, tape), and torn last lines.
 
     Survives a full disk, since each file of lines is truncated in place, and a kill in between, since truncation is
     atomic. TensorBoard, W&B and MLflow rewind their own files when they are opened.
@@ -35,6 +36,8 @@ def rewind_run_folder(run_folder: Path, step: int) -> None:
         with _named_if_it_fails(path, step):
             if path.is_file():
                 rewind_lines(path, step)
+    with _named_if_it_fails(run_folder / thumbnails.FOLDER_NAME, step):
+        remove_thumbnails(run_folder, named_thumbnails(run_folder / SAMPLES_FILE_NAME))
     for table in (expert_load.TABLE, routing.TABLE, advantages.TABLE):
         with _named_if_it_fails(run_folder / table.folder_name, step):
             rewind_steps(table, run_folder, step)

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""`samples.jsonl`: the trajectories that a run keeps, written and read."""
+"""`samples.jsonl`: the trajectories that a run keeps, written and read; each names the thumbnails of its pictures."""
 
 import json
 import math
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nemo_rl_moe.run_folder.lines import LineFile
+from nemo_rl_moe.run_folder.thumbnails import PICTURES_OF_A_SAMPLE, SavedPicture, ThumbnailWriter, is_thumbnail_name
 from nemo_rl_moe.shapes import Int
 
 SAMPLES_FILE_NAME = "samples.jsonl"
@@ -45,6 +46,8 @@ class SavedTrajectory(Protocol):
     def fault_message(self) -> str: ...
     @property
     def weight_version(self) -> int: ...
+    @property
+    def pictures(self) -> Sequence[SavedPicture]: ...
 
 
 class Console(Protocol):
@@ -55,10 +58,11 @@ class Console(Protocol):
 
 
 class SampleLog:
-    """Writes `samples.jsonl` and prints responses of validations.
+    """Writes `samples.jsonl`, with thumbnails, and prints responses of validations.
 
     The same prompts come first in every validation, so that a reader sees how the answers to them change. On a full
-    disk, lines wait as `LineFile` says; responses are printed all the same.
+    disk, lines wait as `LineFile` says; responses are printed all the same. Thumbnails are those of the responses that
+    `read_samples` may choose: the first ones to the first prompts, of all validations and of `is_pictured` steps.
 
     Args:
         run_folder: An existing folder.
@@ -69,6 +73,7 @@ class SampleLog:
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
         self._lines = LineFile(run_folder / SAMPLES_FILE_NAME, console.warn, console.message)
+        self._thumbnails = ThumbnailWriter(run_folder, console.warn)
         self._console = console
         self._num_to_print, self._num_to_save = num_to_print, num_to_save
 
@@ -89,10 +94,19 @@ class SampleLog:
             trajectories: As many for each prompt, one prompt after the other.
         """
         kept = trajectories[: self._num_to_save]
-        self._lines.append(json.dumps(_record(step, split, trajectory)) for trajectory in kept)
+        shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or is_pictured(step) else []
+        names = {id(trajectory): self._thumbnails.write(trajectory.pictures) for trajectory in shown}
+        self._lines.append(
+            json.dumps(_record(step, split, trajectory, names.get(id(trajectory), []))) for trajectory in kept
+        )
         if split == "val":
             for trajectory in _one_of_each_prompt(trajectories)[: self._num_to_print]:
                 self._console.message(_shown(trajectory))
+
+
+def is_pictured(step: int) -> bool:
+    """True for the steps of training that keep pictures: all below 20, each tenth below 200, hundredth below 2000."""
+    return step % 10 ** (len(str(step // 2)) - 1) == 0
 
 
 def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
@@ -102,9 +116,11 @@ def _one_of_each_prompt(trajectories: Sequence[SavedTrajectory]) -> list[SavedTr
     return list(first.values())
 
 
-def _record(step: int, split: str, trajectory: SavedTrajectory) -> dict[str, Any]:
+def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequence[str]) -> dict[str, Any]:
     fault = trajectory.fault
-    seldom = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
+    seldom: dict[str, Any] = {"num_turns": trajectory.num_turns} if trajectory.num_turns > 1 else {}
+    if thumbnails:
+        seldom["thumbnails"] = list(thumbnails)
     return {
         "step": step,
         "split": split,
@@ -138,8 +154,8 @@ STEPS_OF_A_SPLIT, PROMPTS_OF_A_STEP, LONGEST_TEXT = 4, 6, 2000
 def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
     """Responses to the first prompts of four evenly spaced steps of training and of validation, the last one included.
 
-    Validation comes first: its prompts are the same ones each time. Survives a torn last line, which a killed run
-    leaves: it is skipped.
+    Of a run with pictures all but the last are steps that have some. Validation comes first: its prompts are the same
+    ones each time. Survives a torn last line, which a killed run leaves: it is skipped.
 
     Args:
         folder: The run's folder.
@@ -163,10 +179,32 @@ def read_samples(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
         notes.append(f"{path}: lines that are no samples: {num_bad}")
     chosen = []
     for _, steps in sorted(found.items(), reverse=True):
-        in_order = sorted(steps)
-        for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist():
-            chosen += list(steps[in_order[position]].values())
+        for step in _shown_steps(steps):
+            chosen += list(steps[step].values())
     return chosen
+
+
+def _shown_steps(steps: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> list[int]:
+    """Evenly spaced steps of a split, and the last one; of a run with pictures, those with some that are nearest."""
+    in_order = sorted(steps)
+    *earlier, last = (in_order[position] for position in evenly_spaced(len(in_order), STEPS_OF_A_SPLIT).tolist())
+    pictured = [step for step in in_order if any("thumbnails" in sample for sample in steps[step].values())]
+    if pictured:
+        earlier = [min(pictured, key=lambda other, step=step: abs(other - step)) for step in earlier]  # type: ignore[misc]
+    return sorted({*earlier, last})
+
+
+def named_thumbnails(path: Path) -> set[str]:
+    """Names of all thumbnails in a file of samples; none where there is no such file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not path.is_file():
+        return set()
+    with path.open("rb") as lines:
+        # Most lines have none, and need no parsing.
+        return {name for line in lines if b'"thumbnails"' in line for name in _thumbnails(_record_in(line))}
 
 
 def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, Any]]:
@@ -177,10 +215,25 @@ def shortened(samples: Sequence[dict[str, Any]], length: int) -> list[dict[str, 
     ]
 
 
+def _record_in(line: bytes) -> Any:
+    """Record of a line; empty where it is none."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _thumbnails(record: Any) -> list[str]:
+    """Names of a record that may have been edited: no other text of a file becomes part of a path."""
+    names = record.get("thumbnails") if isinstance(record, dict) else None
+    return [name for name in names[:PICTURES_OF_A_SAMPLE] if is_thumbnail_name(name)] if isinstance(names, list) else []
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
         reward = record.get("reward")
+        thumbnails = _thumbnails(record)
         return {
             "step": int(record["step"]),
             "split": _short(record["split"]),
@@ -189,7 +242,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
             "response": _short(record["response"]),
             "reward": f"{float(reward):.4g}" if reward is not None and not math.isnan(float(reward)) else "",
             "verdict": _verdict(record),
-        }
+        } | ({"thumbnails": thumbnails} if thumbnails else {})
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError):
         return None
 

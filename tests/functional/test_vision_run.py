@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
 from nemo_rl_moe.run_folder.metrics import read_metrics
+from nemo_rl_moe.run_folder.samples import named_thumbnails
 from tests.functional import dpo_runs, grpo_runs, sft_runs, vision_runs
 from tests.functional.test_resume import (
     CHECKPOINTING,
@@ -60,6 +61,10 @@ def test_a_stopped_run_with_pictures_goes_on_to_the_last_bit(shapes: Path, tmp_p
     assert 0.5 < metrics["train/moe/image/token_share"] < 0.8
     history = read_expert_load(logs[0])
     assert history.image_counts is not None
+    thumbnails = [{path.stem: path.read_bytes() for path in (log / "thumbnails").iterdir()} for log in logs]
+    assert thumbnails[0] == thumbnails[1]
+    assert thumbnails[0].keys() == named_thumbnails(logs[1] / "samples.jsonl")
+    assert thumbnails[0]
     _answers_as_the_run_did(finals[0], logs[0])
 
 

@@ -51,6 +51,7 @@ def make_run(
     samples: Sequence[Mapping[str, Any]] = (),
     tapes: Mapping[int, TapeReport] | None = None,
     scores: Mapping[int, AdvantageScores] | None = None,
+    image_counts: NDArray[np.int64] | None = None,
 ) -> Path:
     """Writes a run's folder.
 
@@ -64,6 +65,7 @@ def make_run(
         samples: Lines of `samples.jsonl`.
         tapes: Step to the report of its tape; a step without metrics has none of them.
         scores: Step to its scores of experts by advantage.
+        image_counts: What image tokens are of the loads; None: of a model of text.
     """
     folder.mkdir(parents=True)
     logger = JsonlLogger(folder, print, print)
@@ -80,8 +82,10 @@ def make_run(
     logger.close()
     if counts is not None:
         writer = ExpertLoadWriter(folder, print)
-        for step, of_step in enumerate(counts, start=1):
-            writer.write(step, ExpertLoad(tuple(layers or range(len(of_step))), torch.from_numpy(of_step.copy())))
+        of_images = [None] * len(counts) if image_counts is None else list(map(torch.from_numpy, image_counts.copy()))
+        for step, (of_step, images) in enumerate(zip(counts, of_images, strict=True), start=1):
+            indices = tuple(layers or range(len(of_step)))
+            writer.write(step, ExpertLoad(indices, torch.from_numpy(of_step.copy()), images))
         writer.close()
     (folder / "config.yaml").write_text(yaml.safe_dump(dict(config or {"sft": {"max_num_steps": 10}})))
     settings = {"moe_router_topk": TOPK} if in_force is None else dict(in_force)

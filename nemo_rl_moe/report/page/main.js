@@ -55,11 +55,21 @@ async function buildReport() {
   if (runs.some((run) => run.advantages !== null)) {
     sections.add(mismatch);
   }
+  if (runs.some((run) => run.modalities !== null)) {
+    sections.add(report.modality_section);
+  }
   for (const section of sections) {
     addSection(section, "grid", (grid) => {
-      for (const chart of report.charts.filter((chart) => chart.section === section)) {
-        addGuarded(grid, () => addChart(grid, runs, chart));
+      const addCharts = () => {
+        for (const chart of report.charts.filter((chart) => chart.section === section)) {
+          addGuarded(grid, () => addChart(grid, runs, chart));
+        }
+      };
+      if (section === report.modality_section) {
+        addModalities(grid, runs, addCharts);
+        return;
       }
+      addCharts();
       if (section === routing) {
         addRouting(grid, runs);
       } else if (section === mismatch) {

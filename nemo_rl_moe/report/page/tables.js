@@ -179,17 +179,29 @@ function addConfiguration(parent, runs, rows) {
   );
 }
 
+// Pictures that a response was about, each from the page itself.
+function pictureCell(sample, thumbnails) {
+  const pictures = (sample.thumbnails || []).map((name) =>
+    Object.hasOwn(thumbnails, name)
+      ? element("img", { class: "thumbnail", alt: "picture", src: `data:image/png;base64,${thumbnails[name]}` })
+      : element("span", { class: "muted" }, "not shown "),
+  );
+  return element("td", {}, ...pictures);
+}
+
 function addSamples(parent, runs) {
   for (const [runNumber, run] of runs.entries()) {
     if (run.samples.length === 0) {
       continue;
     }
+    const hasPictures = run.samples.some((sample) => sample.thumbnails);
     const rows = run.samples.map((sample) =>
       element(
         "tr",
         {},
         element("td", { class: "number" }, sample.step),
         element("td", {}, sample.split === "val" ? "validation" : sample.split),
+        ...(hasPictures ? [pictureCell(sample, run.thumbnails)] : []),
         element("td", {}, element("pre", {}, sample.prompt)),
         element("td", {}, element("pre", {}, sample.response)),
         element("td", { class: "number" }, sample.reward),
@@ -199,6 +211,7 @@ function addSamples(parent, runs) {
     const heads = [
       ["step", "number"],
       ["split", ""],
+      ...(hasPictures ? [["picture", ""]] : []),
       ["prompt", ""],
       ["response", ""],
       ["reward", "number"],
@@ -206,9 +219,13 @@ function addSamples(parent, runs) {
     ];
     const made = card(
       "Responses",
-      "One response each to the first prompts of some steps. Healthy: later ones are right more often.",
+      "One response each to the first prompts of some steps. Healthy: later ones are right more often." +
+        (hasPictures ? " Pictures are as the model got them, at most 96 pixels long here." : ""),
       table(heads, rows),
     );
+    if (hasPictures) {
+      made.classList.add("pictured");
+    }
     made.querySelector("h3").prepend(chip(colorOf(runNumber)), `${run.name}: `);
     parent.append(made);
   }

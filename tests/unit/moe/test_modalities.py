@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.modalities import image_share_of_layers, modality_separation, specialization
+from nemo_rl_moe.moe.modalities import image_share_of_layers, modality_overlap, modality_separation, specialization
 from nemo_rl_moe.moe.modality_metrics import modality_metrics
 
 _NAMES = ("max_violation", "expert_diversity", "dead_expert_frac")
@@ -150,6 +150,13 @@ def test_capacity_that_dropped_assignments_leaves_numbers_finite() -> None:
         assert (np.abs(specialization(counts, image_counts, topk)) <= 1).all()
 
 
+def test_overlap_by_hand() -> None:
+    # Loads of images 3/4, 1/4, 0 and of text 1/2, 0, 1/2: they have half of one expert in common.
+    counts, image_counts = np.array([[5, 1, 2], [4, 4, 0], [3, 3, 0]]), np.array([[3, 1, 0], [2, 2, 0], [3, 3, 0]])
+    found = modality_overlap(np.stack([counts, 3 * counts]), np.stack([image_counts, 3 * image_counts]))
+    np.testing.assert_allclose(found, np.tile([0.5, 1, np.nan], (2, 1)))
+
+
 def load_of(counts: list[list[int]], image_counts: list[list[int]] | None, topk: int = 1) -> ExpertLoad:
     images = None if image_counts is None else torch.tensor(image_counts)
     return ExpertLoad(tuple(range(2, 2 + len(counts))), torch.tensor(counts), images, topk)
@@ -170,9 +177,13 @@ def test_metrics_by_hand() -> None:
     assert metrics["layer_3/modality_separation"] == metrics["modality_separation_max"] == 1
     assert metrics["modality_separation_mean"] == (1 + metrics["layer_2/modality_separation"]) / 2
     assert "layer_0/modality_separation" not in metrics
+    # Layer 2: min(1/2, 1/3) twice, and min(0, 1/3); layer 3 shares no expert.
+    assert metrics["layer_2/modality_overlap"] == pytest.approx(2 / 3)
+    assert metrics["layer_3/modality_overlap"] == 0
+    assert metrics["modality_overlap_mean"] == pytest.approx(1 / 3)
 
 
-def test_brief_metrics_are_nine_keys_and_none_where_there_is_nothing_to_compare() -> None:
+def test_brief_metrics_are_ten_keys_and_none_where_there_is_nothing_to_compare() -> None:
     brief = modality_metrics(load_of([[10, 10, 4]], [[6, 6, 0]]))
     assert sorted(brief) == sorted(
         [
@@ -180,6 +191,7 @@ def test_brief_metrics_are_nine_keys_and_none_where_there_is_nothing_to_compare(
             *(f"{kind}/{name}_mean" for kind in ("image", "text") for name in _NAMES),
             "modality_separation_mean",
             "modality_separation_max",
+            "modality_overlap_mean",
         ]
     )
     assert modality_metrics(load_of([[10, 10, 4]], None)) == {}

@@ -1,0 +1,157 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""`thumbnails`: small PNG files of the pictures that samples show, each named by its picture's digest.
+
+A picture is what the model gets: resized as its own preprocessing says, and a tile of an image where that cuts images.
+"""
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from io import BytesIO
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from nemo_rl_moe.atomic_writes import write_whole
+from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.shapes import UInt8
+
+FOLDER_NAME = "thumbnails"
+LONGEST_SIDE = 96
+"""Pixels of the longer side; smaller pictures stay as they are."""
+PICTURES_OF_A_SAMPLE = 4
+MOST_THUMBNAILS = 2000
+"""Files of a run."""
+MOST_BYTES = 64 << 10
+"""Of a file that is read: 96 x 96 pixels that no compression helps have 28 kB."""
+_NAME = re.compile(r"[0-9a-f]{16}")
+_FILE_NAME = re.compile(rf"\.?{_NAME.pattern}\.png(\.incomplete)?")
+
+
+class SavedPicture(Protocol):
+    """Picture as the model gets it; `models.images.Picture` is one."""
+
+    @property
+    def pixels(self) -> UInt8[np.ndarray, "height width 3"]: ...
+    @property
+    def digest(self) -> int: ...
+
+
+class ThumbnailWriter:
+    """Writer of thumbnails, each picture once in a run.
+
+    Survives a disk that takes none: it warns once, and samples go without until it takes some again.
+
+    Args:
+        run_folder: An existing folder.
+        warn: Told once when writing fails, and once when the run has as many as it may.
+    """
+
+    def __init__(self, run_folder: Path, warn: Callable[[str], None]):
+        self._folder = run_folder / FOLDER_NAME
+        self._warn = warn
+        self._has_failed = self._is_full = False
+        self._written: set[str] | None = None
+
+    def write(self, pictures: Iterable[SavedPicture]) -> list[str]:
+        """Writes the first pictures of a sample; those that the run has are not written again.
+
+        Returns:
+            Names of its thumbnails in the folder; fewer than there are pictures where the disk or the limit is full.
+        """
+        names = []
+        for picture in list(pictures)[:PICTURES_OF_A_SAMPLE]:
+            try:
+                if self._has(picture):
+                    names.append(_name_of(picture))
+            except OSError as error:
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._warn(f"{self._folder} cannot be written, samples go without pictures: {one_line(error)}")
+        return names
+
+    def _has(self, picture: SavedPicture) -> bool:
+        """True where the folder has it; it gets it within the limit."""
+        if self._written is None:  # a run that goes on has some
+            self._folder.mkdir(exist_ok=True)
+            self._written = {path.stem for path in self._folder.glob("*.png")}
+        name = _name_of(picture)
+        if name in self._written:
+            return True
+        if len(self._written) >= MOST_THUMBNAILS:
+            if not self._is_full:
+                self._is_full = True
+                self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} pictures; samples with others go without")
+            return False
+        self._folder.mkdir(exist_ok=True)
+        write_whole(self._folder / f"{name}.png", thumbnail_of(picture.pixels))
+        self._written.add(name)
+        return True
+
+
+def thumbnail_of(pixels: UInt8[np.ndarray, "height width 3"]) -> bytes:
+    """A picture as a PNG file of at most 96 pixels at its longer side."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels)
+    image.thumbnail((LONGEST_SIDE, LONGEST_SIDE))
+    content = BytesIO()
+    image.save(content, "PNG")
+    return content.getvalue()
+
+
+def is_thumbnail_name(name: object) -> bool:
+    """True for a name that the writer gives: no other is ever made a path of."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def read_thumbnail(run_folder: Path, name: str) -> bytes:
+    """A thumbnail's file, which has been decoded and is small.
+
+    Args:
+        run_folder: The run's folder.
+        name: A thumbnail's name.
+
+    Raises:
+        DataError: It is missing or damaged, or no thumbnail.
+    """
+    from PIL import Image
+
+    path = run_folder / FOLDER_NAME / f"{name}.png"
+    try:
+        if path.is_symlink() or not path.is_file():
+            raise DataError(f"{path}: is no file")
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise DataError(f"{path}: has more than {MOST_BYTES:,} bytes")
+        with Image.open(BytesIO(content), formats=("PNG",)) as image:
+            if max(image.size) > LONGEST_SIDE:
+                raise DataError(f"{path}: has {image.width} x {image.height} pixels")
+            image.load()
+    except DataError:
+        raise
+    except Exception as error:  # a decoder fails in many ways
+        raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
+    return content
+
+
+def remove_thumbnails(run_folder: Path, named: Collection[str]) -> None:
+    """Removes the thumbnails that no sample names any more; other files stay.
+
+    Args:
+        run_folder: The run's folder.
+        named: Names that samples have.
+
+    Raises:
+        OSError: One cannot be removed.
+    """
+    folder = run_folder / FOLDER_NAME
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _FILE_NAME.fullmatch(path.name) and path.stem not in named:
+            path.unlink()
+
+
+def _name_of(picture: SavedPicture) -> str:
+    return f"{picture.digest:016x}"
