@@ -222,7 +222,7 @@ class FreezeConfig(StrictModel):
     projector: bool
     """The layers that bring the tower's output to the decoder's size."""
     language_model: bool
-    """The decoder, with its embeddings, routers and experts."""
+    """The decoder, with its embeddings, routers (their expert bias, too) and experts."""
 
 
 def sequence_multiple(context_parallel_size: int) -> int:

@@ -15,12 +15,15 @@ from typing import Any
 
 from nemo_rl_moe.config.suggestions import shortened
 from nemo_rl_moe.data.record_values import RecordError, is_list, kind_of, require_encodable
+from nemo_rl_moe.errors import DataError
 
 IMAGE_PART = "image"
 IMAGE_PARTS = (IMAGE_PART, "image_url")
 """Types of a part that is an image."""
 IMAGE_MARK = "<image>"
 """Text that stands for an image in records with images beside the messages, as of LLaMA-Factory."""
+USUAL_KEYS = ("images", "image")
+"""Under which data sets have images beside the messages: the second is LLaVA's."""
 _VALUE_KEYS = ("image", "image_url", "url", "path", "bytes")
 _FORMS = "expected a path, a data URL, or an object with bytes or path"
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
@@ -116,6 +119,43 @@ def parse_images(value: object, name: str) -> list[ImageReference]:
     if not is_list(value):
         return [parse_image(value, name)]
     return [parse_image(item, f"{name}[{index}]") for index, item in enumerate(value)]
+
+
+def image_columns(names: Sequence[str], key: str | None) -> list[str]:
+    """Columns of a table with images beside the messages: the run's or, for `require_image_key`, the usual ones."""
+    wanted = [] if key is None else [key] if key in names else USUAL_KEYS
+    return [name for name in wanted if name in names]
+
+
+def require_image_key(
+    messages: Sequence[dict[str, Any]], record: Mapping[str, Any], key: str | None, sample_id: str
+) -> None:
+    """Refuses to read `<image>` as text where the record has images under a usual key that is not the run's.
+
+    Args:
+        messages: Parsed; none has images of its own, and the record has none under `key`.
+        record: The record.
+        key: The run's key of images beside the messages; None: they are left unread on purpose.
+        sample_id: Where the record is.
+
+    Raises:
+        DataError: It has such images: the run's key is wrong, not the line.
+    """
+    if key is None or not any(_images_in(_with_parts_for_marks(message)) for message in messages):
+        return
+    for name in USUAL_KEYS:
+        if name != key and _has_images(record.get(name), name):
+            raise DataError(
+                f"{sample_id}: there are images in {name}, {IMAGE_MARK} in the texts, and no {key} (data.image_key); "
+                f"data.image_key={name} reads them, data.image_key=null reads {IMAGE_MARK} as text"
+            )
+
+
+def _has_images(value: object, name: str) -> bool:
+    try:
+        return bool(parse_images(value, name))
+    except RecordError:
+        return False
 
 
 def place_images(

@@ -13,6 +13,7 @@ from jaxtyping import Float
 
 from nemo_rl_moe.data.chat import BatchTokenizer, TokenizedExample, batch_tokenizer
 from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, OnBadLine, ReportWords, read_items
+from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.image_tokens import NO_IMAGES, RecordImages, num_images_of
 from nemo_rl_moe.data.loader import TokenStore, collate
 from nemo_rl_moe.data.messages import Message, parse_turns
@@ -87,8 +88,8 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
             raise RecordError(f"{name} has no assistant turn: there is no response")
         both = (plain[0], plain_response) if plain else None
         # Images beside the messages find their places in the prompt, whatever the responses hold.
-        shown, images = with_images(prompt, record, image_key)
-        answer, later = with_images(response, {}, image_key)
+        shown, images = with_images(prompt, record, image_key, sample_id)
+        answer, later = with_images(response, {}, image_key, sample_id)
         return Example(f"{sample_id} ({name})", (*shown, *answer), len(prompt), both, inputs, (*images, *later))
 
     return PreferenceRecord(
@@ -111,7 +112,8 @@ def preference_columns(path: str, names: Sequence[str], image_key: str | None = 
     """
     if any(name not in names for name in RESPONSES):
         raise DataError(f"{path}: has no chosen and rejected; its columns: {names_in(names)}")
-    return [name for name in (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS, image_key) if name and name in names]
+    wanted = (*PREFERENCE_COLUMNS, *TEMPLATE_COLUMNS, *image_columns(names, image_key))
+    return [name for name in wanted if name in names]
 
 
 def _prompt_of(

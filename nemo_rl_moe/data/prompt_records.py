@@ -87,7 +87,7 @@ def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Call
                 f"{data.prompt_key} ends in a turn of role {role!r}, "
                 f"expected {' or '.join(ANSWERED)}: a model answers it"
             )
-        messages, images = with_images(messages, record, data.image_key)
+        messages, images = with_images(messages, record, data.image_key, sample_id)
         question = text_of(messages)
         told = without_content(record) if images else record
         complete = {"question": question, **told, "answer": _answer(record, data.answer_key, env_name)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_rl_moe.data.image_records import ImageReference, parse_images, place_images, take_images
+from nemo_rl_moe.data.image_records import ImageReference, parse_images, place_images, require_image_key, take_images
 from nemo_rl_moe.data.messages import Message, parse_messages, parse_turns
 from nemo_rl_moe.data.record_values import RecordError, kind_of, names_in
 from nemo_rl_moe.data.template_inputs import NO_INPUTS, TemplateInputs, parse_template_inputs
@@ -77,21 +77,25 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None) -
             _require_assistant(messages, name)
             if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
                 messages = [*parse_turns(record[SYSTEM], SYSTEM, SYSTEM), *messages]
-            shown, images = with_images(messages, record, image_key)
+            shown, images = with_images(messages, record, image_key, sample_id)
             return Example(sample_id, tuple(shown), inputs=parse_template_inputs(record), images=images)
     return _prompt_and_completion(record, sample_id, image_key)
 
 
 def with_images(
-    messages: Sequence[Message], record: Mapping[str, Any], image_key: str | None
+    messages: Sequence[Message], record: Mapping[str, Any], image_key: str | None, sample_id: str
 ) -> tuple[list[Message], tuple[ImageReference, ...]]:
     """Messages of a record with the images that stand beside them, as chat templates read them, and all images.
 
     Raises:
         RecordError: An image cannot be used, or there are more or fewer places than images.
+        DataError: Texts show images that the record has under another key.
     """
     beside = [] if image_key is None else parse_images(record.get(image_key), image_key)
-    return take_images(place_images(messages, beside, image_key))
+    shown, images = take_images(place_images(messages, beside, image_key))
+    if not images:
+        require_image_key(messages, record, image_key, sample_id)
+    return shown, images
 
 
 def _prompt_and_completion(record: Mapping[str, Any], sample_id: str, image_key: str | None) -> Example:
@@ -105,7 +109,7 @@ def _prompt_and_completion(record: Mapping[str, Any], sample_id: str, image_key:
     answer = parse_turns(completion, "completion", "assistant")
     _require_assistant(answer, "completion")
     plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
-    shown, images = with_images([*context, *answer], record, image_key)
+    shown, images = with_images([*context, *answer], record, image_key, sample_id)
     return Example(sample_id, tuple(shown), len(context), plain, parse_template_inputs(record), images)
 
 

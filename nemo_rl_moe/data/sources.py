@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
+from nemo_rl_moe.data.image_records import image_columns
 from nemo_rl_moe.data.record_values import RecordError, names_in
 from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
@@ -295,7 +296,7 @@ def _example_columns(path: str, names: Sequence[str], image_key: str | None) -> 
     columns = [name for name in EXAMPLE_COLUMNS if name in names]
     if not columns:
         raise DataError(f"{path}: has neither messages nor prompt and completion; its columns: {names_in(names)}")
-    more = [*TEMPLATE_COLUMNS, *([image_key] if image_key else []), *([SYSTEM] if CONVERSATIONS in names else [])]
+    more = [*TEMPLATE_COLUMNS, *image_columns(names, image_key), *([SYSTEM] if CONVERSATIONS in names else [])]
     return [*columns, *(name for name in more if name in names)]
 
 

@@ -43,6 +43,7 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
+from nemo_rl_moe.models.picture_rules import picture_problem
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
@@ -141,7 +142,8 @@ class TrainingRun(ModelRun):
         """Fetches and checks the model of a role beside the policy; after `prepare_model`.
 
         Raises:
-            ConfigurationError: It cannot be had or used, or has no embedding for some of the policy's tokens.
+            ConfigurationError: It cannot be had or used, does not take the policy's images, or has no embedding for
+                some of its tokens.
         """
         assert self._model is not None
         policy = self.algorithm.roles(self.config)[role].as_policy(self.config.policy)
@@ -149,6 +151,11 @@ class TrainingRun(ModelRun):
             model = prepare_model(policy, self.console)
         except ConfigurationError as error:
             raise ConfigurationError([f"role {role}: {problem}" for problem in error.problems]) from error
+        if problem := picture_problem(model.pictures, self._model.pictures):
+            raise ConfigurationError(
+                f"role {role}: model_name: got {policy.model_name}, which {problem}, expected a model that reads the"
+                f" batches of policy.model_name {self.config.policy.model_name} as they are"
+            )
         known, needed = model.hf_config.vocab_size, self._model.hf_config.vocab_size
         if known < needed:
             raise ConfigurationError(

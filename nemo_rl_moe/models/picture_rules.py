@@ -165,6 +165,31 @@ class PictureRule:
         """
         return self.sizes.pictures(image, self.resample)
 
+    def takes_those_of(self, other: "PictureRule") -> bool:
+        """True where a model with this rule takes the pictures, and the image tokens, that another rule makes."""
+        mine, theirs = self.sizes, other.sizes
+        if isinstance(mine, PatchSizes):
+            is_same = isinstance(theirs, PatchSizes) and mine.unit == theirs.unit
+        else:
+            is_same = isinstance(theirs, TileSizes) and (mine.size, mine.tokens) == (theirs.size, theirs.tokens)
+        return is_same and self.token_id == other.token_id
+
+
+def picture_problem(own: PictureRule | None, policys: PictureRule | None) -> str | None:
+    """Property of a model beside the policy by which it cannot read the policy's batches; None: it can.
+
+    Args:
+        own: Rule of that model; None: it takes text alone.
+        policys: The policy's.
+    """
+    if own is None and policys is not None:
+        return "takes text alone"
+    if own is not None and policys is None:
+        return "takes images, and the policy text alone"
+    if own is not None and policys is not None and not own.takes_those_of(policys):
+        return "takes images in other sizes, or as other tokens"
+    return None
+
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _BICUBIC = 3

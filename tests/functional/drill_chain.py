@@ -95,7 +95,8 @@ class Chain:
         chance: Chooses victims and moments.
 
     Attributes:
-        lost_until: Last step whose records were lost, or may have been, with a folder that a drill has deleted.
+        lost_until: Last step whose records were lost, or may have been, with a folder that a drill has deleted; None
+            where none has been.
         routes_lost: Steps whose routes an engine may have taken with it: it keeps them until the trainer has them.
     """
 
@@ -114,7 +115,7 @@ class Chain:
         self._moments = Moments(kind, self.logs, reference, chance, self._notes)
         self.command = kind.command(self._disk, inputs, num_steps)
         self._nodes = RayNodes(self._temporary / NODES_FOLDER, kind.num_nodes)
-        self.lost_until = 0
+        self.lost_until: int | None = None
         self.routes_lost: set[int] = set()
         self._num_attempts = 0
         self._shared_memory = _names(SHARED_MEMORY)
@@ -246,7 +247,7 @@ class Chain:
         if drill.victim == "run folder":
             # A step's record is written before the step is told; at the end there are no more.
             lost = self.num_steps if drill.phase == "end" else last_step(run) + 1
-            self.lost_until = max(self.lost_until, lost)
+            self.lost_until = max(self.lost_until or 0, lost)
 
     def _see_it_go_on(self, run: run_kills.Run, drill: Drill, result: Result, before: int) -> None:
         """Waits until the attempt has done more than the step in which it was struck, or has come to its end."""

@@ -166,12 +166,7 @@ KINDS = {
             4,
             only_if_asked=True,
         ),
-        Kind(
-            "grpo_vision",
-            _grpo_vision,
-            (*_ALWAYS, "generation", "scoring", "logprobs", "reference"),
-            only_if_asked=True,
-        ),
+        Kind("grpo_vision", _grpo_vision, (*_ALWAYS, "generation", "scoring", "logprobs", "reference")),
         # Its responses are scored as they come: generation and scoring are one phase.
         Kind("grpo_vllm", _grpo_vllm, (*_ALWAYS, "generation", "logprobs", "reference", "refit")),
     )
@@ -197,25 +192,34 @@ class Logs:
         """Number of steps recorded up to now."""
         return len(self._lines("metrics.jsonl"))
 
-    def records(self, routes_lost: Collection[int] = ()) -> list[dict[str, Any]]:
-        """Step and metrics of what is recorded up to now, all but times; of some steps also without those of routes."""
-        return [
-            {
-                "step": record["step"],
-                "metrics": str(
+    def metrics(self, routes_lost: Collection[int] = (), *, of_all: bool = False) -> dict[int, list[str]]:
+        """Metrics of each recorded step, all but times; of some steps also without those of routes.
+
+        Args:
+            routes_lost: These steps.
+            of_all: As of `samples`.
+        """
+        return {
+            step: [
+                str(
                     {
                         key: value
                         for key, value in record["metrics"].items()
-                        if not _is_time(key) and not (record["step"] in routes_lost and key.startswith(ROUTING))
+                        if not _is_time(key) and not (step in routes_lost and key.startswith(ROUTING))
                     }
-                ),
-            }
-            for record in map(json.loads, self._lines("metrics.jsonl"))
-        ]
+                )
+                for record in records
+            ]
+            for step, records in self._by_step("metrics.jsonl", of_all).items()
+        }
 
-    def samples(self) -> list[dict[str, Any]]:
-        """The responses that are recorded; none but of GRPO."""
-        return [json.loads(line) for line in self._lines("samples.jsonl")]
+    def samples(self, *, of_all: bool = False) -> dict[int, list[dict[str, Any]]]:
+        """The responses of each recorded step; none but of GRPO.
+
+        Args:
+            of_all: Of all folders, the newest one that has a step, and not of the newest alone.
+        """
+        return self._by_step("samples.jsonl", of_all)
 
     def last_step_s(self) -> float | None:
         """Seconds of the last step's phases; None where the run's folder has just been deleted with its records."""
@@ -235,8 +239,20 @@ class Logs:
                 tensors |= {name: file.get_tensor(name).numpy().tobytes() for name in names}
         return tensors
 
-    def _lines(self, name: str) -> list[str]:
-        if self.run_folder is None or not (path := self.run_folder / name).is_file():
+    def _by_step(self, name: str, of_all: bool) -> dict[int, list[dict[str, Any]]]:
+        """Records by step, in the order of the file."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for folder in sorted((self.folder / "logs").glob("exp_*")) if of_all else [self.run_folder]:
+            own: dict[int, list[dict[str, Any]]] = {}
+            for record in map(json.loads, self._lines(name, folder)):
+                own.setdefault(record["step"], []).append(record)
+            first = min(own, default=None)
+            found = {step: records for step, records in found.items() if first is None or step < first} | own
+        return found
+
+    def _lines(self, name: str, folder: Path | None = None) -> list[str]:
+        folder = folder or self.run_folder
+        if folder is None or not (path := folder / name).is_file():
             return []
         return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
@@ -290,23 +306,31 @@ class Reference:
             start += seconds
         raise AssertionError(phase)
 
-    def differences(self, found: Logs, *, lost_until: int = 0, routes_lost: Collection[int] = ()) -> list[str]:
+    def differences(
+        self, found: Logs, *, lost_until: int | None = None, routes_lost: Collection[int] = ()
+    ) -> list[str]:
         """Differences of another run's end: metrics of all steps but times, samples, final weights' bytes.
 
         Args:
             found: What the other run has left.
             lost_until: Last step whose records may be lost, with a folder that was deleted; later ones must be there.
+                The deleted folder's `run.json` is lost, too, so that the next attempt begins a folder of its own: later
+                records may lie in several. None: no folder was deleted, all records are in one.
             routes_lost: Steps whose routes may be lost, with an engine: not compared are metrics of routes.
         """
-        differences = []
-        for name, records, expected in (
-            ("metrics", found.records(routes_lost), self.logs.records(routes_lost)),
-            ("samples", found.samples(), self.logs.samples()),
-        ):
-            num_needed = sum(record["step"] > lost_until for record in expected)
-            if len(records) < num_needed or records != expected[len(expected) - len(records) :]:
-                steps = sorted({record["step"] for record in records if record not in expected})
-                differences.append(f"{name}: {len(records)}, expected {len(expected)}; not the same: steps {steps}")
+        differences, of_all = [], lost_until is not None
+        pairs: tuple[tuple[str, dict[int, Any], dict[int, Any]], ...] = (
+            ("metrics", found.metrics(routes_lost, of_all=of_all), self.logs.metrics(routes_lost)),
+            ("samples", found.samples(of_all=of_all), self.logs.samples()),
+        )
+        for name, records, expected in pairs:
+            needed = {step for step in expected if lost_until is None or step > lost_until}
+            missing, others = sorted(needed - records.keys()), sorted(records.keys() - expected.keys())
+            changed = [step for step in expected if step in records and records[step] != expected[step]]
+            if missing or others or changed:
+                differences.append(f"{name}: missing are steps {missing}, too many {others}, not the same {changed}")
+            if list(records) != sorted(records):
+                differences.append(f"{name}: steps in the order {list(records)}")
         if not found.weights() or found.weights() != self.logs.weights():
             differences.append("final weights")
         return differences
@@ -317,6 +341,7 @@ class Reference:
         idle = [index for index, metrics in enumerate(self._metrics) if not metrics["train/grad_norm"] > 0]
         if idle:
             doubts.append(f"no gradient in steps {idle}")
-        if (samples := self.logs.samples()) and len({sample["reward"] for sample in samples}) < 4:
+        rewards = {sample["reward"] for samples in self.logs.samples().values() for sample in samples}
+        if rewards and len(rewards) < 4:
             doubts.append("the rewards do not vary")
         return doubts

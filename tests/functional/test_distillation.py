@@ -141,6 +141,21 @@ def test_it_goes_on_from_its_checkpoint(finished: Path) -> None:
     assert only_run(finished).last_step == NUM_STEPS + NUM_FURTHER_STEPS
 
 
+def test_a_teacher_of_text_cannot_read_the_batches_of_a_policy_that_sees(folder: Path) -> None:
+    sees = str(sft_runs.MODEL.with_name("tiny_internvl_moe"))
+    prompts = [{"prompt": f"how many shapes ? {number}", "answer": number, "metadata": {}} for number in "1234"]
+    (folder / "shapes.jsonl").write_text("".join(f"{json.dumps(prompt)}\n" for prompt in prompts))
+    changes = ["data.train.path=shapes.jsonl", "grpo.num_prompts_per_step=2", "policy.train_global_batch_size=16"]
+    changes += ["policy.train_micro_batch_size=8", "checkpointing.checkpoint_dir=null"]
+    refused = command(folder, "run", f"policy.model_name={sees}", *changes)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1] == (
+        "error: role teacher: model_name: got ./teacher, which takes text alone, expected a model that reads the batches "
+        f"of policy.model_name {sees} as they are"
+    )
+    assert "starting Ray" not in refused.stdout
+
+
 def test_report_config_and_plan_know_it(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(finished)
     monkeypatch.chdir(finished)

@@ -5,6 +5,7 @@
 import json
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,10 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @long
 def test_a_dozen_drills_end_as_if_nothing_had_happened(output: Path) -> None:
+    # Pictures would be a sixth unharmed run, for chains that are near to those of grpo.
     all_kinds = drill_runs.KINDS.items()
     kinds = [name for name, kind in all_kinds if not kind.has_engine and not kind.only_if_asked]
+    kinds.remove("grpo_vision")
     options = ["--kills", str(NUM_DRILLS), "--seed", str(SEED), "--jobs", "2", "--output", str(output)]
     options += ["--kinds", *kinds]
     assert drills.main(options) == 0
@@ -115,18 +118,40 @@ def test_the_table_counts() -> None:
 
 
 def test_records_after_those_that_a_deleted_folder_has_taken_must_be_there(tmp_path: Path) -> None:
-    def run(name: str, first: int) -> drill_runs.Logs:
-        folder = tmp_path / name / "logs" / "exp_001"
-        (folder / "checkpoints" / "final").mkdir(parents=True)
-        save_file({"weight": torch.ones(1)}, folder / "checkpoints" / "final" / "model.safetensors")
-        lines = [json.dumps({"step": step, "metrics": {"train/loss": step}}) for step in range(first, 6)]
-        (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    def run(name: str, *folders: Sequence[int], changed: int | None = None) -> drill_runs.Logs:
+        for number, steps in enumerate(folders, start=1):
+            folder = tmp_path / name / "logs" / f"exp_{number:03d}"
+            (folder / "checkpoints" / "final").mkdir(parents=True)
+            save_file({"weight": torch.ones(1)}, folder / "checkpoints" / "final" / "model.safetensors")
+            losses = {step: -1 if step == changed else step for step in steps}
+            lines = [json.dumps({"step": step, "metrics": {"train/loss": loss}}) for step, loss in losses.items()]
+            (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+            samples = [json.dumps({"step": step, "sample": number}) for step in steps for number in range(2)]
+            (folder / "samples.jsonl").write_text("".join(f"{line}\n" for line in samples))
         return drill_runs.Logs(tmp_path / name)
 
-    reference = drill_runs.Reference(run("reference", 1))
-    nothing, two = run("nothing", 6), run("two", 4)
+    reference = drill_runs.Reference(run("reference", range(6)))
+    nothing, two = run("nothing", []), run("two", [4, 5])
     assert reference.differences(nothing, lost_until=5) == []
-    assert len(reference.differences(nothing, lost_until=4)) == 1
+    assert len(reference.differences(nothing, lost_until=4)) == 2
     assert reference.differences(two, lost_until=3) == []
-    assert len(reference.differences(two, lost_until=2)) == 1
-    assert len(reference.differences(two)) == 1
+    told = "missing are steps [3], too many [], not the same []"
+    assert reference.differences(two, lost_until=2) == [f"{name}: {told}" for name in ("metrics", "samples")]
+    assert len(reference.differences(two)) == 2
+    assert len(reference.differences(run("without the first", range(1, 6)))) == 2
+
+    # The folder was deleted before step 2, the run went on there, and the next attempt began another one at step 4.
+    split = run("split", [2, 3, 4], [4, 5])
+    assert reference.differences(split, lost_until=1) == []
+    assert len(reference.differences(split, lost_until=0)) == 2
+    assert len(reference.differences(split)) == 2, "nothing was deleted: all records must lie in one folder"
+    for name, folders in {
+        "gap": ([2, 3], [5]),
+        "gap in the first": ([2, 4], [4, 5]),
+        "too many": ([2, 3], [4, 5, 6]),
+        "in disorder": ([3, 2], [4, 5]),
+        "twice": ([2, 3], [4, 5, 5]),
+    }.items():
+        assert reference.differences(run(name, *folders), lost_until=1), name
+    (told,) = reference.differences(run("changed", [2, 3], [4, 5], changed=3), lost_until=1)
+    assert told == "metrics: missing are steps [], too many [], not the same [3]"

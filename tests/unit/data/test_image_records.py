@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.data.image_files import LARGEST_IMAGE_BYTES, ImageReader, image_folder
-from nemo_rl_moe.data.image_records import ImageReference
+from nemo_rl_moe.data.image_records import ImageReference, image_columns
 from nemo_rl_moe.data.preferences import parse_preference
+from nemo_rl_moe.data.prompt_records import prompt_parser
 from nemo_rl_moe.data.record_values import RecordError
 from nemo_rl_moe.data.records import Example, parse_record
+from nemo_rl_moe.errors import DataError
 
 OPEN = {"type": "image"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -82,6 +85,56 @@ def test_a_record_without_images_is_what_it_was() -> None:
         example = parsed({"role": "user", "content": "a <image>"}, **beside)
         assert example == Example("f:1", ({"role": "user", "content": "a <image>"}, ANSWER))
     assert parse_record({"messages": [user(text("a")), ANSWER], "images": ["1.png"]}, "f:1").images == ()
+
+
+LLAVA = {"from": "human", "value": "<image>\nhow many?"}
+TOLD = r"^f:1: there are images in image, <image> in the texts, and no images \(data.image_key\); data.image_key=image "
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [LLAVA, {"from": "gpt", "value": "4"}], "image": "a.jpg"},
+        {"prompt": "<image>?", "completion": "4", "image": {"bytes": b"1", "path": None}, "images": []},
+        {"prompt": "<image><image>?", "chosen": "4", "rejected": "5", "image": ["a.jpg", "b.jpg"], "images": None},
+    ],
+)
+def test_images_under_another_key_than_the_runs_are_told_of(record: dict[str, object]) -> None:
+    parse = parse_preference if "chosen" in record else parse_record
+    with pytest.raises(DataError, match=TOLD):
+        parse(record, "f:1", "images")
+    parse(record, "f:1", None)  # left unread on purpose
+    found = parse(record, "f:1", "image")
+    assert (found if isinstance(found, Example) else found.chosen).images
+
+
+def test_a_prompt_under_another_key_is_told_of() -> None:
+    data = load_grpo_config("grpo_tiny_moe.yaml", check_paths=False).data
+    parse = prompt_parser(data.model_copy(update={"prompt_key": "prompt", "image_key": "images"}), None)
+    with pytest.raises(DataError, match=TOLD):
+        parse({"prompt": "<image>?", "image": "a.jpg", "answer": "4"}, "f:1")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"image": "a.jpg", "prompt": "no mark"},
+        {"image": "a.jpg", "prompt": "no mark", "completion": "<image>"},
+        {"image": 7},
+        {"image": None},
+        {"picture": "a.jpg"},
+        {"image": "a.jpg", "images": "b.jpg"},
+    ],
+)
+def test_a_record_with_image_in_it_may_be_one_of_text(changes: dict[str, object]) -> None:
+    parse_record({"prompt": "<image>?", "completion": "4", **changes}, "f:1", "images")
+
+
+def test_a_table_is_read_with_the_columns_that_may_hold_images() -> None:
+    assert image_columns(["prompt", "image", "images"], "images") == ["images"]
+    assert image_columns(["prompt", "image"], "images") == ["image"]
+    assert image_columns(["prompt", "image", "pictures"], "pictures") == ["pictures"]
+    assert image_columns(["prompt", "image"], None) == []
 
 
 def test_images_of_a_pair_belong_to_the_prompt() -> None:

@@ -202,6 +202,19 @@ def test_images_of_a_parquet_file_are_not_decoded_by_datasets(qwen: Kit, tmp_pat
     assert load(qwen, str(tmp_path / "bomb.parquet"), on_bad_line="skip").report.num_bad_lines == 1
 
 
+@pytest.mark.parametrize("answers", [{"completion": ["4"]}, {"chosen": ["4"], "rejected": ["5"]}])
+def test_a_column_of_images_under_another_name_is_told_of(
+    answers: dict[str, list[str]], qwen: Kit, tmp_path: Path
+) -> None:
+    from datasets import Dataset
+
+    path = str(tmp_path / "data.parquet")
+    Dataset.from_dict({"prompt": ["<image>?"], "image": ["a.png"], **answers}).to_parquet(path)
+    read = load_sft_dataset if "completion" in answers else load_preferences
+    with pytest.raises(DataError, match=r"data.parquet.*: there are images in image, .*data.image_key=image"):
+        read(path, "train", qwen[0], 99, images=RecordImages("images", qwen[1]))
+
+
 def test_prompts_with_other_images_are_other_prompts(
     qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]
 ) -> None:

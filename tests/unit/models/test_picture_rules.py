@@ -4,6 +4,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,15 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.models.picture_patches import as_tensors, merged_patches, tiles
-from nemo_rl_moe.models.picture_rules import PictureRule, PictureSizeError, load_picture_rule
+from nemo_rl_moe.models.picture_patches import PixelRule, as_tensors, merged_patches, tiles
+from nemo_rl_moe.models.picture_rules import (
+    PatchSizes,
+    PictureRule,
+    PictureSizeError,
+    TileSizes,
+    load_picture_rule,
+    picture_problem,
+)
 
 COLOURS = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 QWEN = {
@@ -155,3 +163,25 @@ def test_missing_and_broken_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(ConfigurationError, match=r"preprocessor_config.json cannot be read"):
         load_picture_rule(str(tmp_path), OF_QWEN)
+
+
+def test_a_model_beside_the_policy_takes_its_pictures_as_they_are() -> None:
+    pixels = PixelRule((0.5, 0.5, 0.5), (0.5, 0.5, 0.5), 1 / 255, 14, 2, 2)
+    patches = PictureRule(PatchSizes(28, 100, 1000), 3, pixels, 60)
+    tiles = PictureRule(TileSizes((32, 32), 1, 12, 16), 3, pixels, 60)
+    for rule in (None, patches, tiles):
+        assert picture_problem(rule, rule) is None
+    # How many pixels a policy makes of an image is its own affair.
+    assert picture_problem(replace(patches, sizes=PatchSizes(28, 7, 9), resample=2), patches) is None
+    assert picture_problem(replace(tiles, sizes=TileSizes((32, 32), 1, 1, 16)), tiles) is None
+    assert picture_problem(None, tiles) == "takes text alone"
+    assert picture_problem(tiles, None) == "takes images, and the policy text alone"
+    for own, policys in (
+        (patches, tiles),
+        (tiles, patches),
+        (replace(patches, token_id=61), patches),
+        (replace(patches, sizes=PatchSizes(32, 100, 1000)), patches),
+        (replace(tiles, sizes=TileSizes((32, 64), 1, 12, 16)), tiles),
+        (replace(tiles, sizes=TileSizes((32, 32), 1, 12, 4)), tiles),
+    ):
+        assert picture_problem(own, policys) == "takes images in other sizes, or as other tokens"

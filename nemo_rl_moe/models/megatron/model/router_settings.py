@@ -16,6 +16,7 @@ from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.vision import decoder_section
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS
 from nemo_rl_moe.models.megatron.model.transformer_config import (
+    BIAS_RATE,
     Z_LOSS,
     auxiliary_loss_names,
     effective_moe_configuration,
@@ -67,6 +68,8 @@ def setting_sources(
     for name in effective_moe_configuration(config):
         if name in FORCED_ROUTING_FIELDS or name in chosen:
             sources[name] = f"policy.megatron_cfg{_what_it_replaces(name, own, chosen)}"
+        elif name == BIAS_RATE and policy.freeze.language_model:
+            sources[name] = "follows from policy.freeze.language_model"
         elif name == "moe_router_load_balancing_type" and own.get(name) != getattr(config, name):
             sources[name] = "follows from policy.megatron_cfg.moe_aux_loss_coeff"
         elif name in family.router_fields:

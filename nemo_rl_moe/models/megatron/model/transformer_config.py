@@ -83,6 +83,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": torch.nn.functiona
 """Functions by the names that model families give them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+BIAS_RATE = "moe_router_bias_update_rate"
+
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -216,6 +218,9 @@ def build_transformer_config(policy: PolicyConfig, hf_config: Any) -> Transforme
             # The model trains without; who asks for a coefficient asks for a loss.
             fields["moe_router_load_balancing_type"] = "aux_loss"
         fields |= chosen | {"moe_router_force_hot_rank": policy.megatron_cfg.moe_router_force_hot_rank}
+        if policy.freeze.language_model:
+            # The bias is no parameter: Megatron-Core moves it by counts of tokens, whatever trains.
+            fields[BIAS_RATE] = 0.0
         problems += _problems_with_experts(fields, grouped_kernels=use_transformer_engine(policy))
         if "moe_router_group_topk" in family.router_fields:
             problems += _problems_with_groups(fields)
@@ -279,7 +284,15 @@ def _problems_with_vision(policy: PolicyConfig, *, has_vision: bool) -> list[str
         return []
     if freeze.vision_tower and freeze.projector:
         return [f"{key}vision_tower, projector and language_model: got true for each, which leaves nothing to train"]
-    stages = policy.megatron_cfg.pipeline_model_parallel_size
+    rate, stages = (
+        policy.megatron_cfg.moe_transformer_fields.get(BIAS_RATE),
+        policy.megatron_cfg.pipeline_model_parallel_size,
+    )
+    if rate:
+        return [
+            f"policy.megatron_cfg.{BIAS_RATE}: got {rate}, expected 0.0 or nothing with {key}language_model true, which"
+            " leaves the expert bias as it is"
+        ]
     if stages > 1:
         return [
             f"{key}language_model: got true, expected false with policy.megatron_cfg.pipeline_model_parallel_size "

@@ -20,6 +20,7 @@ from nemo_rl_moe.models.families import VISION_FAMILIES, decoder_type_of, num_pa
 from nemo_rl_moe.models.families.internvl import INTERNVL
 from nemo_rl_moe.models.hf_files import load_hf_config, plain_config
 from nemo_rl_moe.models.images import picture_patches
+from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.family_outputs import files_beside
@@ -361,23 +362,32 @@ def random_towers() -> list[dict[str, np.ndarray]]:
 
 @dataclass(frozen=True)
 class Frozen:
-    """Names of weights that a step has changed, and that it has left."""
+    """Names of weights, and of routers' expert bias, that a step has changed, and that it has left."""
 
     changed: set[str]
     left: set[str]
 
 
 def step_with_frozen_parts(folder: str, model_type: str, parts: tuple[str, ...]) -> Frozen:
-    policy = policy_of(1, **{f"freeze__{part}": True for part in parts})
+    bias = {} if model_type == "qwen2_5_vl" else EXPERT_BIAS
+    policy = policy_of(1, **{f"freeze__{part}": True for part in parts}, **bias)
     with parallel_job(policy):
         trainer = trainer_of(folder, policy)
         (chunk,) = trainer.chunks
-        before = {name: parameter.detach().clone() for name, parameter in chunk.named_parameters()}
+
+        def weights() -> dict[str, torch.Tensor]:
+            buffers = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(".expert_bias")}
+            return {name: tensor.detach().clone() for name, tensor in (*chunk.named_parameters(), *buffers.items())}
+
+        before = weights()
+        assert any(name.endswith(".expert_bias") for name in before) == bool(bias)
         trainer.train([shard_of_rank(mixed_batch(model_type), microbatches=MICROBATCHES)], sft_loss)
-        is_same = {name: torch.equal(parameter, before[name]) for name, parameter in chunk.named_parameters()}
+        is_same = {name: torch.equal(tensor, before[name]) for name, tensor in weights().items()}
         return Frozen({name for name in is_same if not is_same[name]}, {name for name in is_same if is_same[name]})
 
 
+# The rate is Megatron-Core's own.
+EXPERT_BIAS = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
 FROZEN = [("vision_tower",), ("vision_tower", "language_model"), ("projector",)]
 
 
@@ -413,9 +423,14 @@ def test_frozen_parts_stay_as_they_are_and_all_others_train(reference: Any, part
     [
         (("vision_tower", "projector", "language_model"), {}, "which leaves nothing to train"),
         (("language_model",), layout(pp=2), "pipeline_model_parallel_size 2: nothing would train on the stages"),
+        (
+            ("language_model",),
+            {**EXPERT_BIAS, "moe_router_bias_update_rate": 0.01},
+            r"moe_router_bias_update_rate: got 0\.01, expected 0\.0 .*language_model true",
+        ),
     ],
 )
-def test_nothing_left_to_train_is_told(parts: tuple[str, ...], changes: dict[str, Any], told: str) -> None:
+def test_parts_that_cannot_be_frozen_so_are_told(parts: tuple[str, ...], changes: dict[str, Any], told: str) -> None:
     config = tiny_vision_config("internvl")
     flat = INTERNVL.flattened(config, "qwen3_moe")
     policy = policy_of(2, **changes, **{f"freeze__{part}": True for part in parts})
@@ -430,3 +445,12 @@ def test_a_text_model_has_no_vision_tower_to_freeze() -> None:
         build_transformer_config(limited, tiny_hf_config())
     with pytest.raises(ConfigurationError, match="got true, expected false: the model takes no images"):
         build_transformer_config(policy_of(1, freeze__vision_tower=True), tiny_hf_config())
+
+
+def test_the_rate_of_a_frozen_expert_bias_says_where_it_comes_from() -> None:
+    flat = INTERNVL.flattened(tiny_vision_config("internvl"), "qwen3_moe")
+    for is_frozen, rate, source in ((True, 0.0, "follows from policy.freeze.language_model"), (False, 1e-3, None)):
+        policy = policy_of(1, freeze__language_model=is_frozen, **EXPERT_BIAS)
+        config = build_transformer_config(policy, flat)
+        assert config.moe_router_bias_update_rate == rate
+        assert setting_sources(policy, flat, {}, config).get("moe_router_bias_update_rate") == source
