@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from nemo_rl_moe.distributed.batch import Axis, ModelInput
+from nemo_rl_moe.distributed.batch import Axis, ModelInput, TokenBatch
 
 PIXELS = "pixels"
 """Column: red, green and blue of all pictures' pixels, row by row, as bytes; ragged, `[bytes]`."""
@@ -74,3 +74,24 @@ def pictures_in(inputs: Mapping[str, ModelInput]) -> list[Picture]:
     ends = np.cumsum(sizes.prod(1) * 3)
     parts = np.split(inputs[PIXELS].values, ends[:-1]) if len(sizes) else []
     return [Picture(part.reshape(*size, 3)) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
+def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, ModelInput]]:
+    """The model's inputs of some sequences of a batch, as they were before they were put together.
+
+    Returns:
+        Of each row; empty for a batch of text alone.
+    """
+    found: list[dict[str, ModelInput]] = []
+    for row in rows if PIXELS in batch.columns else ():
+        one = batch.select([row])
+        inputs = {}
+        for name in (PIXELS, PICTURE_SIZES, PICTURE_IDS, IS_IMAGE):
+            column = one.columns[name]
+            values = column.values.cpu().numpy()
+            is_ragged = column.axis is Axis.RAGGED
+            inputs[name] = ModelInput(
+                values if is_ragged else values[0, : int(one.lengths[0])], column.axis, column.fill
+            )
+        found.append(inputs)
+    return found

@@ -16,7 +16,7 @@ from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, picture_settings
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.images import PICTURE_IDS, PICTURE_SIZES, PIXELS
+from nemo_rl_moe.models.images import PICTURE_SIZES, sequence_inputs
 from tests.support.vision_models import mixed_batch, transformers_inputs, write_vision_model
 from tests.support.vllm_engines import SentWeights, as_they_are
 
@@ -56,7 +56,7 @@ class VisionTrainer:
         batch = mixed_batch(model_type)
         self.batch = batch
         self.sequences = [batch.input_ids[row, : int(batch.lengths[row])].tolist() for row in range(len(batch))]
-        self.inputs = [_inputs_of(batch, row) for row in range(len(batch))]
+        self.inputs = sequence_inputs(batch, range(len(batch)))
 
     @property
     def model_files(self) -> dict[str, bytes]:
@@ -93,7 +93,7 @@ class VisionTrainer:
 
     def gap(self, engine: VllmEngine) -> float:
         """Largest difference of a log-prob from an engine's."""
-        (found,) = engine.score(self.sequences, 1.0, self.inputs)
+        (found,) = engine.score(self.sequences, 1.0, *self.inputs)
         return max(float(np.abs(a - b).max()) for a, b in zip(found, self.scores(), strict=True))
 
     def greedy(self, row: int, num_tokens: int) -> tuple[list[int], Any]:
@@ -136,18 +136,6 @@ def engine_changes(trainer: VisionTrainer) -> dict[str, Any]:
     return {"pictures": trainer.pictures, "model_files": trainer.model_files}
 
 
-def _inputs_of(batch: Any, row: int) -> dict[str, ModelInput]:
-    one = batch.select([row])
-    length = int(one.lengths[0])
-    found = {}
-    for name, column in one.columns.items():
-        values = column.values.numpy()
-        ragged = name in (PIXELS, PICTURE_SIZES, PICTURE_IDS)
-        found[name] = ModelInput(values if ragged else values[0, :length], column.axis, fill=column.fill)
-    return found
-
-
 def with_pictures(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
     """Rows that have pictures."""
     return [row for row, inputs in enumerate(sequences) if len(inputs[PICTURE_SIZES].values)]
-

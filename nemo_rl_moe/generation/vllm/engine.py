@@ -261,23 +261,20 @@ class VllmEngine:
             self._give_up(engine, reason)
 
     def score(
-        self,
-        sequences: Sequence[Sequence[int]],
-        temperature: float,
-        model_inputs: Sequence[Mapping[str, ModelInput]] = (),
+        self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[list[Float[np.ndarray, " tokens"]]]:
         """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
 
         Args:
             sequences: Tokens.
             temperature: Divides the logits.
-            model_inputs: Of each sequence, as of a `GenerationRequest`; empty for text.
+            model_inputs: Of each sequence, as of a `GenerationRequest`; none at all where all are text.
 
         Raises:
             GenerationError: An engine died or does not answer; another one takes its place with the next weights.
         """
         self._wake("kv_cache")  # a paused engine would wait for it for ever
-        calls = [(engine, engine.actor.score.remote(sequences, temperature, model_inputs)) for engine in self._engines]
+        calls = [(engine, engine.actor.score.remote(sequences, temperature, *model_inputs)) for engine in self._engines]
         scores: list[list[Float[np.ndarray, " tokens"]]] = []
         problem = None
         for engine, call in calls:

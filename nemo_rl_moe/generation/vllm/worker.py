@@ -210,16 +210,13 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return self._stored[-1]
 
     def score(
-        self,
-        sequences: Sequence[Sequence[int]],
-        temperature: float,
-        model_inputs: Sequence[Mapping[str, ModelInput]] = (),
+        self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
     ) -> list[Float[np.ndarray, " tokens"]]:
         """Log-probability of each token after the first given those before it, in nats."""
         from vllm import SamplingParams
 
         prompts = PicturePrompts(self._settings.pictures)
-        inputs = model_inputs or [{}] * len(sequences)
+        inputs = model_inputs or ({},) * len(sequences)
         self._engine.collective_rpc(_set_prompt_temperature, args=(temperature,))
         for number, (tokens, of_sequence) in enumerate(zip(sequences, inputs, strict=True)):
             # One token more than is asked for: an engine always draws one.
@@ -285,9 +282,7 @@ def _set_prompt_temperature(worker: Any, temperature: float) -> None:
     worker.prompt_temperature.value = temperature
 
 
-def _receive(
-    worker: Any, spec: TransportSpec, first_receiver: int, pictures: PictureSettings | None
-) -> str | None:
+def _receive(worker: Any, spec: TransportSpec, first_receiver: int, pictures: PictureSettings | None) -> str | None:
     from nemo_rl_moe.generation.vllm import releases
 
     runner = worker.model_runner
