@@ -19,6 +19,7 @@ from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
 from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
+from nemo_rl_moe.models.images import sequence_inputs
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.moe.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
@@ -147,20 +148,27 @@ class RoutingMeasurements:
         before, engine = self._before, self._engine
         if before is None or engine.shares_weights or not isinstance(engine, ScoringEngine):
             return {}
-        sequences = self._scored(before.sample)
-        if not sequences:
+        rows = self._scored(before.sample)
+        if not rows:
             return {}
+        sequences = [before.sample.input_ids[row, : int(before.sample.lengths[row])].tolist() for row in rows]
+        inputs = sequence_inputs(before.sample, rows)
         with clock.phase(PHASE):
             try:
-                together = engine.score(sequences, self._temperature or 1.0)[0]
-                alone = [engine.score([sequence], self._temperature or 1.0)[0][0] for sequence in sequences]
+                temperature = self._temperature or 1.0
+                together = engine.score(sequences, temperature, *inputs)[0]
+                own = [[each] for each in inputs] if inputs else [[] for _ in sequences]
+                alone = [
+                    engine.score([sequence], temperature, *of_sequence)[0][0]
+                    for sequence, of_sequence in zip(sequences, own, strict=True)
+                ]
             except GenerationError:  # an engine was lost, which the next transfer of weights replaces
                 return {}
             gap = gap_metrics(np.concatenate(alone).astype(np.float64) - np.concatenate(together))
             return {f"routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
-    def _scored(self, sample: TokenBatch) -> list[list[int]]:
-        """Sequences for the engine's noise floor, the shortest first.
+    def _scored(self, sample: TokenBatch) -> list[int]:
+        """Rows of sequences for the engine's noise floor, the shortest first.
 
         An engine makes the logits of all tokens that it scores, gigabytes for thousands of them; and it always draws a
         token more, for which the longest sequences leave no room.
@@ -168,8 +176,7 @@ class RoutingMeasurements:
         order = sample.lengths.argsort().tolist()
         lengths = sample.lengths[order]
         fitting = (lengths.cumsum(0) <= MOST_SCORED_TOKENS) & (lengths < self._max_tokens)
-        chosen = order[: int(fitting.sum())][:MOST_SCORED_SEQUENCES]
-        return [sample.input_ids[row, : int(sample.lengths[row])].tolist() for row in chosen]
+        return order[: int(fitting.sum())][:MOST_SCORED_SEQUENCES]
 
     def _measure(self, step: int, sample: TokenBatch, trajectories: Sequence[Trajectory]) -> dict[str, float]:
         mask = _targets(sample)

@@ -82,16 +82,20 @@ def find_engine(backend: str, *, on_gpus: bool) -> EngineFactory:
     return factory
 
 
-def check_model_of_engine(backend: str, hf_config: Any, model_name: str) -> None:
+def check_model_of_engine(
+    backend: str, hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor_parallel_size: int = 1
+) -> None:
     """Checks that an engine of this package can build a model, before anything is started.
 
     Args:
         backend: As of `find_engine`.
         hf_config: The model's Hugging Face configuration.
         model_name: Its folder, or its name on the hub.
+        on_gpus: False: on CPUs.
+        tensor_parallel_size: Ranks of an engine.
 
     Raises:
         ConfigurationError: It cannot.
     """
     if backend == "vllm":
-        check_model(hf_config, model_name)
+        check_model(hf_config, model_name, on_gpus=on_gpus, tensor_parallel_size=tensor_parallel_size)

@@ -80,7 +80,13 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     generation, samples = config.policy.generation, config.grpo.val_num_generations
     make_engine = find_engine(generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
     model = run.prepare_model()
-    check_model_of_engine(generation.backend, model.hf_config, config.policy.model_name)
+    check_model_of_engine(
+        generation.backend,
+        model.hf_config,
+        config.policy.model_name,
+        on_gpus=config.cluster.gpus_per_node > 0,
+        tensor_parallel_size=generation.vllm.tensor_parallel_size,
+    )
     sampling = replace(
         sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,

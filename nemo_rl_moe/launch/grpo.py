@@ -124,7 +124,13 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     environment = make_environment(config.env)
     make_engine = find_engine(config.policy.generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
     model = run.prepare_model()
-    check_model_of_engine(config.policy.generation.backend, model.hf_config, config.policy.model_name)
+    check_model_of_engine(
+        config.policy.generation.backend,
+        model.hf_config,
+        config.policy.model_name,
+        on_gpus=config.cluster.gpus_per_node > 0,
+        tensor_parallel_size=config.policy.generation.vllm.tensor_parallel_size,
+    )
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console, pictures=model.pictures)
     held_out: Sequence[Prompt] = ()

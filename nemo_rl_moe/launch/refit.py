@@ -2,21 +2,34 @@
 # SPDX-License-Identifier: Apache-2.0
 """The refit check of a run: what it scores, how the weights are sent again, how a failure is explained."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch, collate_inputs
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.diagnosis import disagreement
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.images import Picture, image_inputs
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, Scores, ScoringEngine, probe_sequences
+from nemo_rl_moe.weight_sync.refit_check import (
+    FLOAT32_BOUND,
+    RefitCheck,
+    Scores,
+    ScoringEngine,
+    gap_between,
+    probe_sequences,
+)
+
+PROBE_OF_TEXT = 16
+"""Tokens of the sequences without pictures that tell tower and decoder apart."""
 
 
 def make_refit_check(
@@ -30,13 +43,20 @@ def make_refit_check(
     if not isinstance(engine, ScoringEngine):
         console.warn(f"refits are not checked: the engine {generation.backend} cannot score given tokens")
         return None
+    longest = config.policy.max_total_sequence_length - 1  # an engine draws one token more
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
+    pictures = [picture_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
+    sequences, inputs = [list(ids) for ids, _ in pictures], [found for _, found in pictures if found]
     in_float32 = {config.policy.precision, getattr(engine, "dtype", config.policy.precision)} == {"float32"}
 
     def explain(copy: int) -> str:
         # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
         if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1 or config.cluster.num_nodes > 1:
             return ""
+        if inputs and not in_float32:  # rounding hides what the comparison would show
+            return ""
+        if inputs:
+            return explain_by_text(policy, engine, copy, generation.temperature, chosen.num_sequences, hf_config)
         try:
             with console.phase("comparing the engine's modules with those of transformers"):
                 return disagreement(
@@ -52,16 +72,58 @@ def make_refit_check(
     return RefitCheck(
         sequences,
         generation.temperature,
-        partial(start_scores, policy),
+        partial(start_scores, policy, model_inputs=inputs),
         lambda altered: refit(engine, policy, altered=altered),
         explain,
         in_float32=in_float32,
         bound_nats=chosen.max_logprob_gap,
         refits_again=chosen.on_failure == "refit",
+        model_inputs=inputs,
     )
 
 
-def start_scores(policy: MegatronPolicy, sequences: Sequence[Sequence[int]]) -> Callable[[], Scores]:
+def picture_probe(
+    sequence: Sequence[int], hf_config: Any, longest: int, seed: int
+) -> tuple[Sequence[int], dict[str, ModelInput]]:
+    """A sequence of the check with a picture of noise behind its first token, so that tower and projector are checked.
+
+    Args:
+        sequence: Tokens.
+        hf_config: The model's configuration; of a model of text alone the sequence stays as it is.
+        longest: Most tokens; what is beyond them is cut off.
+        seed: Of the picture.
+    """
+    vision = family_of(hf_config).vision
+    if vision is None:
+        return sequence, {}
+    tile = getattr(hf_config.vision_config, "image_size", None)
+    side = vision.pixels_per_token(hf_config)
+    height, width = (tile if isinstance(tile, list | tuple) else (tile, tile)) if tile else (2 * side, 3 * side)
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    count = vision.num_image_tokens(hf_config, height, width)
+    ids = [*sequence[:1], *[hf_config.image_token_id] * count, *sequence[1:]][:longest]
+    if len(ids) < count + 2:  # no prompt with a picture fits either
+        return sequence, image_inputs([], np.zeros(len(sequence), dtype=np.bool_))
+    places = np.arange(len(ids))
+    return ids, image_inputs([Picture(pixels)], (places > 0) & (places <= count))
+
+
+def explain_by_text(
+    policy: MegatronPolicy, engine: VllmEngine, copy: int, temperature: float, count: int, hf_config: Any
+) -> str:
+    """The side of a model of images whose weights differ, by sequences without pictures."""
+    sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)
+    none = image_inputs([], np.zeros(PROBE_OF_TEXT, dtype=np.bool_))
+    expected = start_scores(policy, sequences, model_inputs=[none] * count)()
+    gap = gap_between(engine.score(sequences, temperature)[copy], expected)
+    if gap.largest <= FLOAT32_BOUND:
+        return "Without pictures they agree: weights of the vision tower or of its projector are not the trainer's."
+    return f"Without pictures they differ by {gap.largest:.2g} nats, too: weights of the decoder are not the trainer's."
+
+
+def start_scores(
+    policy: MegatronPolicy, sequences: Sequence[Sequence[int]], *, model_inputs: Sequence[Mapping[str, ModelInput]] = ()
+) -> Callable[[], Scores]:
     """Has the trainer begin to score sequences of one length; the log-probs of all tokens but the first, waited for."""
     input_ids = torch.tensor(sequences)
     batch = TokenBatch(
@@ -69,6 +131,10 @@ def start_scores(policy: MegatronPolicy, sequences: Sequence[Sequence[int]]) -> 
         lengths=torch.full((len(sequences),), input_ids.shape[1]),
         token_mask=torch.ones_like(input_ids, dtype=torch.bool),
         sample_ids=("refit check",) * len(sequences),
+        columns={
+            name: collate_inputs([each[name] for each in model_inputs], input_ids.shape[1])
+            for name in (model_inputs[0] if model_inputs else ())
+        },
     )
     logprobs = policy.start_logprobs(batch, by_one_copy=True)
     return lambda: [row[1:].numpy() for row in logprobs()]

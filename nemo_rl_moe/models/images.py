@@ -137,3 +137,24 @@ def distinct_pixels(pixels: SharedColumn, ids: Sequence[int]) -> UInt8[np.ndarra
     arrays = [array for of_sequence in pixels.arrays for array in of_sequence]
     chosen, _ = distinct_pictures(ids)
     return np.concatenate([np.zeros(0, np.uint8), *(arrays[position] for position in chosen)])
+
+
+def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, ModelInput]]:
+    """The model's inputs of some sequences of a batch, as they were before they were put together.
+
+    Returns:
+        Of each row; empty for a batch of text alone.
+    """
+    found: list[dict[str, ModelInput]] = []
+    for row in rows if PIXELS in batch.shared else ():
+        one = batch.select([row])
+        inputs = {PIXELS: ModelInput(one.shared[PIXELS].arrays[0], Axis.SHARED)}
+        for name in (PICTURE_SIZES, PICTURE_IDS, IS_IMAGE):
+            column = one.columns[name]
+            values = column.values.cpu().numpy()
+            is_ragged = column.axis is Axis.RAGGED
+            inputs[name] = ModelInput(
+                values if is_ragged else values[0, : int(one.lengths[0])], column.axis, column.fill
+            )
+        found.append(inputs)
+    return found

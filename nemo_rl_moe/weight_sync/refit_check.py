@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import GenerationError, WeightSyncError
 
 FLOAT32_BOUND = 1e-4
@@ -26,15 +27,23 @@ COARSE_FACTOR = 10.0
 """In 16 bits, of the mean difference: right refits stay below 0.03 nats, engines with stale kernels are at 1.3."""
 
 Scores = Sequence[Float[np.ndarray, " tokens"]]
+Inputs = Mapping[str, ModelInput]
+"""Further inputs of the model for one sequence, such as pictures."""
 
 
 @runtime_checkable
 class ScoringEngine(Protocol):
     """A generation engine that can be checked."""
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> Sequence[Scores]:
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Inputs) -> Sequence[Scores]:
         """Log-probability of each token after the first given those before it, of the softmax of all logits divided by
-        the temperature, by each copy of the weights: `[copy][sequence]`."""
+        the temperature, by each copy of the weights: `[copy][sequence]`.
+
+        Args:
+            sequences: Tokens.
+            temperature: Divides the logits.
+            model_inputs: Pictures of each sequence; none at all, for models of text, where all are text.
+        """
         ...
 
 
@@ -107,6 +116,7 @@ class RefitCheck:
         in_float32: Number format of the engine's weights and of the trainer's.
         bound_nats: The user's bound of the largest difference; None: this check's own.
         refits_again: Send the weights once more before giving up.
+        model_inputs: Pictures of each sequence; none for a model of text.
     """
 
     sequences: Sequence[Sequence[int]]
@@ -117,6 +127,7 @@ class RefitCheck:
     in_float32: bool
     bound_nats: float | None
     refits_again: bool
+    model_inputs: Sequence[Inputs] = ()
 
     def __post_init__(self) -> None:
         own = None if self.bound_nats is None else Bound(self.bound_nats, of_the_mean=False)
@@ -157,14 +168,17 @@ class RefitCheck:
             self.begin()
         assert self._expected is not None  # begun
         try:
-            scores = engine.score(self.sequences, self.temperature)
+            scores = self._score(engine)
         except GenerationError:  # a copy of the weights is lost; the refit makes another one
             self.refit(False)
-            scores = engine.score(self.sequences, self.temperature)
+            scores = self._score(engine)
         expected, self._expected = self._expected(), None
         gaps = [gap_between(found, expected, copy) for copy, found in enumerate(scores)]
         worst = max(gaps, key=lambda gap: gap.largest)
         return replace(worst, mean=max(gap.mean for gap in gaps))
+
+    def _score(self, engine: ScoringEngine) -> Sequence[Scores]:
+        return engine.score(self.sequences, self.temperature, *self.model_inputs)
 
     def _judged(self, engine: ScoringEngine, gap: Gap) -> Gap:
         assert self._bound is not None  # set by the first refit
@@ -184,11 +198,11 @@ class RefitCheck:
         )
 
     def _make_round_trip(self, engine: ScoringEngine) -> None:
-        first = engine.score(self.sequences, self.temperature)
+        first = self._score(engine)
         self.refit(True)
-        other = engine.score(self.sequences, self.temperature)
+        other = self._score(engine)
         self.refit(False)
-        again = engine.score(self.sequences, self.temperature)
+        again = self._score(engine)
         for copy, (before, between, after) in enumerate(zip(first, other, again, strict=True)):
             if gap_between(before, between).mean < SMALLEST_COARSE_BOUND / 10:
                 raise WeightSyncError(f"copy {copy} of the generation engine's weights does not follow a refit")

@@ -4,10 +4,10 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -63,6 +63,15 @@ class SentWeights:
                 return sending.result()
 
         return FolderTransport(SHARED_MEMORY, 1, send, bucket_bytes=20_000, stall_timeout_s=30.0)
+
+
+class EngineTrainer(Protocol):
+    """Whatever has a model and sends its weights."""
+
+    @property
+    def model_files(self) -> dict[str, bytes]: ...
+
+    def refit(self, engine: VllmEngine) -> None: ...
 
 
 class Trainer:
@@ -137,7 +146,7 @@ class Trainer:
         self._model: Any = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
 
-def start_engine(cluster: RayCluster, trainer: Trainer, **changes: Any) -> VllmEngine:
+def start_engine(cluster: RayCluster, trainer: EngineTrainer, **changes: Any) -> VllmEngine:
     """Engines of one core each, without weights of the trainer yet.
 
     Args:
@@ -160,8 +169,9 @@ def start_engine(cluster: RayCluster, trainer: Trainer, **changes: Any) -> VllmE
         "num_threads": 1,
     }
     further: dict[str, Any] = {"num_engines": 1, "stall_timeout_s": 60.0, "warn": print, "start_timeout_s": 300.0}
+    of_engine = {field.name for field in fields(VllmSettings)}
     for name, value in changes.items():
-        (settings if name in settings else further)[name] = value
+        (settings if name in of_engine else further)[name] = value
     return VllmEngine(VllmSettings(**settings), placement=Placement(cluster, 0), refit=trainer.refit, **further)
 
 

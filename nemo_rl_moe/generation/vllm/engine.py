@@ -16,11 +16,14 @@ from jaxtyping import Float
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.generation.refit import ActorReceivers, reason_of, refit
+from nemo_rl_moe.generation.vllm.images import PictureSettings, image_runs
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
+from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from nemo_rl_moe.weight_sync.watch import watched
 
@@ -156,11 +159,10 @@ class VllmEngine:
         """Continuations as they finish.
 
         Raises:
-            GenerationError: Engines fail again and again.
-            ValueError: A request has inputs beside its tokens.
+            GenerationError: Engines fail again and again, or pictures and image tokens of a request do not go together.
+            ValueError: A request has inputs beside its tokens, and the model takes text alone.
         """
-        if any(request.model_inputs for request in requests):
-            raise ValueError("this engine takes tokens alone, and no further model inputs")
+        self._check_inputs(requests)
         waiting = dict(enumerate(requests))
         lives = 2 * self._num_engines
         while waiting:
@@ -171,6 +173,15 @@ class VllmEngine:
             lives -= num_before - len(self._engines)
             if lives < 0:
                 raise GenerationError("vLLM's engines fail again and again; the last reason is told above")
+
+    def _check_inputs(self, requests: Sequence[GenerationRequest]) -> None:
+        """Checks pictures here: what is wrong with a request is no fault of the engine that gets it."""
+        pictures = self._settings.pictures
+        for request in requests:
+            if pictures is not None:
+                image_runs(pictures, request.token_ids, request.model_inputs)
+            elif request.model_inputs:
+                raise ValueError("this engine takes tokens alone, and no further model inputs")
 
     def _answers(self, waiting: dict[int, GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         """Answers of the engines that are there; what is answered leaves `waiting`."""
@@ -249,14 +260,21 @@ class VllmEngine:
                 reason = reason_of(error)
             self._give_up(engine, reason)
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
+    ) -> list[list[Float[np.ndarray, " tokens"]]]:
         """Log-probability of each token after the first, by each engine: `[engine][sequence]`.
+
+        Args:
+            sequences: Tokens.
+            temperature: Divides the logits.
+            model_inputs: Of each sequence, as of a `GenerationRequest`; none at all where all are text.
 
         Raises:
             GenerationError: An engine died or does not answer; another one takes its place with the next weights.
         """
         self._wake("kv_cache")  # a paused engine would wait for it for ever
-        calls = [(engine, engine.actor.score.remote(sequences, temperature)) for engine in self._engines]
+        calls = [(engine, engine.actor.score.remote(sequences, temperature, *model_inputs)) for engine in self._engines]
         scores: list[list[Float[np.ndarray, " tokens"]]] = []
         problem = None
         for engine, call in calls:
@@ -410,6 +428,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             num_threads=chosen.cpu_threads,
             # On GPUs it forbids graphs, which only a replay is worth.
             captures_routes=megatron.routing_replay == "rollout" or (megatron.routing_tape and not on_gpus),
+            pictures=picture_settings(setup.hf_config),
         ),
         num_engines=chosen.num_engines or placement.num_engines,
         start_timeout_s=chosen.start_timeout_s,
@@ -417,6 +436,21 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
         placement=placement,
         refit=lambda engine: refit(engine, policy),
         warn=setup.warn,
+    )
+
+
+def picture_settings(hf_config: Any) -> PictureSettings | None:
+    """Pictures of a model, by its flattened configuration; None: it takes text alone."""
+    if getattr(hf_config, "vision_config", None) is None:
+        return None
+    vision = family_of(hf_config).vision
+    assert vision is not None  # it has a tower
+    return PictureSettings(
+        hf_config.model_type,
+        hf_config.architectures[0],
+        hf_config.pixel_rule,
+        hf_config.image_token_id,
+        vision.pixels_per_token(hf_config),
     )
 
 

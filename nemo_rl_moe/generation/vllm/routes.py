@@ -37,7 +37,7 @@ class RouteRecorder:
         for position, module in enumerate(moe):
             module.router.set_capture_fn(lambda experts, position=position: self._note(position, experts))
         self._routes: dict[str, Int[np.ndarray, "tokens moe_layers topk"]] = {}
-        self._batch: tuple[list[str], Int[np.ndarray, " starts"], Tensor] | None = None
+        self._batch: tuple[list[str], Int[np.ndarray, " starts"], Int[np.ndarray, " requests"]] | None = None
         self.is_on = False
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
@@ -70,12 +70,14 @@ class RouteRecorder:
         if self.is_on:
             requests = list(self._runner.input_batch.req_ids)
             starts = self._runner.query_start_loc.np[: len(requests) + 1].copy()
-            self._batch = requests, starts, kwargs["positions"]
+            # Not the model's positions: where pictures have rows and columns, these are no places in the sequence.
+            done = self._runner.input_batch.num_computed_tokens_cpu[: len(requests)].copy()
+            self._batch = requests, starts, done
 
     def _after(self, model: Any, args: Any, output: Any) -> None:
         if self._batch is None:
             return
-        (requests, starts, positions), self._batch = self._batch, None
+        (requests, starts, done), self._batch = self._batch, None
         chosen = [experts for experts in self._chosen if experts is not None]
         if len(chosen) < self.num_layers or any(len(experts) < starts[-1] for experts in chosen):
             raise GenerationError(
@@ -85,10 +87,10 @@ class RouteRecorder:
         if not chosen:
             return
         routes = torch.stack([experts[: starts[-1]] for experts in chosen], 1).cpu().numpy()
-        at = positions.cpu().numpy()
         self._chosen = [None] * self.num_layers
         for number, request in enumerate(requests):
             rows = slice(starts[number], starts[number + 1])
+            end = done[number] + starts[number + 1] - starts[number]
             if request not in self._routes:
                 self._routes[request] = np.full((self._max_tokens, *routes.shape[1:]), UNKNOWN, dtype=np.int16)
-            self._routes[request][at[rows]] = routes[rows]
+            self._routes[request][done[number] : end] = routes[rows]

@@ -16,10 +16,12 @@ import numpy as np
 import ray
 from jaxtyping import Float, Shaped
 
+from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.distributed.node_tools import folder_of_this_process
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
+from nemo_rl_moe.generation.vllm.images import PicturePrompts, PictureSettings, as_loader_expects, register
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
 _LONGEST_REASON = 500
@@ -44,6 +46,7 @@ class VllmSettings:
         num_threads: Threads of one engine on a CPU.
         gpus: GPUs of its machine that an engine uses, by number; empty on a CPU, and where Ray has chosen them.
         captures_routes: Sequences get their routed experts. On GPUs no graphs are captured then.
+        pictures: Of a model of images and text; None: it takes text alone.
     """
 
     model_files: Mapping[str, bytes]
@@ -60,6 +63,7 @@ class VllmSettings:
     num_threads: int
     gpus: tuple[int, ...] = ()
     captures_routes: bool = False
+    pictures: PictureSettings | None = None
 
 
 class VllmWorker:  # pragma: no cover  (runs in another process)
@@ -120,6 +124,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
                 # Its own choice inside of a placement group are Ray's actors, and the group's GPUs are taken.
                 "distributed_executor_backend": "mp" if settings.tensor_parallel_size > 1 else "uni",
             }
+        if settings.pictures is not None:
+            more |= register(settings.pictures)
         self._engine = LLMEngine.from_engine_args(
             EngineArgs(
                 model=str(model),
@@ -158,10 +164,10 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
         """Continuations as they finish, those of one step together, each with the number of its request."""
         self._stored.clear()
+        prompts = PicturePrompts(self._settings.pictures)
         for number, request in requests.items():
-            self._engine.add_request(
-                str(number), {"prompt_token_ids": list(request.token_ids)}, sampling_of(request.sampling, request.seed)
-            )
+            prompt = prompts.prompt(request.token_ids, request.model_inputs)
+            self._engine.add_request(str(number), prompt, sampling_of(request.sampling, request.seed))
         self._engine.collective_rpc(_record_routes, args=(True,))
         try:
             while self._engine.has_unfinished_requests():
@@ -203,15 +209,19 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._stored.append(ray.put(array))
         return self._stored[-1]
 
-    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[Float[np.ndarray, " tokens"]]:
+    def score(
+        self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
+    ) -> list[Float[np.ndarray, " tokens"]]:
         """Log-probability of each token after the first given those before it, in nats."""
         from vllm import SamplingParams
 
+        prompts = PicturePrompts(self._settings.pictures)
+        inputs = model_inputs or ({},) * len(sequences)
         self._engine.collective_rpc(_set_prompt_temperature, args=(temperature,))
-        for number, tokens in enumerate(sequences):
+        for number, (tokens, of_sequence) in enumerate(zip(sequences, inputs, strict=True)):
             # One token more than is asked for: an engine always draws one.
             sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-            self._engine.add_request(str(number), {"prompt_token_ids": list(tokens)}, sampling)
+            self._engine.add_request(str(number), prompts.prompt(tokens, of_sequence), sampling)
         found: dict[int, Any] = {}
         while self._engine.has_unfinished_requests():
             found |= {int(output.request_id): output for output in self._engine.step() if output.finished}
@@ -231,7 +241,9 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
         """Takes part in a transfer with all ranks of the engine; what went wrong, or None."""
         try:
-            problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver))
+            problems = self._engine.collective_rpc(_receive, args=(spec, first_receiver, self._settings.pictures))
+            # A picture's embeddings belong to the tower that computed them; the scheduler would take them for current.
+            self._engine.reset_encoder_cache()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return next((problem for problem in problems if problem is not None), None)
@@ -270,7 +282,7 @@ def _set_prompt_temperature(worker: Any, temperature: float) -> None:
     worker.prompt_temperature.value = temperature
 
 
-def _receive(worker: Any, spec: TransportSpec, first_receiver: int) -> str | None:
+def _receive(worker: Any, spec: TransportSpec, first_receiver: int, pictures: PictureSettings | None) -> str | None:
     from nemo_rl_moe.generation.vllm import releases
 
     runner = worker.model_runner
@@ -278,7 +290,9 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int) -> str | Non
     def load(tensors: Iterator[NamedTensor]) -> None:
         releases.forget_packed_experts(runner.get_model())
         # The reload keeps tensors until a layer is complete, longer than the transport does.
-        runner.reload_weights(weights_iterator=((name, tensor.clone()) for name, tensor in tensors))
+        runner.reload_weights(
+            weights_iterator=((name, as_loader_expects(pictures, name, tensor).clone()) for name, tensor in tensors)
+        )
 
     try:
         spec.receive(first_receiver + getattr(worker, "rank", 0), load)

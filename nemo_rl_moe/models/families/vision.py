@@ -148,6 +148,7 @@ class VisionFamily:
         flat = copy.deepcopy(hf_config.text_config)
         flat.decoder_type = decoder_type
         flat.model_type = hf_config.model_type
+        flat.architectures = hf_config.architectures
         flat.tie_word_embeddings = hf_config.tie_word_embeddings
         for name in self.config_fields.read - {"text_config"}:
             setattr(flat, name, getattr(hf_config, name))

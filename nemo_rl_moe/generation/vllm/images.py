@@ -1,0 +1,264 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Prompts with pictures for vLLM: the trainer's own tokens and pixels, in the form that vLLM's processors leave.
+
+vLLM would expand an image token and resize the image by itself, with transformers' processors. Here that is done
+already, so its models get a processor that does nothing, and requests come in their processed form.
+"""
+
+import importlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.models.images import IS_IMAGE, Picture, pictures_in
+from nemo_rl_moe.models.picture_patches import PixelRule, as_tensors, merged_patches, tiles
+
+_TILED = "internvl"
+MODULES = {
+    "internvl": ("interns1", "InternS1ForConditionalGeneration"),
+    "qwen2_5_vl": ("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration"),
+    "qwen3_vl": ("qwen3_vl", "Qwen3VLForConditionalGeneration"),
+    "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+}
+"""Module and class of vLLM's models of images and text, by transformers' `model_type`."""
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """Pictures of one model, as they travel to its engines.
+
+    Attributes:
+        model_type: One of `MODULES`.
+        architecture: The class that the model's `config.json` names.
+        rule: Numbers and patches of pixels.
+        token_id: The image token.
+        side: Height and width of the square of pixels that an image token stands for.
+    """
+
+    model_type: str
+    architecture: str
+    rule: PixelRule
+    token_id: int
+    side: int
+
+    def num_tokens(self, picture: Picture) -> int:
+        """Image tokens of a picture."""
+        height, width, _ = picture.pixels.shape
+        return (height // self.side) * (width // self.side)
+
+
+def image_runs(
+    settings: PictureSettings, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]
+) -> list[tuple[Picture, int, int]]:
+    """Each picture of a prompt with its first image token and the number of them.
+
+    Args:
+        settings: Of the model.
+        token_ids: The prompt's, with as many image tokens for each picture as the trainer takes.
+        inputs: The prompt's, as `models.images.image_inputs` makes them; none is text.
+
+    Raises:
+        GenerationError: The pictures give other numbers of tokens than the prompt has.
+    """
+    pictures = pictures_in(inputs)
+    marked = np.flatnonzero(inputs[IS_IMAGE].values) if IS_IMAGE in inputs else np.zeros(0, np.int64)
+    counts = [settings.num_tokens(picture) for picture in pictures]
+    if len(marked) != sum(counts):
+        raise GenerationError(
+            f"a prompt of {len(token_ids)} tokens has {len(marked)} image tokens, expected {sum(counts)}, which is what"
+            f" its {len(pictures)} pictures give in vLLM"
+        )
+    ends = np.cumsum(counts)
+    runs = []
+    for picture, count, end in zip(pictures, counts, ends.tolist(), strict=True):
+        first = int(marked[end - count])
+        if marked[end - 1] - first != count - 1 or any(
+            token != settings.token_id for token in token_ids[first : first + count]
+        ):
+            raise GenerationError(
+                f"a picture's {count} image tokens from token {first} on are not one run of token {settings.token_id}"
+            )
+        runs.append((picture, first, count))
+    return runs
+
+
+def model_inputs(settings: PictureSettings, picture: Picture) -> dict[str, Tensor]:
+    """Tensors that vLLM's model takes of one picture: those of the trainer's tower, by vLLM's names."""
+    pixels = as_tensors([picture])
+    if settings.model_type == _TILED:
+        return {
+            "pixel_values": tiles(pixels, settings.rule),
+            "image_num_patches": torch.ones(1, dtype=torch.long),
+            "image_token_id": torch.tensor(settings.token_id),
+        }
+    values, grids = merged_patches(pixels, settings.rule)
+    return {"pixel_values": values, "image_grid_thw": grids}
+
+
+class PicturePrompts:
+    """Prompts of a call of an engine: each distinct picture is made into patches once.
+
+    Args:
+        settings: Of the model; None: it takes text alone.
+    """
+
+    def __init__(self, settings: PictureSettings | None):
+        self._settings = settings
+        self._items: dict[int, Any] = {}
+
+    def prompt(self, token_ids: Sequence[int], inputs: Mapping[str, ModelInput]) -> Any:
+        """A prompt as vLLM's engine takes it.
+
+        Raises:
+            GenerationError: Pictures and image tokens do not go together.
+        """
+        runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
+        if not runs:
+            return {"prompt_token_ids": list(token_ids)}
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        return mm_input(
+            list(token_ids),
+            MultiModalKwargsItems({"image": [self._item(picture) for picture, _, _ in runs]}),
+            {"image": [str(picture.digest) for picture, _, _ in runs]},
+            {"image": [PlaceholderRange(offset=first, length=count) for _, first, count in runs]},
+        )
+
+    def _item(self, picture: Picture) -> Any:
+        """What vLLM's model takes of a picture, each tensor with the way in which those of several are joined."""
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+        assert self._settings is not None  # there is a picture
+        if picture.digest not in self._items:
+            tensors = model_inputs(self._settings, picture)
+            rows = torch.tensor([len(tensors["pixel_values"])])
+            fields = {
+                "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", rows),
+                "image_token_id": MultiModalFieldConfig.shared("image", 1, keep_on_cpu=True),
+                "image_num_patches": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+                "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+            }
+            (item,) = MultiModalKwargsItems.from_hf_inputs(tensors, {name: fields[name] for name in tensors})["image"]
+            self._items[picture.digest] = item
+        return self._items[picture.digest]
+
+
+def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)
+    """Has vLLM build the model's class with a processor that does nothing; before an engine is made.
+
+    Returns:
+        Further arguments of the engine.
+    """
+    module, name = MODULES[settings.model_type]
+    with stand_in_for_torchvision():
+        model_class = getattr(importlib.import_module(f"vllm.model_executor.models.{module}"), name)
+    from vllm import ModelRegistry
+    from vllm.multimodal import MULTIMODAL_REGISTRY
+    from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
+
+    class Limits(BaseProcessingInfo):
+        def get_supported_mm_limits(self) -> dict[str, int | None]:
+            return {"image": None}
+
+        def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
+            return {"image": seq_len}
+
+    class NoDummies(BaseDummyInputsBuilder):
+        def get_dummy_text(self, *args: Any) -> str:
+            raise NotImplementedError
+
+        def get_dummy_mm_data(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+    class AlreadyProcessed(BaseMultiModalProcessor):
+        requires_tokenizer = False
+
+        def _get_mm_fields_config(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+        def _get_prompt_updates(self, *args: Any) -> Any:
+            raise NotImplementedError
+
+    decorate = MULTIMODAL_REGISTRY.register_processor(AlreadyProcessed, info=Limits, dummy_inputs=NoDummies)
+    ModelRegistry.register_model(settings.architecture, decorate(type("PicturedModel", (model_class,), {})))
+    return {
+        # Tokens of a step bound the pictures of it, so that none are measured by pictures of vLLM's own.
+        "skip_mm_profiling": True,
+        "limit_mm_per_prompt": {"image": 1_000},
+        "mm_processor_cache_gb": 0,
+        # Pixels are normalised already, as the trainer does it.
+        "mm_device_do_normalize": False,
+        "hf_overrides": _ALWAYS_NORMALISED if settings.model_type == "qwen3_vl_moe" else {},
+    }
+
+
+_ALWAYS_NORMALISED = {"text_config": {"norm_topk_prob": True}}
+"""transformers has no such field in this family, whose weights of the chosen experts always add up to 1; vLLM asks."""
+
+
+def as_loader_expects(settings: PictureSettings | None, name: str, tensor: Tensor) -> Tensor:
+    """A tensor of a refit in the layout that vLLM's loader takes.
+
+    Args:
+        settings: Of the model; None: it takes text alone.
+        name: The tensor's Hugging Face name.
+        tensor: As transformers writes it: of Qwen3-VL-MoE's experts `[experts, out, in]`, where vLLM expects the
+            transposed ones of the released files, whatever their shapes.
+    """
+    is_turned = settings is not None and settings.model_type == "qwen3_vl_moe"
+    if is_turned and name.endswith(("mlp.experts.gate_up_proj", "mlp.experts.down_proj")):
+        return tensor.transpose(1, 2)
+    return tensor
+
+
+@contextmanager
+def stand_in_for_torchvision() -> Iterator[None]:
+    """Lets modules be imported that import torchvision for image processors which are never used here.
+
+    The CPU build of vLLM comes without it: its wheels on PyPI do not load beside a torch for CPUs.
+    """
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():  # remembered by transformers, whatever can be imported meanwhile
+        yield
+        return
+    finder = _StandIn()
+    sys.meta_path.append(finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name in sys.modules if _is_torchvision(name)]:
+            del sys.modules[name]
+
+
+def _is_torchvision(name: str) -> bool:
+    return name.split(".")[0] == "torchvision"
+
+
+class _StandIn(MetaPathFinder, Loader):
+    """Modules of torchvision in which every name is an empty class."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(fullname, self, is_package=True) if _is_torchvision(fullname) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def empty_class(name: str) -> type:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return type(name, (), {})
+
+        module.__getattr__ = empty_class  # type: ignore[method-assign]

@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines with pictures: the trainer's log-probs, tokens and routes, and refits of tower and projector."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.vllm.engine import VllmEngine
+from nemo_rl_moe.generation.vllm.releases import installed_release
+from tests.support.vllm_engines import generated, start_engine
+from tests.support.vllm_vision import DECODERS, VisionTrainer, engine_changes, with_pictures
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(installed_release() is None, reason="vLLM is not installed: make vllm"),
+]
+TOLERANCE = 5e-6
+GREEDY = SamplingParameters(max_new_tokens=8, temperature=0.0)
+PARTS = {
+    "internvl": ("vision_tower.", "multi_modal_projector.", "mlp.experts"),
+    "qwen2_5_vl": ("visual.blocks.", "visual.merger.", "mlp.down_proj"),
+    "qwen3_vl_moe": ("visual.blocks.", "merger", "mlp.experts"),
+}
+
+
+@pytest.fixture(scope="module", params=DECODERS)
+def trainer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> VisionTrainer:
+    return VisionTrainer(request.param, tmp_path_factory.mktemp(request.param) / "model")
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_cluster: RayCluster, trainer: VisionTrainer) -> Iterator[VllmEngine]:
+    has_experts = trainer.model_type != "qwen2_5_vl"
+    engine = start_engine(vllm_cluster, trainer, captures_routes=has_experts, **engine_changes(trainer))
+    yield engine
+    engine.shutdown()
+
+
+def asked(trainer: VisionTrainer, sampling: SamplingParameters = GREEDY) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(tuple(tokens), index, sampling, inputs)
+        for index, (tokens, inputs) in enumerate(zip(trainer.sequences, trainer.inputs, strict=True))
+    ]
+
+
+def test_a_refit_of_tower_projector_and_decoder_arrives(engine: VllmEngine, trainer: VisionTrainer) -> None:
+    trainer.refit(engine)
+    assert trainer.gap(engine) < TOLERANCE
+    for part in PARTS[trainer.model_type]:
+        before = dict(trainer.tensors)
+        trainer.change(part)
+        # The same pictures as before the refit: what an engine has kept of them is another tower's.
+        trainer.refit(engine, lambda tensors, before=before: before)
+        assert trainer.gap(engine) > 1e-3, f"{part} left out is seen"
+        trainer.refit(engine)
+        assert trainer.gap(engine) < TOLERANCE, part
+
+
+def test_greedy_tokens_and_routes_are_those_of_transformers(engine: VllmEngine, trainer: VisionTrainer) -> None:
+    trainer.refit(engine)
+    requests = asked(trainer)
+    assert {0, 1, 2} <= {len(inputs["picture_sizes"].values) for inputs in trainer.inputs}
+    for row, (request, sequence) in enumerate(zip(requests, generated(engine, requests), strict=True)):
+        tokens, routes = trainer.greedy(row, GREEDY.max_new_tokens)
+        assert sequence.token_ids.tolist() == tokens
+        if routes is None:
+            assert sequence.routed_experts is None
+            continue
+        assert sequence.routed_experts is not None
+        (piece,) = sequence.routed_experts.pieces
+        found = ray.get(piece.source)[piece.first : piece.first + piece.num_rows]
+        assert len(routes) == len(request.token_ids) + len(tokens) - 1
+        np.testing.assert_array_equal(np.sort(found, -1), np.sort(routes, -1))
+
+
+def test_many_pictures_in_one_step_are_answered_as_if_alone(engine: VllmEngine, trainer: VisionTrainer) -> None:
+    # More tokens, and more of pictures, than a step takes: no prompt may be cut in two.
+    trainer.refit(engine)
+    rows = with_pictures(trainer.inputs)
+    requests = [asked(trainer, SamplingParameters(max_new_tokens=4))[row] for row in rows * 20]
+    requests = [GenerationRequest(r.token_ids, seed, r.sampling, r.model_inputs) for seed, r in enumerate(requests)]
+    engines = engine.process_ids()
+    together = generated(engine, requests)
+    assert engine.process_ids() == engines, "none has failed"
+    for index in (0, 41, 97):
+        (alone,) = generated(engine, [requests[index]])
+        assert alone.token_ids.tolist() == together[index].token_ids.tolist()
+
+
+def test_text_alone_goes_on_beside_pictures(engine: VllmEngine, trainer: VisionTrainer) -> None:
+    trainer.refit(engine)
+    prompt = GenerationRequest((3, 4, 5), 1, GREEDY)
+    (sequence,) = generated(engine, [prompt])
+    assert len(sequence.token_ids) == GREEDY.max_new_tokens

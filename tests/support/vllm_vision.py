@@ -1,0 +1,141 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny vision-language models that vLLM takes on CPUs, beside transformers' own, and refits between them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.generation.refit import refit
+from nemo_rl_moe.generation.vllm.engine import VllmEngine, picture_settings
+from nemo_rl_moe.models.hf_files import load_hf_config
+from nemo_rl_moe.models.images import PICTURE_SIZES, sequence_inputs
+from tests.support.vision_models import mixed_batch, transformers_inputs, write_vision_model
+from tests.support.vllm_engines import SentWeights, as_they_are
+
+Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+# Heads of 32, the smallest that vLLM's attention on CPUs takes, and experts of a width that it does not pad.
+_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+DECODERS: Mapping[str, Mapping[str, Any]] = {
+    "internvl": {"head_dim": 32, "rope_parameters": _ROPE},
+    "qwen2_5_vl": {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4]},
+    },
+    "qwen3_vl_moe": {
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
+    },
+}
+
+
+class VisionTrainer:
+    """Weights that move, their scores of sequences with pictures, and their way into engines.
+
+    Args:
+        model_type: One of `DECODERS`.
+        folder: Gets the model.
+    """
+
+    def __init__(self, model_type: str, folder: Path):
+        self.model_type, self.folder = model_type, folder
+        write_vision_model(model_type, folder, **DECODERS[model_type])
+        self.hf_config = load_hf_config(str(folder))
+        self.tensors = load_file(folder / "model.safetensors")
+        self.version = 0
+        self._load()
+        batch = mixed_batch(model_type)
+        self.batch = batch
+        self.sequences = [batch.input_ids[row, : int(batch.lengths[row])].tolist() for row in range(len(batch))]
+        self.inputs = sequence_inputs(batch, range(len(batch)))
+
+    @property
+    def model_files(self) -> dict[str, bytes]:
+        """The folder without weights."""
+        return {path.name: path.read_bytes() for path in self.folder.iterdir() if path.suffix == ".json"}
+
+    @property
+    def pictures(self) -> Any:
+        """What engines know of its pictures."""
+        return picture_settings(self.hf_config)
+
+    def change(self, part: str) -> None:
+        """An update of the tensors whose names hold a text: each changes visibly."""
+        chosen = [name for name in self.tensors if part in name]
+        assert chosen, part
+        generator = torch.Generator().manual_seed(self.version)
+        for name in chosen:
+            tensor = self.tensors[name]
+            self.tensors[name] = tensor + 0.3 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+        self.version += 1
+        self._load()
+
+    def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:
+        """Sends the weights as a change leaves them."""
+        refit(engine, SentWeights(change(dict(self.tensors)), self.version), altered=altered)
+
+    def scores(self) -> list[Any]:
+        """Log-probs of the tokens of its sequences, all but the first of each."""
+        with torch.no_grad():
+            logprobs = self.model(**transformers_inputs(self.model_type, self.batch)).logits.log_softmax(-1)
+        ids = self.batch.input_ids
+        found = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        return [row[: len(tokens) - 1].numpy() for row, tokens in zip(found, self.sequences, strict=True)]
+
+    def gap(self, engine: VllmEngine) -> float:
+        """Largest difference of a log-prob from an engine's."""
+        (found,) = engine.score(self.sequences, 1.0, *self.inputs)
+        return max(float(np.abs(a - b).max()) for a, b in zip(found, self.scores(), strict=True))
+
+    def greedy(self, row: int, num_tokens: int) -> tuple[list[int], Any]:
+        """Tokens ranked first behind a sequence, and the experts of all tokens that were fed."""
+        chosen: list[Tensor] = []
+        hooks = [
+            module.register_forward_hook(lambda module, args, output: chosen.append(output))
+            for name, module in self.model.named_modules()
+            if name.endswith("mlp.gate")
+        ]
+        batch = self.batch.select([row])
+        length = int(batch.lengths[0])
+        inputs = transformers_inputs(self.model_type, batch)
+        inputs = {
+            name: value[:, :length] if value.ndim == 2 and name.endswith(("ids", "mask")) else value
+            for name, value in inputs.items()
+        }
+        tokens: list[int] = []
+        with torch.no_grad():
+            for _ in range(num_tokens):
+                chosen.clear()
+                logits = self.model(**inputs).logits[0, -1]
+                tokens.append(int(logits.argmax()))
+                added = {"input_ids": tokens[-1], "attention_mask": 1, "mm_token_type_ids": 0}
+                for name, value in added.items():
+                    if name in inputs:
+                        inputs[name] = torch.cat([inputs[name], torch.tensor([[value]])], 1)
+        for hook in hooks:
+            hook.remove()
+        routes = [output[-1] if isinstance(output, tuple) else output.topk(2).indices for output in chosen]
+        return tokens, torch.stack(routes, 1).numpy() if routes else None
+
+    def _load(self) -> None:
+        save_file(self.tensors, self.folder / "model.safetensors", metadata={"format": "pt"})
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(self.folder, dtype=torch.float32).eval()
+
+
+def engine_changes(trainer: VisionTrainer) -> dict[str, Any]:
+    """Settings of an engine of its model, for `start_engine`."""
+    return {"pictures": trainer.pictures, "model_files": trainer.model_files}
+
+
+def with_pictures(sequences: Sequence[Mapping[str, ModelInput]]) -> list[int]:
+    """Rows that have pictures."""
+    return [row for row, inputs in enumerate(sequences) if len(inputs[PICTURE_SIZES].values)]
