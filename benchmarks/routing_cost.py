@@ -15,9 +15,9 @@ each contestant has all that those before it have:
 
 `off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what the
 machine's noise makes of a ratio. The measurements of routing are made in every round, on their own clock, and count
-with one `every_n_steps`th; files of the tables are written in every round, too, and count once in five seconds of steps,
-as a run writes them. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes do:
-scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
+with one `every_n_steps`th; files of the tables are written in every round, too, and count once in five seconds of
+steps, as a run writes them. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes
+do: scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
 
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
 files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
