@@ -22,6 +22,7 @@ from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import PICTURE_IDS, PIXELS
@@ -234,6 +235,22 @@ def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, 
     assert (use.num_gpus, use.num_gpus_of_run, use.peak_flops_per_second) == (4, 4 + 6, peak)
     assert use.train_flops == 3 * sum(10 * length + 4 * length * (length + 1) / 2 for length in lengths)
     assert use.memory["max_memory_reserved_gb"].reduce() == 10.0, "the fullest rank, though it reports no loss"
+
+
+def test_the_vision_tower_counts_once_for_each_picture_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("policy.train_micro_batch_size=3")
+    policy, _ = make_policy(monkeypatch, config, gpu="NVIDIA H200", model="tiny_internvl_moe")
+    policy._pictures = ArrayStore(lambda array: array)
+    a, b = (random_picture(4, 4, seed) for seed in (0, 1))
+    # Each of two ranks has one microbatch: two pictures, and one.
+    batch = vision_batch([[2, a, 5], [2, b, 5], [2, a, 5], [9], [2, b, 5], [2, b, 2]])
+    use, text = policy.train(batch, sft_loss).gpu_use, policy.train(batch.for_loss(), sft_loss).gpu_use
+    assert use is not None
+    assert text is not None
+    family = family_of(policy._hf_config).vision
+    assert family is not None
+    one = family.shape(policy._hf_config).training_flops([(8, 8)], config.policy.freeze)
+    assert use.train_flops - text.train_flops == 3 * one > 0
 
 
 def test_a_policy_on_cpus_uses_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
