@@ -80,7 +80,9 @@ def data(theirs: Theirs, translation: Translation) -> None:
         if known.image_key is not None:
             values["data.image_key"] = known.image_key
         if known.to_do:
-            translation.without.append(f"data.{part}.dataset_name: {name}: {known.path}; {known.to_do}")
+            translation.without.append(
+                f"data.{part}.dataset_name: {name}: {values[f'data.{part}.path']}; {known.to_do}"
+            )
         elif path is None and name not in DATASETS:
             translation.without.append(f"data.{part}.dataset_name: {name}: a data set of theirs; name its file")
         if translation.algorithm == "grpo":
