@@ -199,13 +199,17 @@ def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch:
 
     policy._pictures = ArrayStore(put_down)
     pictures = [random_picture(4, 4, seed) for seed in (0, 1)]
-    policy.train(vision_batch([[2, pictures[row // 3], 5] for row in range(6)]), sft_loss)
-    (_, arguments) = workers.calls[-1]
-    microbatches = [batch for (shards, *_) in arguments for shard in shards for batch in shard.microbatches]
-    distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
-    assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
-    assert max(distinct) == (2 if limit == "null" else 1)
-    assert len({sum(len(shard.microbatches) for shard in shards) for (shards, *_) in arguments}) == 1
+    batch = vision_batch([[2, pictures[row // 3], 5] for row in range(6)])
+    policy.train(batch, sft_loss)
+    policy.start_logprobs(batch)
+    (_, of_training), (_, of_logprobs) = workers.calls[-2:]
+    by_worker = [[batch for shard in shards for batch in shard.microbatches] for (shards, *_) in of_training]
+    for received in (by_worker, [share for (share, *_) in of_logprobs]):
+        (number,) = {len(microbatches) for microbatches in received}
+        microbatches = [batch for of_worker in received for batch in of_worker]
+        distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
+        assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
+        assert (number, max(distinct)) == ((1, 2) if limit == "null" else (1, 1))
     rows = {id(each) for batch in microbatches for own in batch.shared[PIXELS].arrays for each in own}
     assert len(rows) == 2
     assert sum(array.nbytes for array in put) == 2 * 32 * 32 * 3
