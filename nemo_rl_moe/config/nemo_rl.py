@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.nemo_rl_data import DATA_RULES
+from nemo_rl_moe.config.nemo_rl_data import DATA_RULES, picture_environment
 from nemo_rl_moe.config.nemo_rl_files import algorithm_in, leaves, read_theirs
 from nemo_rl_moe.config.nemo_rl_grpo import GRPO_RULES
 from nemo_rl_moe.config.nemo_rl_keys import row_of
+from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_training import TRAINING_RULES
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
 from nemo_rl_moe.config.validation import known_keys
@@ -66,7 +67,9 @@ _KEPT_WHILE_OFF = (
 def _sections_of_others(theirs: Theirs) -> Iterator[str]:
     """Sections of backends and loggers that another key does not choose."""
     backend = theirs.get("policy.generation.backend", "vllm")
+    chosen = picture_environment(theirs)
     for section, is_read in (
+        *((f"env.{name}", name == chosen) for name in PICTURE_ENVIRONMENTS),
         ("policy.generation.mcore_generation_config", backend == "megatron"),
         ("policy.generation.vllm_cfg", backend == "vllm"),
         ("policy.generation.vllm_kwargs", backend == "vllm"),

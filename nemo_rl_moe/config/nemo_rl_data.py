@@ -3,8 +3,9 @@
 """Rules of a translation from NeMo-RL for the samples and their text, and the data sets that it knows by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
 
 
@@ -17,6 +18,8 @@ class KnownDataset:
         prompt_key: Key of the prompt, for GRPO.
         answer_key: Key of the answer, for GRPO.
         split: Its split where the configuration names none.
+        other_paths: Names on the hub of splits of theirs that are data sets of their own.
+        image_key: Key of a record's images; None: it has none.
         to_do: What has to be done before it can be read here; empty: nothing.
     """
 
@@ -24,6 +27,8 @@ class KnownDataset:
     prompt_key: str = "prompt"
     answer_key: str = "answer"
     split: str = "train"
+    other_paths: Mapping[str, str] = field(default_factory=dict)
+    image_key: str | None = None
     to_do: str = ""
 
 
@@ -36,6 +41,18 @@ DATASETS = {
     "squad": KnownDataset("rajpurkar/squad", to_do="its records are no conversations: write them as `messages`"),
     "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture"),
     "HelpSteer3": KnownDataset("nvidia/HelpSteer3", to_do="its records are no pairs: write `chosen` and `rejected`"),
+    "clevr-cogent": KnownDataset(
+        "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
+        "problem",
+        "solution",
+        other_paths={name: f"MMInstruction/Clevr_CoGenT_V{name[1:]}" for name in ("valA", "valB")},
+        image_key="image",
+        to_do="its `solution` has the answer between <answer> and </answer>: write it alone",
+    ),
+    "geometry3k": KnownDataset("hiyouga/geometry3k", "problem", image_key="images"),
+    "refcoco": KnownDataset(
+        "jxu124/refcoco", image_key="images", to_do="it has no pictures in it: write records with `images` and `answer`"
+    ),
     "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture"),
 }
 """By their name."""
@@ -57,10 +74,15 @@ def data(theirs: Theirs, translation: Translation) -> None:
         name = section.get("dataset_name")
         path = section.get("data_path")
         known = KnownDataset(path or str(name)) if path or name not in DATASETS else DATASETS[name]
-        values[f"data.{part}.path"] = known.path
-        values[f"data.{part}.split"] = section.get("split") or known.split
+        split = section.get("split") or known.split
+        values[f"data.{part}.path"] = known.other_paths.get(split, known.path)
+        values[f"data.{part}.split"] = known.split if split in known.other_paths else split
+        if known.image_key is not None:
+            values["data.image_key"] = known.image_key
         if known.to_do:
-            translation.without.append(f"data.{part}.dataset_name: {name}: {known.path}; {known.to_do}")
+            translation.without.append(
+                f"data.{part}.dataset_name: {name}: {values[f'data.{part}.path']}; {known.to_do}"
+            )
         elif path is None and name not in DATASETS:
             translation.without.append(f"data.{part}.dataset_name: {name}: a data set of theirs; name its file")
         if translation.algorithm == "grpo":
@@ -93,6 +115,13 @@ def chat_template(theirs: Theirs, translation: Translation) -> None:
         )
     else:
         translation.values["policy.tokenizer.chat_template"] = template
+
+
+def picture_environment(theirs: Theirs) -> str | None:
+    """The environment for pictures with questions that the training data are of; None: they are none of these."""
+    keys = ("data.train.env_name", "data.default.env_name", "data.train.dataset_name", "data.dataset_name")
+    named = (theirs.get(key) for key in keys)
+    return next((name for name in named if name in PICTURE_ENVIRONMENTS), None)
 
 
 DATA_RULES = (chat_template, data)

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
 
+from nemo_rl_moe.config.nemo_rl_data import picture_environment
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
 
 NO_BOUND = 1.0e9
@@ -132,4 +133,38 @@ def environment(theirs: Theirs, translation: Translation) -> None:
         translation.values["logger.num_samples_to_print"] = number
 
 
-GRPO_RULES = (estimator, lengths, policy_loss, generation, environment)
+_ANSWER = "<answer>"
+_REWARDS_OF_PICTURES = {"exact_alnum": "exact", "math_expr": "math"}
+"""Their reward functions for pictures that have a counterpart, to the environment that it is."""
+
+
+def pictures(theirs: Theirs, translation: Translation) -> None:
+    """Rewards of pictures with questions, and the engine, which has to take pictures."""
+    values, chosen = translation.values, picture_environment(theirs)
+    if chosen is None and not theirs.get("policy.is_vlm", False):
+        return
+    if values["policy.generation.backend"] != "megatron":
+        values["policy.generation.backend"] = "megatron"
+        translation.changed.append("policy.generation.backend: vllm: megatron: engines of vLLM get no pictures")
+    if chosen is None:
+        return
+    section = f"env.{chosen}"
+    functions = theirs.get(f"{section}.reward_functions", [])
+    weights = {function["name"]: function.get("weight", 1.0) for function in functions}
+    values["env.num_workers"] = theirs.get(f"{section}.num_workers", 8)
+    for name, weight in weights.items():
+        if (ours := _REWARDS_OF_PICTURES.get(name)) is not None:
+            values |= {"env.name": ours, "env.answer_after": _ANSWER}
+            translation.changed.append(
+                f"{section}.reward_functions: {name}: env.name {ours}: of all that follows the last {_ANSWER}; ask for"
+                " no closing tag in data.prompt_template"
+            )
+        else:
+            weighed = ", ".join(f"{each}: {weights[each]}" for each in weights)
+            translation.without.append(
+                f"{section}.reward_functions: {name}: {weight}: no such reward; a function of yours that returns a dict"
+                f" of rewards: env.name: callable, env.reward_weights: {{{weighed}}}"
+            )
+
+
+GRPO_RULES = (estimator, lengths, policy_loss, generation, environment, pictures)

@@ -127,7 +127,8 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     *no_counterpart(
         "grpo", "`grpo.use_dynamic_sampling` draws other prompts instead", "zero_variance_prompt_filtering"
     ),
-    *no_counterpart("grpo", "text alone", "debug_payload_metrics", "deduplicate_multimodal_data"),
+    *no_counterpart("grpo", "pictures are stored and travel once, always", "deduplicate_multimodal_data", off=True),
+    *no_counterpart("grpo", "no such metrics", "debug_payload_metrics"),
     *no_counterpart("grpo", "no tools", "invalid_tool_call_advantage", "malformed_thinking_advantage"),
     *no_counterpart("grpo.async_grpo", "rollouts and training take turns", "*"),
     *no_counterpart("async_rl", "rollouts and training take turns", "*"),

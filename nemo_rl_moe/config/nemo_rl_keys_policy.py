@@ -7,6 +7,8 @@ from typing import Any
 from nemo_rl_moe.config.nemo_rl_row import ENGINE, Row, no_counterpart, same_names
 from nemo_rl_moe.config.nemo_rl_translation import MEGATRON
 
+_AUTOMODEL_FREEZE = "policy.dtensor_cfg.automodel_kwargs.freeze_config"
+
 
 def _empty_if_null(value: Any) -> Any:
     return {} if value is None else value
@@ -51,11 +53,11 @@ POLICY_ROWS: tuple[Row, ...] = (
     ),
     Row("policy.tokenizer.chat_template_kwargs", "data.chat_template_kwargs", "", _empty_if_null),
     Row("policy.tokenizer.chat_template_kwargs.*", "data.chat_template_kwargs", "the same names", None),
-    *no_counterpart("policy.tokenizer", "text alone", "video.*"),
+    *no_counterpart("policy.tokenizer", "no video", "video.*"),
     *no_counterpart("policy.tokenizer", ENGINE, "use_fastokens"),
     *no_counterpart("policy.hf_config_overrides", "edit the model's config.json", "*"),
     *no_counterpart("policy", "of their Hugging Face backend", "generation_batch_size", off=32),
-    *no_counterpart("policy", "text alone", "is_vlm"),
+    Row("policy.is_vlm", "policy.model_name", "the model's own config.json tells", None),
     *no_counterpart(
         "policy",
         "no quantization",
@@ -93,6 +95,13 @@ POLICY_ROWS: tuple[Row, ...] = (
         "microbatch_order",
         off=64,
     ),
+    # Parts of a model with a vision tower, of the engine that is on.
+    Row(f"{MEGATRON}.freeze_config.freeze_vision_model", "policy.freeze.vision_tower"),
+    Row(f"{MEGATRON}.freeze_config.freeze_vision_projection", "policy.freeze.projector"),
+    Row(f"{MEGATRON}.freeze_config.freeze_language_model", "policy.freeze.language_model"),
+    Row(f"{_AUTOMODEL_FREEZE}.freeze_vision_tower", "policy.freeze.vision_tower"),
+    Row(f"{_AUTOMODEL_FREEZE}.freeze_language_model", "policy.freeze.language_model"),
+    *no_counterpart(_AUTOMODEL_FREEZE, "no sound", "freeze_audio_tower"),
     # PyTorch's engine, where it is the one that is on.
     Row("policy.dtensor_cfg.enabled", MEGATRON, "Megatron-Core trains, whichever engine is on there", None),
     Row(f"{MEGATRON}.enabled", MEGATRON, "as above", None),

@@ -4,6 +4,8 @@
 
 from nemo_rl_moe.config.nemo_rl_row import ENGINE, Row, no_counterpart, same_names
 
+PICTURE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
+"""Environments of theirs for pictures with questions."""
 _VLLM = "policy.generation.vllm_cfg"
 
 RUN_ROWS: tuple[Row, ...] = (
@@ -67,6 +69,7 @@ RUN_ROWS: tuple[Row, ...] = (
         None,
     ),
     *no_counterpart("data.default", "a message of each record, or words in the chat template", "system_prompt_file"),
+    Row("data.default.env_name", "env.name", "of pictures with questions", None),
     *no_counterpart("data.default", "records are read by their form: docs/data.md", "*"),
     Row("data.max_input_seq_length", "policy.generation.max_new_tokens", "see there", None),
     *no_counterpart("data", "the chat template alone decides", "add_bos", "add_eos", "add_generation_prompt"),
@@ -83,6 +86,12 @@ RUN_ROWS: tuple[Row, ...] = (
         "env.math_multi_reward",
         "a function that returns a dict of rewards: `env.name: callable`, `env.reward_weights`",
         "*",
+    ),
+    # Pictures with questions: those of the data set that is trained on.
+    *(Row(f"env.{name}.num_workers", "env.num_workers", "of the chosen one", None) for name in PICTURE_ENVIRONMENTS),
+    *(
+        Row(f"env.{name}.reward_functions", "env.name", "`exact_alnum` is `exact`, `math_expr` `math`", None)
+        for name in PICTURE_ENVIRONMENTS
     ),
     *no_counterpart("env", "environments: docs/adding-an-environment.md", "*"),
     # The run.

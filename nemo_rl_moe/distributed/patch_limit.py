@@ -22,18 +22,18 @@ class PatchRoom:
     """
 
     def __init__(self, most: int | None, first: Pictures):
-        self._most, self._first, self._are_the_same = most, first.keys(), True
+        self._most, self._first = most, first.keys()
         self._ids, self._patches = set(first), sum(first.values())
 
     def has_room_for(self, pictures: Pictures) -> bool:
         """True where another item may join those that are there."""
-        if self._most is None or (self._are_the_same and pictures.keys() == self._first):
+        # What is like the first one adds nothing, and where that is too much by itself, nothing else is there.
+        if self._most is None or pictures.keys() == self._first:
             return True
         return self._patches + self._added(pictures) <= self._most
 
     def add(self, pictures: Pictures) -> None:
         """Lets an item in."""
-        self._are_the_same &= pictures.keys() == self._first
         self._patches += self._added(pictures)
         self._ids |= pictures.keys()
 

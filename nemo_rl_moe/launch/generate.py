@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -128,12 +128,7 @@ def responses(
     """
     seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * samples, np.uint64).tolist()
     asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-    # Responses to one prompt share the arrays of its images.
-    inputs = [of_prompt for of_prompt in prompt_inputs(prompts) for _ in range(samples)]
-    requests = [
-        GenerationRequest(prompt.token_ids, seed_of_one, sampling, of_prompt)
-        for (prompt, _), seed_of_one, of_prompt in zip(asked, seeds, inputs, strict=True)
-    ]
+    requests = _Requests([prompt for prompt, _ in asked], seeds, sampling)
     ready: dict[int, GeneratedSequence] = {}
     position = 0
     engine.wake()
@@ -142,6 +137,40 @@ def responses(
         while position in ready:
             yield *asked[position], ready.pop(position)
             position += 1
+
+
+class _Requests(Sequence[GenerationRequest]):
+    """Requests whose images are read when they are taken, a portion at a time: those of all would fill the memory.
+
+    Args:
+        prompts: Of each request.
+        seeds: Likewise.
+        sampling: Of all.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters):
+        self._prompts, self._seeds, self._sampling = prompts, seeds, sampling
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    @overload
+    def __getitem__(self, index: int) -> GenerationRequest: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[GenerationRequest]: ...
+
+    def __getitem__(self, index: int | slice) -> GenerationRequest | list[GenerationRequest]:
+        if isinstance(index, int):
+            return self[index : index + 1 or None][0]
+        prompts = self._prompts[index]
+        # Responses to one prompt share the arrays of its images.
+        distinct = {id(prompt): prompt for prompt in prompts}
+        inputs = dict(zip(distinct, prompt_inputs(list(distinct.values())), strict=True))
+        return [
+            GenerationRequest(prompt.token_ids, seed, self._sampling, inputs[id(prompt)])
+            for prompt, seed in zip(prompts, self._seeds[index], strict=True)
+        ]
 
 
 def record_of(

@@ -148,6 +148,25 @@ def test_ranks_that_share_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     assert "context parallel (CP)" not in values(plan(capsys, "grpo_math_1B.yaml", QWEN3_1_7B)[1])
 
 
+def test_the_vision_towers_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    """27 blocks of 8 x 1152 + 2 x 4304 numbers of two bytes, of 4 patches a token: on the first stage alone."""
+    model = MODEL_CONFIGS / "Qwen3-VL-30B-A3B-Instruct"
+
+    def rows_of(*overrides: str) -> dict[str, str]:
+        recipe = "vlm_grpo_qwen3_vl_30b_a3b.yaml"
+        layout = [f"{MEGATRON}.pipeline_model_parallel_size=2", f"{MEGATRON}.expert_model_parallel_size=4"]
+        code, printed, errors = plan(capsys, recipe, f"policy.model_name={model}", *layout, *overrides)
+        assert (code, errors) == (0, "")
+        return values(printed)
+
+    a_patch = 27 * (8 * 1152 + 2 * 4304) * 2
+    row = "+ of the vision tower, {} patches: activations, at least"
+    assert rows_of()[row.format(4096 * 4)].split() == [f"{a_patch * 4096 * 4 / 1e9:.2f}", "0.00"]
+    limited = rows_of("policy.sequence_packing.train_mb_patches=6000")
+    assert limited[row.format(6000)].split() == [f"{a_patch * 6000 / 1e9:.2f}", "0.00"]
+    assert not [label for label in rows_of("policy.freeze.vision_tower=true") if "vision tower" in label]
+
+
 def test_forced_routing_is_shouted(capsys: pytest.CaptureFixture[str]) -> None:
     _, printed, _ = plan(capsys, "sft.yaml", QWEN3_30B_A3B, f"{MEGATRON}.moe_router_force_hot_rank=0")
     assert "FORCED ROUTING" in printed

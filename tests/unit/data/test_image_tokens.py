@@ -3,7 +3,7 @@
 """Images as tokens of samples: their number and places, the masks around them, and pictures in batches."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -21,9 +21,13 @@ from nemo_rl_moe.data.sft import TokenizedDataset, load_sft_dataset
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.batch import Destination
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
+from nemo_rl_moe.generation.portions import EngineInPortions
+from nemo_rl_moe.launch.generate import responses
 from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
 from nemo_rl_moe.models.picture_rules import load_picture_rule
 from tests.unit.data.test_prompts import load as load_prompts_of
+from tests.unit.generation.test_portions import SAMPLING, Backwards
 
 ASSETS = Path(__file__).parents[3] / "examples/assets"
 QUESTION = "how many shapes ?"
@@ -236,6 +240,37 @@ def test_prompts_with_other_images_are_other_prompts(
     assert [prompt.sample_id[-1] for prompt in kept] == ["2"]
     assert (kept.report.num_training_prompts, kept.report.num_images) == (1, 1)
     assert json.dumps(dict(kept[0].record))
+
+
+def test_images_of_prompts_are_read_when_their_portion_is_asked_for(
+    qwen: Kit, tmp_path: Path, write_jsonl: Callable[..., str]
+) -> None:
+    """Of three portions the last one's image is gone: the responses to the others are there."""
+    names = [draw(tmp_path, f"{number}.png", seed=number) for number in range(3)]
+    lines = [{"question": QUESTION, "answer": "4", "images": [name]} for name in names]
+    common = {"prompt_key": "question", "max_image_pixels": 10_000, "images": qwen[1]}
+    prompts = load_prompts_of(qwen[0], write_jsonl(*lines), env="math", **common)
+    (tmp_path / names[2]).unlink()
+    inner, found = RememberingRequests(), []
+    with pytest.raises(DataError, match=r"data.jsonl:3: .*2.png"):
+        found.extend(responses(EngineInPortions(inner, 2, lambda done: None), prompts, 2, SAMPLING, seed=0))
+    assert [(prompt.sample_id[-1], sample) for prompt, sample, _ in found] == [("1", 0), ("1", 1), ("2", 0), ("2", 1)]
+    # Both responses to a prompt are asked for with the same arrays.
+    assert [len(requests) for requests in inner.asked] == [2, 2]
+    for first, second in inner.asked:
+        assert first.model_inputs[PIXELS].values[0] is second.model_inputs[PIXELS].values[0]
+
+
+class RememberingRequests(Backwards):
+    """An engine that keeps what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Sequence[GenerationRequest]] = []
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        self.asked.append(requests)
+        return super().generate(requests)
 
 
 def test_a_sample_whose_second_image_is_cut_is_left_out(

@@ -103,6 +103,17 @@ def test_no_microbatch_takes_more_than_the_limit_or_one_group_alone(case: dict[s
     assert len(plan_microbatches(**case).global_batches) == len(case["lengths"]) // size // case["group_size"]
 
 
+def test_a_filler_has_the_pictures_of_the_sequence_that_it_repeats() -> None:
+    """Three pictures that fill the limit each, of two sequences, two, and the shortest one, which is run twice."""
+    pictures = [{number: LIMIT} for number in (0, 0, 1, 1, 2)]
+    batching = PackedBatching(60, max_patches=LIMIT)
+    plan = plan_evaluation([5, 5, 4, 4, 3], num_data_parallel_ranks=2, batching=batching, pictures=pictures)
+    assert plan.fillers == (4,)
+    filled = [*pictures, pictures[4]]
+    for indices in (indices for of_rank in plan.by_rank for indices in of_rank):
+        assert patches(filled[index] for index in indices) == LIMIT
+
+
 @pytest.mark.parametrize("batching", [DynamicBatching(60, 5), PackedBatching(60)])
 def test_without_a_limit_pictures_change_nothing(batching: Batching) -> None:
     lengths = [(7 * number) % 23 + 1 for number in range(24)]

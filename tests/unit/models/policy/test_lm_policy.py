@@ -22,6 +22,7 @@ from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
+from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import PICTURE_IDS, PIXELS
@@ -198,13 +199,17 @@ def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch:
 
     policy._pictures = ArrayStore(put_down)
     pictures = [random_picture(4, 4, seed) for seed in (0, 1)]
-    policy.train(vision_batch([[2, pictures[row // 3], 5] for row in range(6)]), sft_loss)
-    (_, arguments) = workers.calls[-1]
-    microbatches = [batch for (shards, *_) in arguments for shard in shards for batch in shard.microbatches]
-    distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
-    assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
-    assert max(distinct) == (2 if limit == "null" else 1)
-    assert len({sum(len(shard.microbatches) for shard in shards) for (shards, *_) in arguments}) == 1
+    batch = vision_batch([[2, pictures[row // 3], 5] for row in range(6)])
+    policy.train(batch, sft_loss)
+    policy.start_logprobs(batch)
+    (_, of_training), (_, of_logprobs) = workers.calls[-2:]
+    by_worker = [[batch for shard in shards for batch in shard.microbatches] for (shards, *_) in of_training]
+    for received in (by_worker, [share for (share, *_) in of_logprobs]):
+        (number,) = {len(microbatches) for microbatches in received}
+        microbatches = [batch for of_worker in received for batch in of_worker]
+        distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
+        assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
+        assert (number, max(distinct)) == ((1, 2) if limit == "null" else (1, 1))
     rows = {id(each) for batch in microbatches for own in batch.shared[PIXELS].arrays for each in own}
     assert len(rows) == 2
     assert sum(array.nbytes for array in put) == 2 * 32 * 32 * 3
@@ -234,6 +239,22 @@ def test_use_of_gpus(monkeypatch: pytest.MonkeyPatch, precision: str, gpu: str, 
     assert (use.num_gpus, use.num_gpus_of_run, use.peak_flops_per_second) == (4, 4 + 6, peak)
     assert use.train_flops == 3 * sum(10 * length + 4 * length * (length + 1) / 2 for length in lengths)
     assert use.memory["max_memory_reserved_gb"].reduce() == 10.0, "the fullest rank, though it reports no loss"
+
+
+def test_the_vision_tower_counts_once_for_each_picture_of_a_microbatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config("policy.train_micro_batch_size=3")
+    policy, _ = make_policy(monkeypatch, config, gpu="NVIDIA H200", model="tiny_internvl_moe")
+    policy._pictures = ArrayStore(lambda array: array)
+    a, b = (random_picture(4, 4, seed) for seed in (0, 1))
+    # Each of two ranks has one microbatch: two pictures, and one.
+    batch = vision_batch([[2, a, 5], [2, b, 5], [2, a, 5], [9], [2, b, 5], [2, b, 2]])
+    use, text = policy.train(batch, sft_loss).gpu_use, policy.train(batch.for_loss(), sft_loss).gpu_use
+    assert use is not None
+    assert text is not None
+    family = family_of(policy._hf_config).vision
+    assert family is not None
+    one = family.shape(policy._hf_config).training_flops([(8, 8)], config.policy.freeze)
+    assert use.train_flops - text.train_flops == 3 * one > 0
 
 
 def test_a_policy_on_cpus_uses_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
