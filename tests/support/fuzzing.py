@@ -65,11 +65,13 @@ class Case:
         what: What is odd about the input, for the message of a failure.
         run: Does it; returns the exit code.
         difference: What is wrong with the result of a run that ended with 0; None: nothing.
+        refusal: What is wrong with the message of one that ended with 2; None: nothing.
     """
 
     what: str
     run: Callable[[], int]
     difference: Callable[[Output], str | None] = _nothing_wrong
+    refusal: Callable[[Output], str | None] = _nothing_wrong
 
 
 MakeCase = Callable[[random.Random, Path], Case]
@@ -245,8 +247,8 @@ def _judged(make_case: MakeCase, seed: int, folder: Path) -> tuple[str, bool, st
             texts.append(file.read().decode(errors="backslashreplace"))
     output = Output(code, *texts)
     problem = _problem_with(output)
-    if problem is None and code == 0:
-        problem = case.difference(output)
+    if problem is None:
+        problem = case.difference(output) if code == 0 else case.refusal(output)
     return case.what, code == 0, problem
 
 
