@@ -169,21 +169,21 @@ def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
-    class Limits(BaseProcessingInfo):  # type: ignore[misc]
+    class Limits(BaseProcessingInfo):
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
 
         def get_mm_max_tokens_per_item(self, seq_len: int, mm_counts: Mapping[str, int]) -> dict[str, int]:
             return {"image": seq_len}
 
-    class NoDummies(BaseDummyInputsBuilder):  # type: ignore[misc]
+    class NoDummies(BaseDummyInputsBuilder):
         def get_dummy_text(self, *args: Any) -> str:
             raise NotImplementedError
 
         def get_dummy_mm_data(self, *args: Any) -> Any:
             raise NotImplementedError
 
-    class AlreadyProcessed(BaseMultiModalProcessor):  # type: ignore[misc]
+    class AlreadyProcessed(BaseMultiModalProcessor):
         requires_tokenizer = False
 
         def _get_mm_fields_config(self, *args: Any) -> Any:
