@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
@@ -55,10 +56,12 @@ def test_a_refit_of_tower_projector_and_decoder_arrives(engine: VllmEngine, trai
     for part in PARTS[trainer.model_type]:
         before = dict(trainer.tensors)
         trainer.change(part)
-        # The same pictures as before the refit: what an engine has kept of them is another tower's.
         trainer.refit(engine, lambda tensors, before=before: before)
-        assert trainer.gap(engine) > 1e-3, f"{part} left out is seen"
+        with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
+            trainer.check_of(engine).after_refit(engine)
+        # The same pictures as before: what an engine has kept of them is another tower's.
         trainer.refit(engine)
+        assert trainer.check_of(engine).after_refit(engine).largest < TOLERANCE
         assert trainer.gap(engine) < TOLERANCE, part
 
 
