@@ -125,8 +125,14 @@ def start_scores(
     policy: MegatronPolicy, sequences: Sequence[Sequence[int]], *, model_inputs: Sequence[Mapping[str, ModelInput]] = ()
 ) -> Callable[[], Scores]:
     """Has the trainer begin to score sequences of one length; the log-probs of all tokens but the first, waited for."""
+    logprobs = policy.start_logprobs(batch_of(sequences, model_inputs), by_one_copy=True)
+    return lambda: [row[1:].numpy() for row in logprobs()]
+
+
+def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
+    """Sequences of one length, as the trainer scores them; with their pictures, where the model takes some."""
     input_ids = torch.tensor(sequences)
-    batch = TokenBatch(
+    return TokenBatch(
         input_ids=input_ids,
         lengths=torch.full((len(sequences),), input_ids.shape[1]),
         token_mask=torch.ones_like(input_ids, dtype=torch.bool),
@@ -136,5 +142,3 @@ def start_scores(
             for name in (model_inputs[0] if model_inputs else ())
         },
     )
-    logprobs = policy.start_logprobs(batch, by_one_copy=True)
-    return lambda: [row[1:].numpy() for row in logprobs()]

@@ -12,12 +12,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from nemo_rl_moe.distributed.batch import ModelInput
+from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, picture_settings
+from nemo_rl_moe.launch.refit import batch_of, picture_probe
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.images import PICTURE_SIZES, sequence_inputs
-from tests.support.vision_models import mixed_batch, transformers_inputs, write_vision_model
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
+from tests.support.vision_models import VOCABULARY, mixed_batch, transformers_inputs, write_vision_model
 from tests.support.vllm_engines import SentWeights, as_they_are
 
 Change = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
@@ -83,18 +85,39 @@ class VisionTrainer:
         """Sends the weights as a change leaves them."""
         refit(engine, SentWeights(change(dict(self.tensors)), self.version), altered=altered)
 
-    def scores(self) -> list[Any]:
-        """Log-probs of the tokens of its sequences, all but the first of each."""
+    def scores(self, batch: TokenBatch) -> list[Any]:
+        """Log-probs of the tokens of sequences, all but the first of each."""
         with torch.no_grad():
-            logprobs = self.model(**transformers_inputs(self.model_type, self.batch)).logits.log_softmax(-1)
-        ids = self.batch.input_ids
-        found = logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-        return [row[: len(tokens) - 1].numpy() for row, tokens in zip(found, self.sequences, strict=True)]
+            logprobs = self.model(**transformers_inputs(self.model_type, batch)).logits.log_softmax(-1)
+        found = logprobs[:, :-1].gather(-1, batch.input_ids[:, 1:, None])[..., 0]
+        return [row[: length - 1].numpy() for row, length in zip(found, batch.lengths.tolist(), strict=True)]
+
+    def check_of(self, engine: VllmEngine) -> RefitCheck:
+        """The check that a run makes of its refits."""
+        of_text = probe_sequences(4, 24, VOCABULARY)
+        probes = [picture_probe(sequence, self.hf_config, 95, n) for n, sequence in enumerate(of_text)]
+        sequences, inputs = [ids for ids, _ in probes], [each for _, each in probes]
+
+        def start_scores(sequences: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
+            found = self.scores(batch_of(sequences, inputs))
+            return lambda: found
+
+        return RefitCheck(
+            sequences,
+            1.0,
+            start_scores,
+            lambda altered: self.refit(engine, altered=altered),
+            lambda copy: "",
+            in_float32=True,
+            bound_nats=None,
+            refits_again=False,
+            model_inputs=inputs,
+        )
 
     def gap(self, engine: VllmEngine) -> float:
         """Largest difference of a log-prob from an engine's."""
         (found,) = engine.score(self.sequences, 1.0, *self.inputs)
-        return max(float(np.abs(a - b).max()) for a, b in zip(found, self.scores(), strict=True))
+        return max(float(np.abs(a - b).max()) for a, b in zip(found, self.scores(self.batch), strict=True))
 
     def greedy(self, row: int, num_tokens: int) -> tuple[list[int], Any]:
         """Tokens ranked first behind a sequence, and the experts of all tokens that were fed."""

@@ -110,11 +110,32 @@ def test_a_model_that_names_no_class_for_vllm_is_one_line(family: str) -> None:
     check_model_of_engine("vllm", config, "my/model")
 
 
-def test_a_model_of_images_is_one_line() -> None:
-    config = load_hf_config("examples/assets/tiny_internvl_moe")
-    with pytest.raises(ConfigurationError, match="images are not handed to vLLM"):
-        check_model_of_engine("vllm", config, "my/model")
-    check_model_of_engine("megatron", config, "my/model")
+def test_a_model_of_images_that_vllm_does_not_take_is_one_line() -> None:
+    name = "examples/assets/tiny_internvl_moe"
+    config = load_hf_config(name)
+    config.head_dim = 32
+    check_model_of_engine("vllm", config, name, on_gpus=False)
+    config.head_dim = 16
+    check_model_of_engine("vllm", config, name, on_gpus=True)
+    with pytest.raises(ConfigurationError) as error:
+        check_model_of_engine("vllm", config, name, on_gpus=False)
+    assert str(error.value) == (
+        f"policy.model_name: {name}: config.json: head_dim: got 16, expected one of 32, 64, 80, 96, 112, 128, 160, 192,"
+        f" 224, 256, 512, which vLLM takes on CPUs ({KEY}: vllm)"
+    )
+    with pytest.raises(ConfigurationError, match=r"vllm\.tensor_parallel_size: got 2, expected 1 with examples/assets"):
+        check_model_of_engine("vllm", config, name, tensor_parallel_size=2)
+    config.architectures = None
+    with pytest.raises(ConfigurationError, match=r'is missing, expected \["InternVLForConditionalGeneration"\]'):
+        check_model_of_engine("vllm", config, name)
+    config.model_type = "other_vl"
+    with pytest.raises(ConfigurationError) as error:
+        check_model_of_engine("vllm", config, name)
+    assert str(error.value) == (
+        f"{KEY}: got 'vllm', expected 'megatron' with {name}: of models of images and text vLLM is given internvl,"
+        " qwen2_5_vl, qwen3_vl, qwen3_vl_moe, this one is other_vl"
+    )
+    check_model_of_engine("megatron", config, name)
 
 
 @pytest.mark.skipif(releases.installed_release() is None, reason="vLLM is not installed: make vllm")
