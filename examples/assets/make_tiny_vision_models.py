@@ -9,8 +9,8 @@ Both take pictures of 32 x 32 pixels as 16 image tokens. Tokens are whole words:
 answers. There is none for "unknown": a text with any other word is an error.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ DECODER: Mapping[str, Any] = {
     "bos_token_id": None,
     "decoder_sparse_step": 1,
     "eos_token_id": 1,
-    "head_dim": 16,
+    "head_dim": 32,
     "hidden_act": "silu",
     "hidden_size": 64,
     # Larger than the usual 0.02, with which models of this size learn far more slowly.
@@ -123,7 +123,7 @@ def qwen3_vl_config() -> dict[str, Any]:
             "model_type": "qwen3_vl_moe_text",
             "rope_parameters": {
                 "mrope_interleaved": True,
-                "mrope_section": [4, 2, 2],
+                "mrope_section": [8, 4, 4],
                 "rope_theta": 10000.0,
                 "rope_type": "default",
             },
@@ -229,4 +229,6 @@ def write_model_folders(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_model_folders(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="default: beside this file")
+    write_model_folders(parser.parse_args().folder)
