@@ -11,8 +11,8 @@ the end token. There is none for "unknown": text with any other character is an 
 The chat template joins the turns without role tokens, so that the prompt `228+378=` and its answer read as one sum.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from string import ascii_lowercase, digits
 
@@ -105,4 +105,7 @@ def _as_json(value: object) -> str:
 
 
 if __name__ == "__main__":
-    write_model_folder(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent / "tiny_qwen3_moe")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = Path(__file__).parent / "tiny_qwen3_moe"
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="default: tiny_qwen3_moe beside this file")
+    write_model_folder(parser.parse_args().folder)
