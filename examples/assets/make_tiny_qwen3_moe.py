@@ -107,5 +107,5 @@ def _as_json(value: object) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = Path(__file__).parent / "tiny_qwen3_moe"
-    parser.add_argument("folder", nargs="?", type=Path, default=default, help="default: tiny_qwen3_moe beside this file")
+    parser.add_argument("folder", nargs="?", type=Path, default=default, help="default: beside this file")
     write_model_folder(parser.parse_args().folder)
