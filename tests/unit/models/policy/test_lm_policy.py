@@ -19,6 +19,7 @@ from nemo_rl_moe.config.schema_run import RolePlacementConfig
 from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence
 from nemo_rl_moe.distributed.microbatches import DynamicBatching, PackedBatching, PlainBatching
 from nemo_rl_moe.distributed.shared_arrays import ArrayStore
+from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import MetricSeries, Reduction
@@ -210,8 +211,9 @@ def test_pictures_are_limited_and_lie_in_the_store_once(limit: str, monkeypatch:
         distinct = [len(set(batch.columns[PICTURE_IDS].values.tolist())) for batch in microbatches]
         assert sum(len(batch) for batch in microbatches) == 2 * 6, "both stages get them"
         assert (number, max(distinct)) == ((1, 2) if limit == "null" else (1, 1))
-    rows = {id(each) for batch in microbatches for own in batch.shared[PIXELS].arrays for each in own}
-    assert len(rows) == 2
+        found = [each for batch in microbatches for own in batch.shared[PIXELS].arrays for each in own]
+        assert all(isinstance(each, StoredRows) for each in found)
+        assert len(set(map(id, found))) == 2
     assert sum(array.nbytes for array in put) == 2 * 32 * 32 * 3
 
 
