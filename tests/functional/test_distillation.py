@@ -150,8 +150,8 @@ def test_a_teacher_of_text_cannot_read_the_batches_of_a_policy_that_sees(folder:
     refused = command(folder, "run", f"policy.model_name={sees}", *changes)
     assert refused.returncode == 2
     assert refused.stderr.splitlines()[-1] == (
-        "error: role teacher: model_name: got ./teacher, which takes text alone, expected a model that reads the batches "
-        f"of policy.model_name {sees} as they are"
+        "error: role teacher: model_name: got ./teacher, which takes text alone, expected a model that reads the "
+        f"batches of policy.model_name {sees} as they are"
     )
     assert "starting Ray" not in refused.stdout
 

@@ -22,7 +22,12 @@ from tests.support.with_transformer_engine import run_ranks_with_engine
 
 PACKED = {"sequence_packing__enabled": True}
 Waits = dict[Wait, int]
-JOBS = [(1, {}), pytest.param(1, PACKED, marks=pytest.mark.slow), pytest.param(2, layout(tp=2), marks=pytest.mark.slow)]
+JOBS = [
+    (1, {}),
+    pytest.param(1, PACKED, marks=pytest.mark.slow),
+    pytest.param(2, layout(tp=2), marks=pytest.mark.slow),
+    pytest.param(2, layout(pp=2), marks=pytest.mark.slow),
+]
 
 
 def rl_batch() -> TokenBatch:
@@ -88,15 +93,17 @@ TRAINING: dict[tuple[str, str], tuple[int, str]] = {
 LOGPROBS = {("trainer.MegatronModel.logprobs.<listcomp>", "copy to the host")}
 GENERATION = {
     ("captured_routes.CapturedRoutes.sequences", "copy to the host"),
+    ("captured_routes.CapturedRoutes.sequences", "tensor"),  # of a stage, beside that copy
     ("engine.MegatronGenerator._run", "copy to the device"),
     ("engine.MegatronGenerator._run", "copy to the host"),
     ("sampling.plan_slots", "copy to the device"),
 }
-# In Megatron-Core: the norm decides whether to update, and experts take rows by counts that the host knows.
+# In Megatron-Core: the norm decides whether to update, experts take rows by counts that the host knows, stages wait.
 MEGATRON = {
     "clip_grads.get_grad_norm_fp32",
     "utils.local_multi_tensor_l2_norm",  # of 0.19
     "token_dispatcher.MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize",
+    "p2p_communication.P2PCommunicator._communicate",  # between stages, after batched sends
 }
 
 
