@@ -34,7 +34,7 @@ from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.megatron.model.parallel_state import ParallelCoordinates
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
-from nemo_rl_moe.models.policy import lm_policy
+from nemo_rl_moe.models.policy import lm_policy, model_workers
 from nemo_rl_moe.models.policy.megatron_policy_worker import WorkerDescription, as_reported
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 
@@ -182,7 +182,7 @@ def _step(config: GRPOMasterConfig, batch: TokenBatch, ranks: FakeRanks, *, trac
     """Processor time and memory of one step, and what went over."""
     cluster: Any = SimpleNamespace(config=config.cluster)
     loss, peak = PolicyGradientLoss(config.loss_fn, on_policy=False), 0
-    with patch.object(lm_policy, "WorkerGroup", lambda *_, **__: ranks):
+    with patch.object(model_workers, "WorkerGroup", lambda *_, **__: ranks):
         policy = lm_policy.MegatronPolicy(
             config, cluster, seed=0, num_steps=1, source=find_model(config.policy), model_files={}
         )

@@ -39,7 +39,8 @@ from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import PackedBatching, plan_microbatches
 from nemo_rl_moe.models.hf_files import find_model
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.model_workers import choose_batching
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S

@@ -31,7 +31,7 @@ from tape_faults import OF_RUNS, audited, lowest_agreement, score_of_files, scor
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from nemo_rl_moe.models.policy import lm_policy
+from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
 
@@ -255,7 +255,7 @@ class Scene:
     ) -> Ran:
         """One run of GRPO with a fault, as its driver process makes it."""
         worker = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
-        with mock.patch.object(lm_policy, "MegatronPolicyWorker", worker):
+        with mock.patch.object(model_workers, "MegatronPolicyWorker", worker):
             return self._command("grpo", config, [*self._settings(num_steps), *overrides])
 
     def _settings(self, num_steps: int) -> list[str]:

@@ -26,7 +26,8 @@ from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.rollouts.source import RolloutSource, SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import rollout_metrics, training_batch
 

@@ -37,7 +37,8 @@ from nemo_rl_moe.models.hf_files import (
 )
 from nemo_rl_moe.models.model_files import collect_model_files
 from nemo_rl_moe.models.picture_rules import PictureRule, load_picture_rule
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.position_limit import too_long_sequences
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME
 from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME

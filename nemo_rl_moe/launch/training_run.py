@@ -44,7 +44,8 @@ from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_ba
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.picture_rules import picture_problem
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, ModelWorkers
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores

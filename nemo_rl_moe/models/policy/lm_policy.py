@@ -1,49 +1,37 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of the policy: shards each batch over the data-parallel ranks and calls the workers."""
+"""The driver's side of the policy: what is trained, generates, and is sent to engines and checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
 from nemo_rl_moe.distributed.batch import (
     GlobalBatchShard,
     StoredColumn,
     TokenBatch,
-    append_fillers,
     make_shards,
     stored_per_token,
 )
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import (
-    Batching,
-    DynamicBatching,
-    EvaluationPlan,
-    PackedBatching,
     PlainBatching,
-    plan_evaluation,
     plan_microbatches,
 )
-from nemo_rl_moe.distributed.shared_arrays import ArrayStore
 from nemo_rl_moe.distributed.stored_rows import StoredRows
-from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.errors import CheckpointSaveError, ConfigurationError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
-from nemo_rl_moe.metrics import MetricSeries, PhaseClock, concatenate
-from nemo_rl_moe.models.families import family_of, num_patches_of
-from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_config
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.families import family_of
+from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, picture_patches
 from nemo_rl_moe.models.interfaces import (
-    EvaluationResult,
     GpuUse,
     LossFunction,
     RouteComparison,
@@ -51,11 +39,10 @@ from nemo_rl_moe.models.interfaces import (
     WriteOutcome,
 )
 from nemo_rl_moe.models.policy.megatron_policy_worker import (
-    MegatronPolicyWorker,
     SendOutcome,
     WeightsOutcome,
-    WorkerDescription,
 )
+from nemo_rl_moe.models.policy.model_workers import POLICY_ROLE, ModelWorkers, in_rows, join_metrics
 from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.carriers import Carrier, make_carrier
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
@@ -63,203 +50,6 @@ from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
-
-
-POLICY_ROLE = "policy"
-
-
-def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
-    """Batching of a policy: by tokens where the configuration says so, otherwise of this many sequences."""
-    if policy.sequence_packing.enabled:
-        multiple = sequence_multiple(policy.megatron_cfg.context_parallel_size)
-        packing = policy.sequence_packing
-        return PackedBatching(packing.train_mb_tokens, multiple, packing.train_mb_patches)
-    if policy.dynamic_batching.enabled:
-        dynamic = policy.dynamic_batching
-        return DynamicBatching(dynamic.train_mb_tokens, dynamic.microbatch_overhead_tokens, dynamic.train_mb_patches)
-    return PlainBatching(micro_batch_size)
-
-
-class ModelWorkers:
-    """Megatron-Core workers of one model of a run, one Ray actor a rank: the policy, or a role beside it.
-
-    Without `num_steps` they run forward passes alone and hold neither gradients nor optimizer state.
-
-    Args:
-        role: Such as `policy` or `teacher`, for error messages.
-        policy: The section that describes the model and its layout.
-        cluster: A started cluster with a place for every rank.
-        source: Where the model is read from, of `find_model`.
-        seed: Seed of dropout.
-        num_steps: Optimizer steps of the whole run; None: forward passes alone.
-        keep_reference: Keep the first weights as the reference model.
-
-    Attributes:
-        moe_configuration: The router and expert settings that are really in force.
-        moe_configuration_sources: Who has set each of them.
-        notices: What a user should know of the weights that were read, a line each.
-
-    Raises:
-        ConfigurationError: The model or its weights cannot be used.
-    """
-
-    def __init__(
-        self,
-        role: str,
-        policy: PolicyConfig,
-        cluster: RayCluster,
-        *,
-        source: ModelSource,
-        seed: int = 0,
-        num_steps: int | None = None,
-        keep_reference: bool = False,
-    ):
-        self._policy = policy
-        self._batching = choose_batching(policy, policy.train_micro_batch_size)
-        generates = generating(policy)
-        self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
-        self._max_generation_batch_size = generates.generation.max_batch_size if generates else None
-        self._hf_config = load_hf_config(str(source.folder()))
-        self._num_patches = num_patches_of(self._hf_config)
-        self._workers = WorkerGroup(
-            cluster,
-            MegatronPolicyWorker,
-            {
-                "policy": policy,
-                "source": source,
-                "hf_config": plain_config(self._hf_config),
-                "seed": seed,
-                "num_steps": num_steps,
-                "keep_reference": keep_reference,
-                "decodes_text": generates is not None and bool(generates.generation.stop_strings),
-            },
-            start_timeout_s=cluster.config.worker_start_timeout_s,
-            call_timeout_s=cluster.config.worker_call_timeout_s,
-            environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
-        )
-        descriptions: list[WorkerDescription] = self._workers.call_all("describe")
-        if problems := _problems_of_ranks(descriptions):
-            self._workers.shutdown()
-            whose = "" if role == POLICY_ROLE else f"role {role}: "
-            raise ConfigurationError([f"{whose}{problem}" for problem in problems])
-        first = descriptions[0]
-        self._coordinates = [description.coordinates for description in descriptions]
-        self._data_parallel_size: int = self._coordinates[0].data_parallel_size
-        megatron = policy.megatron_cfg
-        # An interleaved schedule runs microbatches in groups of as many as there are stages.
-        interleaved = megatron.virtual_pipeline_model_parallel_size is not None
-        self._microbatch_multiple = megatron.pipeline_model_parallel_size if interleaved else 1
-        self._cluster = cluster
-        self._pictures = ArrayStore(ray.put)
-        self._forward_flops, self._gpus = first.forward_flops, [description.gpu for description in descriptions]
-        self.moe_configuration = first.moe_configuration
-        self.moe_configuration_sources = first.moe_configuration_sources
-        self.notices = first.notices
-
-    def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Forward passes only; the batch need not be divisible over the ranks."""
-        plan, filled = self._plan_forward(batch, self._batching)
-        shards = make_shards(filled, plan.by_rank, batch)
-        return EvaluationResult(microbatch_metrics=_join(self._call("evaluate", shards, loss_function)))
-
-    def logprobs(self, batch: TokenBatch) -> Tensor:
-        """Log-probability of each token given those before it, `[batch, sequence]`."""
-        return self.start_logprobs(batch)()
-
-    def start_logprobs(self, batch: TokenBatch, *, by_one_copy: bool = False) -> Callable[[], Tensor]:
-        """As `logprobs`, asked for now, after what the workers do already; what it returns waits for them.
-
-        Args:
-            batch: The sequences.
-            by_one_copy: The ranks of one copy of the model do it alone, where its experts lie on no others: a pass over
-                a few sequences costs each rank much the same, however few they are.
-        """
-        alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
-        return self._start_logprobs(batch, reference=False, num_copies=1 if alone else None)
-
-    def shutdown(self) -> None:
-        """Stops every worker."""
-        self._workers.shutdown()
-
-    def _plan_forward(
-        self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
-    ) -> tuple[EvaluationPlan, TokenBatch]:
-        """Plan of the ranks' microbatches, and the batch with the fillers that its indices may refer to.
-
-        Args:
-            batch: The sequences.
-            batching: Sizes of microbatches.
-            num_copies: Data-parallel ranks that get some; None: all of them.
-        """
-        batch = batch.with_shared_in(self._pictures)
-        plan = plan_evaluation(
-            batch.lengths.tolist(),
-            num_data_parallel_ranks=num_copies or self._data_parallel_size,
-            batching=batching,
-            microbatch_multiple=self._microbatch_multiple,
-            group_size=batch.group_size,
-            pictures=picture_patches(batch, self._num_patches),
-        )
-        return plan, append_fillers(batch, plan.fillers)
-
-    def _start_logprobs(
-        self, batch: TokenBatch, reference: bool, num_copies: int | None = None
-    ) -> Callable[[], Tensor]:
-        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, num_copies)
-        by_rank = self._start_reporting("logprobs", shares, reference)
-        return lambda: _in_rows(plan, by_rank(), batch, filled)
-
-    def _plan_logprobs(
-        self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
-    ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
-        """Plan of a log-probability pass, the batch with fillers, and each rank's microbatches of it.
-
-        Args:
-            batch: The sequences.
-            batching: Sizes of microbatches.
-            num_copies: As of `_plan_forward`.
-        """
-        # The workers need the tokens, and what else the model reads.
-        inputs = batch.for_model()
-        if isinstance(batching, PlainBatching):
-            # Fillers cost what sequences cost: microbatches of a few sequences, such as the refit check's, are small.
-            num_shares = (num_copies or self._data_parallel_size) * self._microbatch_multiple
-            fitting = -(-len(batch) // batch.group_size // num_shares)
-            batching = PlainBatching(min(batching.micro_batch_size, fitting))
-        plan, filled = self._plan_forward(inputs, batching, num_copies)
-        return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
-
-    def _start(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> Callable[[], list[Any]]:
-        """Calls every worker with its share of the batch; pipeline, tensor and context ranks of one share all get that.
-
-        Where there are fewer shares than data-parallel ranks, the last of those are not called.
-        """
-        num_shares = len(by_data_parallel_rank)
-        ranks = [place.data_parallel_rank for place in self._coordinates]
-        return self._workers.start_each(
-            method, [(by_data_parallel_rank[rank], argument) if rank < num_shares else None for rank in ranks]
-        )
-
-    def _call(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """As `_start`; the results."""
-        return self._start(method, by_data_parallel_rank, argument)()
-
-    def _start_reporting(
-        self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any
-    ) -> Callable[[], list[Any]]:
-        """As `_start`; one result for each data-parallel rank, from the worker that computes its loss."""
-        wait = self._start(method, by_data_parallel_rank, argument)
-
-        def results() -> list[Any]:
-            places = zip(self._coordinates, wait(), strict=True)
-            by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
-            return [by_rank[rank] for rank in range(len(by_data_parallel_rank))]
-
-        return results
-
-    def _call_reporting(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """As `_start_reporting`; the results."""
-        return self._start_reporting(method, by_data_parallel_rank, argument)()
 
 
 class MegatronPolicy(ModelWorkers):
@@ -341,7 +131,7 @@ class MegatronPolicy(ModelWorkers):
             lr=first.lr,
             num_microbatches=first.num_microbatches,
             num_tokens=int(batch.lengths.sum()),
-            microbatch_metrics=_join([result.microbatch_metrics for result in results]),
+            microbatch_metrics=join_metrics([result.microbatch_metrics for result in results]),
             moe_metrics=first.moe_metrics,
             expert_load=first.expert_load,
             num_updates=len(global_batches),
@@ -370,7 +160,7 @@ class MegatronPolicy(ModelWorkers):
             num_gpus_of_run=self._cluster.config.num_gpus,
             train_flops=self._forward_flops.training(batch.lengths.tolist()) + self._tower_flops(by_global_batch),
             peak_flops_per_second=peak_flops_per_second(names) if in_bfloat16 else None,
-            memory=_join([result.memory for result in results]),
+            memory=join_metrics([result.memory for result in results]),
         )
 
     def _tower_flops(self, by_global_batch: Sequence[Sequence[GlobalBatchShard]]) -> int:
@@ -428,7 +218,7 @@ class MegatronPolicy(ModelWorkers):
             places = [index for indices in microbatches for index in indices]
             for place, of_sequence in zip(places, routes, strict=True):
                 rows[place] = of_sequence
-        logprobs = _in_rows(plan, [found for found, _ in by_rank], batch, filled)
+        logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return logprobs, stored_per_token(rows[: len(batch)], fill=UNKNOWN)
 
     def compare_routes(
@@ -438,7 +228,7 @@ class MegatronPolicy(ModelWorkers):
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
         by_rank = self._call_reporting("compare_routes", shares, reference)
-        logprobs = _in_rows(plan, [found for found, _ in by_rank], batch, filled)
+        logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return RouteComparison(logprobs, by_rank[0][1])
 
     def generate(self, batch: GenerationBatch) -> list[GeneratedSequence]:
@@ -526,47 +316,3 @@ class MegatronPolicy(ModelWorkers):
             self._num_failed_transfers += 1
             raise WeightSyncError(problems[0])
         return sum(outcome.num_bytes for outcome in outcomes)
-
-
-def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
-    """Environment variables of the workers: what the layout needs on GPUs, then the user's."""
-    megatron = policy.megatron_cfg
-    # One queue to the GPU, so that what overlaps starts in the order of the calls, as Megatron-Core asks where
-    # tensor-parallel or context-parallel ranks talk while they compute.
-    talk = megatron.tensor_model_parallel_size * megatron.context_parallel_size > 1
-    by_layout = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if on_gpus and talk else {}
-    return by_layout | megatron.env_vars
-
-
-def _has_its_own_experts(megatron: MegatronConfig) -> bool:
-    """True where all experts of a data-parallel copy lie on its own ranks: Megatron-Core numbers those of a stage in a
-    row, and divides the experts among as many neighbours as it is told to."""
-    ranks_of_a_stage = megatron.tensor_model_parallel_size * megatron.context_parallel_size
-    ranks_of_experts = megatron.expert_model_parallel_size * megatron.expert_tensor_parallel_size
-    return ranks_of_a_stage % ranks_of_experts == 0
-
-
-def _in_rows(
-    plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: TokenBatch, filled: TokenBatch
-) -> Tensor:
-    """Values of all ranks' microbatches as `[batch, sequence]`, 0 on padding; those of fillers are left out."""
-    result = torch.zeros(filled.input_ids.shape)
-    for microbatches, found in zip(plan.by_rank, by_rank, strict=True):
-        for indices, values in zip(microbatches, found, strict=True):
-            result[list(indices), : values.shape[1]] = values
-    columns = torch.arange(result.shape[1])
-    return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
-
-
-def _problems_of_ranks(descriptions: Sequence[WorkerDescription]) -> list[str]:
-    """The problems of the first rank that has any, with its number where others have none."""
-    ranks = [rank for rank, description in enumerate(descriptions) if description.problems]
-    if not ranks:
-        return []
-    where = f" (on rank {ranks[0]})" if len(ranks) < len(descriptions) else ""
-    return [f"{problem}{where}" for problem in descriptions[ranks[0]].problems]
-
-
-def _join(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:
-    reporting = [metrics for metrics in by_rank if metrics]
-    return {name: concatenate(metrics[name] for metrics in reporting) for name in reporting[0]}

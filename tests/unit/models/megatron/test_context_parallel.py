@@ -22,7 +22,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import worker_memory
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
 from nemo_rl_moe.models.megatron.training.context_parallel import ContextCut, ContextPlace, zigzag_columns
 from nemo_rl_moe.models.megatron.training.microbatch import MicrobatchShape, common_shape, pack_microbatch
-from nemo_rl_moe.models.policy.lm_policy import choose_batching
+from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.support.checkpoint_run import load_and_train, train_and_save
 from tests.support.context_run import assert_as_one_rank, exported, one_rank, shared_run
 from tests.support.family_models import FAMILY_MODELS

@@ -12,7 +12,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine
-from nemo_rl_moe.models.policy.lm_policy import _environment
+from nemo_rl_moe.models.policy.model_workers import _environment
 from tests.support.tiny_model import layout, sharing_sequences, tiny_hf_config, tiny_policy
 
 # isort: split

@@ -16,7 +16,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence
 from nemo_rl_moe.distributed.microbatches import plan_evaluation, plan_microbatches
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
-from nemo_rl_moe.models.policy.lm_policy import choose_batching
+from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, tiny_batch, tiny_hf_config, tiny_policy
 from tests.unit.algorithms.preference_reference import config_of

@@ -28,9 +28,10 @@ from nemo_rl_moe.models.flops import ForwardFlops
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import PICTURE_IDS, PIXELS
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
-from nemo_rl_moe.models.policy import lm_policy
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, choose_batching
+from nemo_rl_moe.models.policy import model_workers
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
 from tests.support.tiny_model import tiny_batch
@@ -153,7 +154,7 @@ def make_policy(
         made.append(FakeWorkers(arguments, data_parallel_size, problems, gpu))
         return made[-1]
 
-    monkeypatch.setattr(lm_policy, "WorkerGroup", start)
+    monkeypatch.setattr(model_workers, "WorkerGroup", start)
     cluster: Any = SimpleNamespace(is_local=False, config=config.cluster)
     return MegatronPolicy(
         config,
