@@ -139,13 +139,8 @@ _REWARDS_OF_PICTURES = {"exact_alnum": "exact", "math_expr": "math"}
 
 
 def pictures(theirs: Theirs, translation: Translation) -> None:
-    """Rewards of pictures with questions, and the engine, which has to take pictures."""
+    """Rewards of pictures with questions."""
     values, chosen = translation.values, picture_environment(theirs)
-    if chosen is None and not theirs.get("policy.is_vlm", False):
-        return
-    if values["policy.generation.backend"] != "megatron":
-        values["policy.generation.backend"] = "megatron"
-        translation.changed.append("policy.generation.backend: vllm: megatron: engines of vLLM get no pictures")
     if chosen is None:
         return
     section = f"env.{chosen}"

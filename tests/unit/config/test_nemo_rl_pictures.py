@@ -53,7 +53,7 @@ def test_a_file_of_pictures_is_carried_over_and_its_result_is_valid(tmp_path: Pa
         "env.name": "exact",
         "env.answer_after": "<answer>",
         "env.num_workers": 6,
-        "policy.generation.backend": "megatron",
+        "policy.generation.backend": "vllm",
         "policy.dynamic_batching.train_mb_tokens": 512,
     }
     assert {key: translation.values.get(key) for key in wanted} == wanted
@@ -69,7 +69,6 @@ def test_a_file_of_pictures_is_carried_over_and_its_result_is_valid(tmp_path: Pa
         assert f"env.{name}.*: switched off, or not read" in translation.idle
     for key in ("grpo.deduplicate_multimodal_data: false", "grpo.debug_payload_metrics: false"):
         assert key in translation.idle
-    assert any(line.startswith("policy.generation.backend: vllm: megatron: ") for line in translation.changed)
     assert any(line.startswith("env.clevr-cogent.reward_functions: exact_alnum: ") for line in translation.changed)
     everything = [*translation.without, *translation.idle, *translation.changed]
     assert not [line for line in everything if "not a key that this translator knows" in line or "text alone" in line]
@@ -118,10 +117,8 @@ def test_parts_that_stay_as_they_are_are_carried_over_from_either_engine(tmp_pat
     assert line.endswith("true: no sound")
 
 
-def test_a_model_with_images_generates_in_the_trainer(tmp_path: Path) -> None:
-    text = translate(write(tmp_path, COMMON, GRPO, GENERATION))
-    assert text.values["policy.generation.backend"] == "vllm"
+def test_a_model_with_images_keeps_its_engine(tmp_path: Path) -> None:
     seeing = translate(write(tmp_path, COMMON, GRPO, GENERATION, policy__is_vlm=True))
-    assert seeing.values["policy.generation.backend"] == "megatron"
+    assert seeing.values["policy.generation.backend"] == "vllm"
     assert seeing.values["env.name"] == "math"
     assert not [line for line in seeing.without if "is_vlm" in line]
