@@ -144,9 +144,7 @@ class VisionTrainer:
                 chosen.clear()
                 logits = self.model(**inputs).logits[0, -1]
                 tokens.append(int(logits.argmax()))
-                if (
-                    tokens[-1] == self.hf_config.image_token_id
-                ):  # which transformers takes for a picture's
+                if tokens[-1] == self.hf_config.image_token_id:  # which transformers takes for a picture's
                     break
                 added = {"input_ids": tokens[-1], "attention_mask": 1, "mm_token_type_ids": 0}
                 for name, value in added.items():
