@@ -153,8 +153,6 @@ def sequence_inputs(batch: TokenBatch, rows: Sequence[int]) -> list[dict[str, Mo
             column = one.columns[name]
             values = column.values.cpu().numpy()
             is_ragged = column.axis is Axis.RAGGED
-            inputs[name] = ModelInput(
-                values if is_ragged else values[0, : int(one.lengths[0])], column.axis, column.fill
-            )
+            inputs[name] = ModelInput(values if is_ragged else values[0], column.axis, column.fill)
         found.append(inputs)
     return found

@@ -32,6 +32,10 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
         "num_key_value_heads": 1,
         "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4]},
     },
+    "qwen3_vl": {
+        "head_dim": 32,
+        "rope_parameters": {**_ROPE, "mrope_section": [8, 4, 4], "mrope_interleaved": True},
+    },
     "qwen3_vl_moe": {
         "head_dim": 32,
         "moe_intermediate_size": 64,
@@ -120,7 +124,7 @@ class VisionTrainer:
         return max(float(np.abs(a - b).max()) for a, b in zip(found, self.scores(self.batch), strict=True))
 
     def greedy(self, row: int, num_tokens: int) -> tuple[list[int], Any]:
-        """Tokens ranked first behind a sequence, and the experts of all tokens that were fed."""
+        """Tokens ranked first behind a sequence up to an image token, and the experts of all tokens that were fed."""
         chosen: list[Tensor] = []
         hooks = [
             module.register_forward_hook(lambda module, args, output: chosen.append(output))
@@ -140,6 +144,8 @@ class VisionTrainer:
                 chosen.clear()
                 logits = self.model(**inputs).logits[0, -1]
                 tokens.append(int(logits.argmax()))
+                if tokens[-1] == self.hf_config.image_token_id:  # which transformers takes for a picture's
+                    break
                 added = {"input_ids": tokens[-1], "attention_mask": 1, "mm_token_type_ids": 0}
                 for name, value in added.items():
                     if name in inputs:

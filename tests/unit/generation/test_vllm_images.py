@@ -23,6 +23,7 @@ from nemo_rl_moe.generation.vllm.images import (
 from nemo_rl_moe.launch.refit import batch_of, picture_probe
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.images import IS_IMAGE, Picture, image_inputs, pictures_in, sequence_inputs
+from tests.support.vision_models import mixed_batch
 
 INTERNVL, QWEN = (f"examples/assets/tiny_{name}_moe" for name in ("internvl", "qwen3_vl"))
 
@@ -72,9 +73,13 @@ def test_each_picture_stands_where_the_trainer_has_it() -> None:
             lambda ids, mask: ([ids[0], ids[1], 9, *ids[2:]], [mask[0], True, False, *mask[2:]]),
             r"^a picture's 16 image tokens from token 1 on are not one run of token 4$",
         ),
+        (
+            lambda ids, mask: ([ids[0], ids[1], 4, *ids[2:]], [mask[0], True, False, *mask[2:]]),
+            r"are not one run of token 4$",
+        ),
         (lambda ids, mask: ([*ids[:-1], 9], mask), r"are not one run of token 4$"),
     ],
-    ids=["too few", "too many", "apart", "another token"],
+    ids=["too few", "too many", "apart", "apart by an image token of the text", "another token"],
 )
 def test_pictures_and_tokens_that_do_not_go_together_are_one_line(change: object, problem: str) -> None:
     settings = settings_of(INTERNVL)
@@ -160,4 +165,7 @@ def test_inputs_come_out_of_a_batch_as_they_went_in() -> None:
             assert inputs[name].axis is value.axis
             np.testing.assert_array_equal(inputs[name].values, value.values)
     assert found[1][IS_IMAGE].values.sum() == 2
+    padded = mixed_batch("qwen3_vl_moe")
+    lengths = [len(inputs[IS_IMAGE].values) for inputs in sequence_inputs(padded, range(len(padded)))]
+    assert lengths == padded.lengths.tolist()
     assert sequence_inputs(batch_of([[1, 2]]), [0]) == []
