@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines with pictures: the trainer's log-probs, tokens and routes, and refits of tower and projector."""
 
-import json
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,18 +108,6 @@ def test_text_alone_goes_on_beside_pictures(engine: VllmEngine, trainer: VisionT
     assert len(sequence.token_ids) == GREEDY.max_new_tokens
 
 
-def asset(name: str, folder: Path) -> Path:
-    """One of the tiny exemplars, with heads that vLLM takes on CPUs."""
-    shutil.copytree(Path("examples/assets", name), folder)
-    config = json.loads((folder / "config.json").read_text())
-    text = config["text_config"]
-    text["head_dim"] *= 2
-    if "mrope_section" in text["rope_parameters"]:
-        text["rope_parameters"]["mrope_section"] = [2 * part for part in text["rope_parameters"]["mrope_section"]]
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "frozen"), [("tiny_internvl_moe", False), ("tiny_qwen3_vl_moe", True)])
 def test_a_run_draws_from_the_weights_that_it_trains(name: str, frozen: bool, tmp_path: Path) -> None:
@@ -132,7 +118,7 @@ def test_a_run_draws_from_the_weights_that_it_trains(name: str, frozen: bool, tm
         policy__megatron_cfg__routing_replay="rollout",
         policy__generation__backend="vllm",
         policy__freeze__vision_tower=frozen,
-        **vision_runs.grpo_changes(shapes) | {"policy__model_name": asset(name, tmp_path / "model")},
+        **vision_runs.grpo_changes(shapes) | {"policy__model_name": Path("examples/assets", name)},
         **sft_runs.only_jsonl(),
     )
     command = grpo_runs.command(overrides, vision_runs.GRPO_EXEMPLAR)
