@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch, collate_inputs
+from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.diagnosis import disagreement
@@ -55,9 +55,9 @@ def make_refit_check(
             return ""
         if inputs and not in_float32:  # rounding hides what the comparison would show
             return ""
-        if inputs:
-            return explain_by_text(policy, engine, copy, generation.temperature, chosen.num_sequences, hf_config)
         try:
+            if inputs:
+                return explain_by_text(policy, engine, copy, generation.temperature, chosen.num_sequences, hf_config)
             with console.phase("comparing the engine's modules with those of transformers"):
                 return disagreement(
                     partial(engine.module_outputs, copy),
@@ -132,13 +132,10 @@ def start_scores(
 def batch_of(sequences: Sequence[Sequence[int]], model_inputs: Sequence[Mapping[str, ModelInput]] = ()) -> TokenBatch:
     """Sequences of one length, as the trainer scores them; with their pictures, where the model takes some."""
     input_ids = torch.tensor(sequences)
-    return TokenBatch(
+    batch = TokenBatch(
         input_ids=input_ids,
         lengths=torch.full((len(sequences),), input_ids.shape[1]),
         token_mask=torch.ones_like(input_ids, dtype=torch.bool),
         sample_ids=("refit check",) * len(sequences),
-        columns={
-            name: collate_inputs([each[name] for each in model_inputs], input_ids.shape[1])
-            for name in (model_inputs[0] if model_inputs else ())
-        },
     )
+    return batch.with_inputs(model_inputs) if model_inputs else batch
