@@ -5,6 +5,7 @@
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,9 @@ from nemo_rl_moe.generation.vllm.images import (
     model_inputs,
     stand_in_for_torchvision,
 )
-from nemo_rl_moe.launch.refit import batch_of, picture_probe
+from nemo_rl_moe.launch.refit import batch_of, explain_by_text, picture_probe
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.images import IS_IMAGE, Picture, image_inputs, pictures_in, sequence_inputs
+from nemo_rl_moe.models.images import IS_IMAGE, PIXELS, Picture, image_inputs, pictures_in, sequence_inputs
 from tests.support.vision_models import mixed_batch
 
 INTERNVL, QWEN = (f"examples/assets/tiny_{name}_moe" for name in ("internvl", "qwen3_vl"))
@@ -144,6 +145,28 @@ def test_the_refit_check_asks_about_pictures(folder: str) -> None:
     ids, inputs = picture_probe([5, 6, 7], hf_config, 4, 0)
     assert list(ids) == [5, 6, 7]
     assert not pictures_in(inputs)
+
+
+class Scorer:
+    """A policy and an engine at once, which score text with these log-probs."""
+
+    def __init__(self, logprob: float):
+        self.logprob = logprob
+
+    def start_logprobs(self, batch: Any, **_: Any) -> Any:
+        assert not any(arrays for arrays in batch.shared[PIXELS].arrays)
+        return lambda: torch.full(batch.input_ids.shape, self.logprob)
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> Any:
+        return [[np.full(len(ids) - 1, of_copy, np.float32) for ids in sequences] for of_copy in (0.0, self.logprob)]
+
+
+@pytest.mark.parametrize(
+    ("logprob", "words"), [(-1.0, "of the vision tower or"), (-1.1, "0.1 nats, too: weights of the dec")]
+)
+def test_text_says_on_which_side_weights_differ(logprob: float, words: str) -> None:
+    policy, engine, hf_config = Scorer(-1.0), Scorer(logprob), load_hf_config(QWEN)
+    assert words in explain_by_text(policy, engine, 1, 1.0, 2, hf_config)  # type: ignore[arg-type]
 
 
 def test_models_of_text_are_asked_about_text() -> None:
