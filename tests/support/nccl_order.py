@@ -15,7 +15,7 @@ from tests.support.nccl_rules import Group, Operation, Record
 
 
 def problems_of_job(records: Sequence[Record]) -> list[str]:
-    """What NCCL would have refused, mixed up or waited for in vain, in words; empty where all is well.
+    """Faults that NCCL would have refused, mixed up or waited for in vain, in words; empty where all is well.
 
     Args:
         records: Of each rank, in rank order.
@@ -93,7 +93,7 @@ def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
 
 
 def _differences(met: dict[int, Operation]) -> list[str]:
-    """What those that take part in one operation give differently."""
+    """Differences between what those that take part in one operation give."""
     (first_rank, first), *others = sorted(met.items())
     is_message = first.peer is not None
     for rank, other in others:

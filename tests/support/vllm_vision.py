@@ -71,7 +71,7 @@ class VisionTrainer:
 
     @property
     def pictures(self) -> Any:
-        """What engines know of its pictures."""
+        """Picture settings of its engines."""
         return picture_settings(self.hf_config)
 
     def change(self, part: str) -> None:

@@ -138,7 +138,7 @@ class PicturePrompts:
         )
 
     def _item(self, picture: Picture) -> Any:
-        """What vLLM's model takes of a picture, each tensor with the way in which those of several are joined."""
+        """Inputs of vLLM's model for a picture, each tensor with the way in which those of several are joined."""
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
         assert self._settings is not None  # there is a picture
