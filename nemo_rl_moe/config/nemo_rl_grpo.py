@@ -147,17 +147,20 @@ def pictures(theirs: Theirs, translation: Translation) -> None:
     functions = theirs.get(f"{section}.reward_functions", [])
     weights = {function["name"]: function.get("weight", 1.0) for function in functions}
     values["env.num_workers"] = theirs.get(f"{section}.num_workers", 8)
+    known = [name for name in weights if name in _REWARDS_OF_PICTURES]
     for name, weight in weights.items():
-        if (ours := _REWARDS_OF_PICTURES.get(name)) is not None:
+        if [name] == known:
+            ours = _REWARDS_OF_PICTURES[name]
             values |= {"env.name": ours, "env.answer_after": _ANSWER}
             translation.changed.append(
                 f"{section}.reward_functions: {name}: env.name {ours}: of all that follows the last {_ANSWER}; ask for"
                 " no closing tag in data.prompt_template"
             )
         else:
+            why = "one such reward a run" if name in known else "no such reward"
             weighed = ", ".join(f"{each}: {weights[each]}" for each in weights)
             translation.without.append(
-                f"{section}.reward_functions: {name}: {weight}: no such reward; a function of yours that returns a dict"
+                f"{section}.reward_functions: {name}: {weight}: {why}; a function of yours that returns a dict"
                 f" of rewards: env.name: callable, env.reward_weights: {{{weighed}}}"
             )
 

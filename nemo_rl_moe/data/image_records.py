@@ -136,7 +136,7 @@ def require_image_key(
         messages: Parsed; none has images of its own, and the record has none under `key`.
         record: The record.
         key: The run's key of images beside the messages; None: they are left unread on purpose.
-        sample_id: Where the record is.
+        sample_id: Place of the record.
 
     Raises:
         DataError: It has such images: the run's key is wrong, not the line.

@@ -155,9 +155,11 @@ def collate_inputs(inputs: Sequence[ModelInput], longest: int) -> Column:
         longest: Tokens of the longest sequence.
 
     Raises:
-        ValueError: They differ in their axis.
+        ValueError: They differ in their axis, or are shared.
     """
     first = inputs[0]
+    if first.axis is Axis.SHARED:
+        raise ValueError("shared inputs are no column: TokenBatch.with_inputs takes them")
     if any(entry.axis is not first.axis for entry in inputs):
         raise ValueError(f"a model input is on one axis, got {sorted({entry.axis.value for entry in inputs})}")
     tensors = [torch.as_tensor(entry.values) for entry in inputs]

@@ -3,10 +3,14 @@
 """Bins of items: packed by size, split until there are as many as the ranks need, and dealt to the ranks."""
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from nemo_rl_moe.distributed.patch_limit import PatchRoom, Pictures
 from nemo_rl_moe.errors import ConfigurationError
+
+MOST_REFUSED = 64
+"""Items that a bin may refuse for their patches before it is closed."""
 
 
 def round_up(length: int, multiple: int) -> int:
@@ -19,6 +23,8 @@ def first_fit_decreasing(
 ) -> list[list[int]]:
     """Packs items into few bins: the largest item first, each into the first bin that has room.
 
+    A bin that has refused `MOST_REFUSED` items for their patches gets no more.
+
     Args:
         sizes: Size of each item, at least 1 and at most `capacity`.
         capacity: Most that the items of one bin may add up to.
@@ -30,14 +36,17 @@ def first_fit_decreasing(
     """
     bins: list[list[int]] = []
     patch_rooms: list[PatchRoom] = []
+    refused = Counter[int]()
     room = _RoomOfBins(len(sizes), capacity)
     for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         own = pictures[item] if pictures else {}
-        position = next(
-            position
-            for position in room.places_for(sizes[item])
-            if position == len(bins) or patch_rooms[position].has_room_for(own)
-        )
+        full: list[int] = []
+        for position in room.places_for(sizes[item]):
+            if position == len(bins) or patch_rooms[position].has_room_for(own):
+                break
+            refused[position] += 1
+            if refused[position] == MOST_REFUSED:
+                full.append(position)
         if position == len(bins):
             bins.append([item])
             patch_rooms.append(PatchRoom(most_patches, own))
@@ -45,6 +54,9 @@ def first_fit_decreasing(
             bins[position].append(item)
             patch_rooms[position].add(own)
         room.take(position, sizes[item])
+        # Full of patches: to ask it again for every further item would take the square of their number.
+        for place in full:
+            room.close(place)
     return bins
 
 
@@ -75,6 +87,10 @@ class _RoomOfBins:
             if node == 1:
                 return
             node += 1
+
+    def close(self, position: int) -> None:
+        """Takes all the room that one bin has left."""
+        self.take(position, self._room[position + self._leaves])
 
     def take(self, position: int, size: int) -> None:
         """Takes room of one bin."""

@@ -74,18 +74,20 @@ class ThumbnailWriter:
     def _has(self, picture: SavedPicture) -> bool:
         """True where the folder has it; it gets it within the limit."""
         if self._written is None:  # a run that goes on has some
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._written = {path.stem for path in self._folder.glob("*.png")}
         name = _name_of(picture)
-        if name in self._written:
+        path = self._folder / f"{name}.png"
+        # Looked for: somebody may have deleted the run's folder, and the same validation prompts come again and again.
+        if name in self._written and path.is_file():
             return True
-        if len(self._written) >= MOST_THUMBNAILS:
+        if len(self._written - {name}) >= MOST_THUMBNAILS:
             if not self._is_full:
                 self._is_full = True
                 self._warn(f"{self._folder} holds {MOST_THUMBNAILS:,} pictures; samples with others go without")
             return False
-        self._folder.mkdir(exist_ok=True)
-        write_whole(self._folder / f"{name}.png", thumbnail_of(picture.pixels))
+        self._folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, thumbnail_of(picture.pixels))
         self._written.add(name)
         return True
 

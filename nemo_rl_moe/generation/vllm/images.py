@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.errors import GenerationError
-from nemo_rl_moe.models.images import IS_IMAGE, Picture, pictures_in
+from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, Picture, pictures_in
 from nemo_rl_moe.models.picture_patches import PixelRule, as_tensors, merged_patches, tiles
 
 _TILED = "internvl"
@@ -127,22 +127,23 @@ class PicturePrompts:
         runs = image_runs(self._settings, token_ids, inputs) if self._settings is not None else []
         if not runs:
             return {"prompt_token_ids": list(token_ids)}
+        pictures, digests = [picture for picture, _, _ in runs], inputs[PICTURE_IDS].values.tolist()
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
         return mm_input(
             list(token_ids),
-            MultiModalKwargsItems({"image": [self._item(picture) for picture, _, _ in runs]}),
-            {"image": [str(picture.digest) for picture, _, _ in runs]},
+            MultiModalKwargsItems({"image": [self._item(*each) for each in zip(digests, pictures, strict=True)]}),
+            {"image": [str(digest) for digest in digests]},
             {"image": [PlaceholderRange(offset=first, length=count) for _, first, count in runs]},
         )
 
-    def _item(self, picture: Picture) -> Any:
+    def _item(self, digest: int, picture: Picture) -> Any:
         """Inputs of vLLM's model for a picture, each tensor with the way in which those of several are joined."""
         from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
         assert self._settings is not None  # there is a picture
-        if picture.digest not in self._items:
+        if digest not in self._items:
             tensors = model_inputs(self._settings, picture)
             rows = torch.tensor([len(tensors["pixel_values"])])
             fields = {
@@ -152,8 +153,8 @@ class PicturePrompts:
                 "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
             }
             (item,) = MultiModalKwargsItems.from_hf_inputs(tensors, {name: fields[name] for name in tensors})["image"]
-            self._items[picture.digest] = item
-        return self._items[picture.digest]
+            self._items[digest] = item
+        return self._items[digest]
 
 
 def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  (runs in the engine's process)

@@ -105,9 +105,9 @@ def check_model(hf_config: Any, model_name: str, *, on_gpus: bool = True, tensor
                 f"policy.generation.vllm.tensor_parallel_size: got {tensor_parallel_size}, expected 1 with"
                 f" {model_name}, a model of images and text"
             )
-        if (problem := _head_problem(hf_config, on_gpus=on_gpus)) is not None:
-            raise ConfigurationError(f"policy.model_name: {model_name}: config.json: {problem} ({KEY}: vllm)")
         expected = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[hf_config.model_type]
+    if (problem := _head_problem(hf_config, on_gpus=on_gpus)) is not None:
+        raise ConfigurationError(f"policy.model_name: {model_name}: config.json: {problem} ({KEY}: vllm)")
     found = hf_config.architectures
     if not found or expected not in found:
         what = f"got {json.dumps(found)}" if found else "is missing"

@@ -3,7 +3,7 @@
 """The driver's side of a model: shards each batch over the data-parallel ranks and calls the workers."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray
 import torch
@@ -40,10 +40,6 @@ from nemo_rl_moe.models.policy.megatron_policy_worker import (
     MegatronPolicyWorker,
     WorkerDescription,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 POLICY_ROLE = "policy"
 

@@ -117,6 +117,15 @@ def test_parts_that_stay_as_they_are_are_carried_over_from_either_engine(tmp_pat
     assert line.endswith("true: no sound")
 
 
+def test_of_two_rewards_none_is_carried_over(tmp_path: Path) -> None:
+    functions = [{"name": "exact_alnum", "weight": 0.8}, {"name": "math_expr", "weight": 0.2}]
+    translation = pictures(tmp_path, env={"clevr-cogent": {"num_workers": 6, "reward_functions": functions}})
+    told = [line for line in translation.without if "reward_functions" in line]
+    assert [": one such reward a run; " in line for line in told] == [True, True]
+    assert all("{exact_alnum: 0.8, math_expr: 0.2}" in line for line in told)
+    assert not any("reward_functions" in line for line in translation.changed)
+
+
 def test_a_model_with_images_keeps_its_engine(tmp_path: Path) -> None:
     seeing = translate(write(tmp_path, COMMON, GRPO, GENERATION, policy__is_vlm=True))
     assert seeing.values["policy.generation.backend"] == "vllm"

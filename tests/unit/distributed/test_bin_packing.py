@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.distributed.bin_packing import deal_by_work, first_fit_decreasing, split_evenly
+from nemo_rl_moe.distributed.bin_packing import MOST_REFUSED, deal_by_work, first_fit_decreasing, split_evenly
+from nemo_rl_moe.distributed.patch_limit import PatchRoom
 
 
 def slow_first_fit_decreasing(sizes: list[int], capacity: int) -> list[list[int]]:
@@ -38,6 +39,16 @@ def test_first_fit_is_the_definition(sizes: list[int]):
 
 def test_split_evenly_by_hand():
     assert split_evenly([6, 5, 4, 1]) == ([0, 3], [1, 2])
+
+
+def test_a_bin_that_is_full_of_patches_is_not_asked_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    has_room = PatchRoom.has_room_for
+    monkeypatch.setattr(PatchRoom, "has_room_for", lambda *each: asked.append(1) or has_room(*each))
+    count = 600
+    bins = first_fit_decreasing([1] * count, count, [{number: 10} for number in range(count)], 10)
+    assert len(bins) == count
+    assert len(asked) <= MOST_REFUSED * count
 
 
 @settings(deadline=None, max_examples=50)

@@ -82,3 +82,5 @@ def test_inputs_of_sequences_become_one_column() -> None:
     assert ragged.sizes.tolist() == [2, 1]
     with pytest.raises(ValueError, match="one axis"):
         collate_inputs([tokens[0], ModelInput(np.zeros(2), Axis.SEQUENCE)], 4)
+    with pytest.raises(ValueError, match="with_inputs"):
+        collate_inputs([ModelInput((np.zeros(2),), Axis.SHARED)], 4)

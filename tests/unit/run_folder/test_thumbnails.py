@@ -3,6 +3,7 @@
 """Thumbnails of samples: small, few, each picture once, cut back with the samples, and nothing else is read as one."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -61,6 +62,16 @@ def test_a_small_picture_keeps_its_pixels() -> None:
     picture = noise(8, 4)
     with PIL.Image.open(BytesIO(thumbnail_of(picture.pixels))) as image:
         np.testing.assert_array_equal(np.asarray(image), picture.pixels)
+
+
+def test_pictures_come_back_where_the_runs_folder_was_deleted(tmp_path: Path) -> None:
+    run_folder = tmp_path / "exp_001"
+    run_folder.mkdir()
+    log, picture = sample_log(run_folder), noise(4, 4)
+    log.write(1, "val", [shown("s", [picture])])
+    shutil.rmtree(run_folder)
+    log.write(2, "val", [shown("s", [picture])])
+    assert names_in(run_folder) == {f"{picture.digest:016x}"}
 
 
 def test_samples_name_the_files_of_the_first_prompts_alone(tmp_path: Path) -> None:

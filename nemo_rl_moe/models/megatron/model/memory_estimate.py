@@ -245,7 +245,8 @@ class WorkerMemory:
         activations_at_least: A lower bound of what one microbatch leaves for the backward pass: the input of every
             layer and, on the last stage, logits in float32, of a chunk where a microbatch has more. Everything else is
             not counted.
-        tower_activations: The same of the vision tower, for as many patches as a microbatch can have.
+        tower_activations: The same of the vision tower, for as many patches as a microbatch can have. Most have fewer,
+            as text has none and equal pictures count once: it is in no sum.
         key_value_cache: Keys and values of generation.
         reference_weights: The reference model, in the host's memory.
         is_moved: Gradients are freed and the optimizer's state is moved to the host while responses are generated.
@@ -279,7 +280,7 @@ class WorkerMemory:
     def peak_at_least(self) -> int:
         """Lower bound of the peak: in a backward pass, in the optimizer step, or while generating."""
         in_a_step = self.optimizer.float32_gradients + self.optimizer.float32_moments
-        training = self.always + max(self.activations_at_least + self.tower_activations, in_a_step)
+        training = self.always + max(self.activations_at_least, in_a_step)
         return max(training, self.while_generating + self.key_value_cache)
 
 

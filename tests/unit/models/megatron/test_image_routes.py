@@ -13,7 +13,7 @@ import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.distributed.batch import Destination, TokenBatch, collate_inputs, per_token
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.generation.interface import GenerationBatch
 from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
@@ -82,9 +82,9 @@ def answered(trainer: MegatronTrainer, model: Any, model_type: str) -> list[Answ
         assert sequence.routed_experts is not None
         (piece,) = sequence.routed_experts.pieces
         ids = torch.tensor([[*prompt, *tokens]])
-        columns = {name: collate_inputs([each], ids.shape[1]) for name, each in request.model_inputs[row].items()}
         in_response = torch.arange(ids.shape[1])[None] >= len(prompt)
-        batches.append(TokenBatch(ids, torch.tensor([ids.shape[1]]), in_response, ("one",), columns))
+        bare = TokenBatch(ids, torch.tensor([ids.shape[1]]), in_response, ("one",))
+        batches.append(bare.with_inputs([request.model_inputs[row]]))
         logprobs, routes = trainer.logprobs_and_routes(batches[-1:])
         found.append(
             Answered(
@@ -93,7 +93,7 @@ def answered(trainer: MegatronTrainer, model: Any, model_type: str) -> list[Answ
                 sequence.logprobs,
                 logprobs[0][0, len(prompt) :].numpy(),
                 by_transformers(model, transformers_inputs(model_type, whole.select([row])), tokens),
-                columns[IS_IMAGE].values[0].numpy(),
+                batches[-1].columns[IS_IMAGE].values[0].numpy(),
                 piece.source,
                 routes[0],
             )
