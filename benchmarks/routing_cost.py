@@ -14,10 +14,11 @@ each contestant has all that those before it have:
     at_logits       router_gradients.at_logits_every_n_steps: 1, which is off by default
 
 `off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what the
-machine's noise makes of a ratio. The measurements of routing are made in every round, on their own clock, and count
-with one `every_n_steps`th; files of the tables are written in every round, too, and count once in five seconds of
-steps, as a run writes them. `cpu` counts this process's time, `wall` the clock's. Left out is what other processes
-do: scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
+machine's noise makes of a ratio. The measurements of routing are made in rounds of their own, of which nothing else
+is measured, since what they leave in the caches is in few steps of a run; they count with one `every_n_steps`th.
+Files of the tables are written in every round, too, and count once in five seconds of steps, as a run writes them.
+`cpu` counts this process's time, `wall` the clock's. Left out is what other processes do: scoring, logging, and Ray's
+handling of the tape, whose size `tape_bytes` says.
 
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
 files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
@@ -94,6 +95,8 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
     "all": _REPLAY,
     "at_logits": _REPLAY | {"router_gradients.at_logits_every_n_steps": 1},
 }
+EXPLAINED_EVERY = 3
+"""Rounds after which one comes with the measurements of routing."""
 PARTS = ("load", "tape", "replay", "all", "at_logits")
 DEMO_MODEL = REPOSITORY / "examples" / "assets" / "tiny_qwen3_moe"
 _WIDTHS = (
@@ -255,7 +258,7 @@ class Contestant:
         clocks = (self.step, step), (self.tables, tables), (self.measurements, measurements)
         for kept, found in clocks:
             for name, parts in found.items():
-                if measured:
+                if (explains if kept is self.measurements else measured) and parts:
                     kept[name].append(sum(parts))
 
     def _rollouts(self, number: int) -> TokenBatch:
@@ -375,9 +378,12 @@ def make_config(changes: dict[str, Any], model: Path = DEMO_MODEL) -> GRPOMaster
 def race(contestants: dict[str, Contestant], warmup: int, rounds: int) -> None:
     """Lets all make the same step in each round."""
     order = Random(0)
-    for number in range(warmup + rounds):
+    # The warm-up's measurements are made, too, and count where there are no others.
+    for number in range(warmup + rounds + rounds // EXPLAINED_EVERY):
+        is_explained = number == warmup - 1 or (number - warmup) % (EXPLAINED_EVERY + 1) == EXPLAINED_EVERY
+        measured = number >= warmup and not is_explained
         for name in order.sample(list(contestants), k=len(contestants)):
-            contestants[name].run(number + 1, measured=number >= warmup, explains=name == "all")
+            contestants[name].run(number + 1, measured=measured, explains=is_explained and name == "all")
     for contestant in contestants.values():
         contestant.close()
 
@@ -443,7 +449,8 @@ def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
             for name, each in contestants.items()
         }
         base = [statistics.mean(pair) for pair in zip(steps["off"], steps["off_again"], strict=True)]
-        explained = [seconds / every for seconds in everything.measurements[clock]]
+        of_warmup, *others = everything.measurements[clock]
+        explained = [statistics.median(others or [of_warmup]) / every] * len(base)
         whole = [sum(pair) for pair in zip(steps["all"], explained, strict=True)]
         result["total"][clock] = median_ratio(whole, base)
         before, parts = base, {}
