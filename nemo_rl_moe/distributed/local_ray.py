@@ -5,6 +5,7 @@
 import atexit
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -21,7 +22,7 @@ import ray
 from ray._private import ray_constants
 
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, families, ray_folder, state_of
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError, tell
+from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError, printable, tell
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
@@ -30,6 +31,9 @@ POLL_S = 0.1
 FROZEN_S = 20.0
 """Time after which a server that has been stopped (SIGSTOP) counts as dead: calls to Ray would wait for it for ever.
 Shorter than Ray's own half a minute, after which it would end the program without a word of why."""
+_NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
+_ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
+"""Line of a server's log, of an error or worse, without its time."""
 UNWINDING_S = 6.0
 """Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
 
@@ -41,6 +45,22 @@ def object_store_bytes() -> int:
     except OSError:
         free = LARGEST_OBJECT_STORE_BYTES
     return max(SMALLEST_OBJECT_STORE_BYTES, min(LARGEST_OBJECT_STORE_BYTES, int(0.8 * free)))
+
+
+def last_error(log: Path) -> str:
+    """Last error among the newest lines of a server's log, which goes with its folder; empty without one.
+
+    Args:
+        log: Of one of Ray's servers.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _NEWEST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    errors = [found[1] for line in lines if (found := _ERROR_LINE.match(line)) is not None]
+    return printable(errors[-1])[:_LONGEST_ERROR] if errors else ""
 
 
 @contextmanager
@@ -180,7 +200,8 @@ class LocalRay:
         for name, server in self._servers.items():
             state = state_of(server)
             if not state:
-                return f"Ray's {name} (pid {server.pid}) on this machine has died"
+                why = last_error(self._folder / "ray" / "session_latest" / "logs" / f"{name}.out")
+                return f"Ray's {name} (pid {server.pid}) on this machine has died{why and f': {why}'}"
             if state != psutil.STATUS_STOPPED:
                 self._frozen_since.pop(name, None)
             elif time.monotonic() - self._frozen_since.setdefault(name, time.monotonic()) > FROZEN_S:

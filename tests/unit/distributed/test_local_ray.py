@@ -17,6 +17,7 @@ import ray
 from nemo_rl_moe.distributed.local_ray import (
     LARGEST_OBJECT_STORE_BYTES,
     SMALLEST_OBJECT_STORE_BYTES,
+    last_error,
     object_store_bytes,
     preserved_handlers,
 )
@@ -161,6 +162,18 @@ def test_token_and_folder_are_their_owners_alone(tmp_path: Path) -> None:
 def test_a_worker_outlives_sigterm_and_what_it_starts_does_not() -> None:
     done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, timeout=60)
     assert done.stdout == f"{-signal.SIGTERM} {-signal.SIGTERM}\n", done.stderr
+
+
+def test_a_servers_last_error_is_told(tmp_path: Path) -> None:
+    log = tmp_path / "raylet.out"
+    assert last_error(log) == ""
+    log.write_text("[2026-01-02 03:04:05,678 I 12 34] (raylet) main.cc:1: all is well\nnot a line of the log\n")
+    assert last_error(log) == ""
+    with log.open("a") as file:
+        file.write("[2026-01-02 03:04:06,678 E 12 34] (raylet) agent_manager.cc:2: an agent failed\x1b[31m\nmore\n")
+        file.write("[2026-01-02 03:04:07,678 I 12 34] (raylet) main.cc:3: the end\n")
+    assert last_error(log).startswith("agent_manager.cc:2: an agent failed")
+    assert "\x1b" not in last_error(log)
 
 
 @pytest.fixture
