@@ -120,7 +120,7 @@ def test_numbers_of_a_step_are_those_of_its_counts() -> None:
     load, metrics = run(moe_metrics__mode="detailed")
     found = {key: value for key, value in metrics.items() if "image" in key or "text" in key or "modality" in key}
     assert found == modality_metrics(load, detailed=True)
-    assert len(found) == 1 + 2 * 3 + 2 + NUM_LAYERS * (2 * 3 + 1)
+    assert len(found) == 1 + 2 * 3 + 3 + NUM_LAYERS * (2 * 3 + 2)
 
 
 def test_a_batch_without_the_column_costs_and_says_nothing() -> None:
