@@ -23,7 +23,7 @@ from tests.functional.test_resume import (
     weights_of,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
