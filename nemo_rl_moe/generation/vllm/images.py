@@ -170,6 +170,7 @@ def register(settings: PictureSettings) -> dict[str, Any]:  # pragma: no cover  
     from vllm.multimodal import MULTIMODAL_REGISTRY
     from vllm.multimodal.processing import BaseDummyInputsBuilder, BaseMultiModalProcessor, BaseProcessingInfo
 
+    # What raises below is abstract in vLLM, and never called: prompts come processed, and nothing is profiled.
     class Limits(BaseProcessingInfo):
         def get_supported_mm_limits(self) -> dict[str, int | None]:
             return {"image": None}
