@@ -197,7 +197,7 @@ class HealthySteps:
         distance = len(drawn["lengths"])
         follows = torch.arange(len(tape)) >= distance
         routes = TapeRoutes.of(tape, self._num_experts)
-        rows.add(routes, in_planes(live), _in_router_order(_fed(drawn)), distance, follows)
+        rows.add(routes, in_planes(live, self._num_experts), _in_router_order(_fed(drawn)), distance, follows)
         return rows.counts
 
 

@@ -18,7 +18,7 @@ from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, in_planes
+from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes
 from nemo_rl_moe.moe.tape_identity import TapeSample, layer_overlap
 from nemo_rl_moe.moe.tape_ledger import Row, TapeLedger, TapeReport, row_anomalies
 from nemo_rl_moe.moe.tape_ranks import SLOTS, rows_by_rank
@@ -228,9 +228,12 @@ class _StepAudit:
                 routes[unknown & fed[chosen]] = UNKNOWN
                 of_tokens = of_tokens & torch.from_numpy(~unknown)
                 margin = None if margins is None else torch.from_numpy(margins[chosen].copy())
+                # Experts that there are not agree with nothing.
+                is_expert = (live[chosen] >= 0) & (live[chosen] < self._description.num_experts)
+                named = torch.from_numpy(np.where(is_expert, live[chosen], UNKNOWN))
                 seen = [
                     RoutedTokens(experts, experts, None if margin is None else margin[:, layer])
-                    for layer, experts in enumerate(torch.from_numpy(live[chosen].copy()).unbind(1))
+                    for layer, experts in enumerate(named.unbind(1))
                 ]
             ledger.add(self._num_passes, self._layers, self._rows(routes), of_tokens, seen)
             self._num_passes += 1
@@ -250,7 +253,7 @@ class _StepAudit:
             chosen = slice(first, first + _TOKENS_AT_A_TIME)
             self._repeats.add(
                 self._rows(tape[chosen].copy()),
-                in_planes(torch.from_numpy(live[chosen].copy())),
+                self._rows(live[chosen].copy()).planes,
                 torch.from_numpy(fed[chosen] & known[chosen]),
                 1,
                 torch.from_numpy(follows[chosen]),

@@ -135,14 +135,14 @@ class ExpertLoadRecorder:
         self,
         layer_position: int,
         routed: Bool[Tensor, "tokens experts"] | Int[Tensor, "tokens topk"],
-        padding: Bool[Tensor, " tokens"] | None,
+        padding: Bool[Tensor, "..."] | None,
     ) -> None:
         """Adds one router call; does nothing outside `training_forward`. Indices are counted at its end.
 
         Args:
             layer_position: Row of the layer.
             routed: A map of the assignments, or the indices of the routed experts.
-            padding: True on tokens that do not count; None: all count.
+            padding: True on tokens that do not count, in whatever shape the router got it; None: all count.
         """
         if self._microbatch is None:
             return
@@ -169,7 +169,9 @@ class ExpertLoadRecorder:
         alike: dict[Any, list[tuple[int, Tensor, Tensor | None]]] = {}
         for call in calls:
             _, routed, padding = call
-            alike.setdefault((routed.shape, padding if padding is None else padding.data_ptr()), []).append(call)
+            # Each layer has a view of its own of the microbatch's mask.
+            same = None if padding is None else (padding.data_ptr(), padding.stride())
+            alike.setdefault((routed.shape, same), []).append(call)
         for group in alike.values():
             positions, padding = tuple(position for position, _, _ in group), group[0][2]
             if positions not in self._offsets:
@@ -182,11 +184,12 @@ class ExpertLoadRecorder:
             add_assignments(counts.view(-1), places.view(-1, 1), valid)
 
 
-def _counted(padding: Bool[Tensor, " tokens"] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
+def _counted(padding: Bool[Tensor, "..."] | None, only: Bool[Tensor, " tokens"] | None) -> Tensor | None:
     """True on tokens that count; None: all of them."""
     if padding is None:
         return only
-    return ~padding if only is None else only & ~padding
+    counted = ~padding.reshape(-1).bool()
+    return counted if only is None else only & counted
 
 
 def sum_over_ranks(parts: list[Tensor], device: torch.device) -> list[Tensor]:

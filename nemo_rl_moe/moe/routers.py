@@ -98,13 +98,19 @@ def routed_experts(
         assignments = integers[-1] if integers else None
     if assignments is None:
         raise TypeError(f"the router {type(router).__name__} of layer {layer.key} returned no choice of experts")
-    return assignments.detach().reshape(-1, assignments.shape[-1])
+    return assignments if assignments.ndim == 2 else assignments.reshape(-1, assignments.shape[-1])
+
+
+def mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Padding mask among the arguments of a Megatron-Core router's forward, as it is; None where there is none."""
+    mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
+    return mask if isinstance(mask, Tensor) else None
 
 
 def padding_mask_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bool[Tensor, " tokens"] | None:
     """Padding mask from the arguments of a Megatron-Core router's forward, flat; True is padding, None is no mask."""
-    mask = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
-    return mask.reshape(-1).bool() if isinstance(mask, Tensor) else None
+    mask = mask_of_call(args, kwargs)
+    return None if mask is None else mask.reshape(-1).bool()
 
 
 def moe_layer_indices(config: Any) -> list[int]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, all_of, in_planes, num_in_common
+from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, all_of, in_planes, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
 from nemo_rl_moe.shapes import Bool, Float, Int
@@ -32,8 +32,7 @@ def classify_rows(routes: TapeRoutes, fed: Bool[Tensor, " tokens"]) -> dict[Row,
         routes: The tape's rows.
         fed: Tokens that were fed to the model that made the tape.
     """
-    planes, in_range, usable, _ = routes
-    unknown = all_of(planes == UNKNOWN)
+    planes, unknown, in_range, usable, _ = routes
     zero = all_of(planes == 0) & ~usable
     return {
         Row.EXPECTED: fed.expand_as(usable),
@@ -67,13 +66,11 @@ class TapeLedger:
         self._num_experts = num_experts
         counted = {"dtype": torch.long, "device": device}
         self.rows: Int[Tensor, "layers kinds"] = torch.zeros(num_layers, len(Row), **counted)  # type: ignore[call-overload]
-        # What is not to be counted goes to a last place of its own.
-        self._experts = torch.zeros(2 * num_layers * num_experts + 1, **counted)  # type: ignore[call-overload]
-        self.tape_experts, self.live_experts = self._experts[:-1].view(2, num_layers, num_experts)
+        self._experts = torch.zeros(2 * num_layers * num_experts, **counted)  # type: ignore[call-overload]
+        self.tape_experts, self.live_experts = self._experts.view(2, num_layers, num_experts)
         self.margins: Int[Tensor, "layers classes 2"] = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
         self._edges = torch.tensor(MARGIN_EDGES, device=device)[:, None, None]
-        self._one = torch.ones((), **counted)  # type: ignore[call-overload]
         self._last_layers: Int[Tensor, " layers"] | None = None
 
     def clear(self) -> None:
@@ -113,13 +110,12 @@ class TapeLedger:
         usable, named = kinds[Row.USABLE], [routes.planes]
         live = None
         if seen:
-            live = in_planes(torch.stack([of_layer.live for of_layer in seen], 1))
+            live = in_planes(torch.stack([of_layer.live for of_layer in seen]).transpose(0, 1), self._num_experts)
             kinds |= self._compare(tokens, layers, routes, live, usable, seen)
             named.append(live)
-        places = (torch.stack(named) + self._places_of_experts[: len(named)]).masked_fill_(
-            ~usable, len(self._experts) - 1
-        )
-        self._experts.scatter_add_(0, places.view(-1), self._one.expand(places.numel()))
+        # What stands in a row that does not count is no place.
+        places = torch.stack(named).clamp_(0, self._num_experts - 1) + self._places_of_experts[: len(named)]
+        self._experts.scatter_add_(0, places.view(-1), usable.long().expand(places.shape).reshape(-1))
         of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
         # In 32 bits, which takes a twentieth of 64 on a CPU.
         counted = of_kinds.sum(-1, dtype=torch.int32).long()
@@ -139,11 +135,11 @@ class TapeLedger:
         slots = num_in_common(routes.planes, live) * usable
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
-            taken = in_planes(torch.stack([of_layer.taken for of_layer in seen], 1))
+            taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
             taken_same = (num_in_common(routes.planes, taken) == len(taken)) & usable
         differs = usable & ~live_same
         # The mark of the layer that tells most.
-        of_layers = usable.view(torch.uint8) * _COMPARED + differs.view(torch.uint8) * _DIFFERS
+        of_layers = torch.add(usable.view(torch.uint8), differs.view(torch.uint8), alpha=_DIFFERS)  # usable: _COMPARED
         for number, marks in zip(tokens, of_layers.amax(0).split(list(tokens.values())), strict=True):
             self.tokens[number] |= marks
         if all(of_layer.margin is not None for of_layer in seen):

@@ -12,7 +12,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.replay import TapeRoutes, num_in_common
+from nemo_rl_moe.moe.replay import TapeRoutes, all_of, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.shapes import Bool, Int
 
@@ -64,8 +64,8 @@ class RepeatedRows:
         """
         of_tape_and_router = torch.stack([routes.planes[:, :_MOST_LAYERS], live[:, :_MOST_LAYERS]], 1)
         here, before = of_tape_and_router[..., distance:], of_tape_and_router[..., :-distance]
-        repeated = (num_in_common(here, before) == len(live)).all(1)
-        usable = routes.usable[:_MOST_LAYERS].all(0)
+        repeated = all_of((num_in_common(here, before) == len(live)).transpose(0, 1))
+        usable = all_of(routes.usable[:_MOST_LAYERS])
         # Near ties change an expert here and there; most of them differ where the row is another token's.
         common = num_in_common(here[:, 0], here[:, 1]).sum(0)
         differs = 2 * common < here[:, 0, :, :1].numel()

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.moe.recorder import BACKWARD, FORWARD, ExpertLoadRecorder
+from nemo_rl_moe.moe import recorder as recorder_module
+from nemo_rl_moe.moe.recorder import BACKWARD, FORWARD, ExpertLoadRecorder, add_assignments
 
 LAYERS, EXPERTS, TOPK = 3, 8, 2
 
@@ -44,6 +45,20 @@ def test_maps_and_indices_count_alike(with_padding: bool) -> None:
             made.add(layer, indices, mask)
         expected[microbatch, layer] += 2 * torch.tensor(count(indices, mask))
     assert torch.equal(made.counts, expected)
+
+
+def test_layers_with_views_of_one_mask_are_counted_at_once_and_others_by_themselves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    groups = []
+    monkeypatch.setattr(recorder_module, "add_assignments", lambda *args: (groups.append(1), add_assignments(*args)))
+    made, mask = recorder(), torch.rand(4, 10) < 0.3
+    calls = [(routed(40, seed)[1], (mask.T, mask.T, mask)[seed]) for seed in range(LAYERS)]
+    with made.training_forward(0, 0):
+        for layer, (indices, padding) in enumerate(calls):
+            made.add(layer, indices, padding)
+    assert made.counts[0].tolist() == [count(indices, padding.reshape(-1)) for indices, padding in calls]
+    assert len(groups) == 2
 
 
 def test_int32_indices_and_no_tokens() -> None:

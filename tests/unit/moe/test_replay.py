@@ -11,7 +11,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_rl_moe.moe.replay import RoutedTokens, RouterTap, TapeRoutes, margins, replayed
+from nemo_rl_moe.moe.replay import (
+    RoutedTokens,
+    RouterTap,
+    TapeRoutes,
+    in_planes,
+    margins,
+    num_in_common,
+    replayed,
+)
 from nemo_rl_moe.moe.tape_ledger import (
     Row,
     TapeLedger,
@@ -30,10 +38,32 @@ def plain_topk(scores: torch.Tensor, topk: int, *_: object) -> tuple[torch.Tenso
 
 def test_rows_that_are_taken() -> None:
     tape = torch.tensor([[5, 4], [3, 2], [-1, -1], [0, 0], [8, 1]])
-    routes = TapeRoutes.of(tape, 8)
-    assert routes.usable.tolist() == [True, True, False, False, False]
-    found = replayed(LIVE, routes)
+    routes = TapeRoutes.of(tape[:, None], 8)
+    assert routes.usable.tolist() == [[True, True, False, False, False]]
+    found = replayed(LIVE, routes.by_layer()[0])
     assert found.tolist() == [[5, 4], [2, 3], [4, 5], [6, 7], [1, 0]], "the router's order where the sets are equal"
+
+
+@pytest.mark.parametrize("experts", [255, 256, 384])
+@given(data=st.data())
+def test_rows_of_many_experts_are_taken_and_compared_as_by_a_walk_over_them(experts: int, data: st.DataObject) -> None:
+    """Planes have 8 bits up to 255 experts: no number beyond them may be taken for another one."""
+    near = st.sampled_from([-2, -1, 0, 1, 127, 128, 254, 255, 256, 257, experts - 1, experts, 2 * experts])
+    tape = data.draw(st.lists(st.tuples(near, near), min_size=1, max_size=6))
+    chosen = st.lists(near.filter(lambda expert: 0 <= expert < experts), min_size=2, max_size=2, unique=True)
+    live = data.draw(st.lists(chosen, min_size=len(tape), max_size=len(tape)))
+    routes = TapeRoutes.of(torch.tensor(tape, dtype=torch.int16)[:, None], experts)
+    found = replayed(torch.tensor(live), routes.by_layer()[0]).tolist()
+    planes = in_planes(torch.tensor(live)[:, None], experts)
+    assert planes.dtype == routes.planes.dtype
+    common = num_in_common(routes.planes, planes)[0].tolist()
+    for row, (on_tape, own) in enumerate(zip(tape, live, strict=True)):
+        usable = len(set(on_tape)) == 2 and all(0 <= expert < experts for expert in on_tape)
+        assert bool(routes.usable[0, row]) == usable
+        assert bool(routes.unknown[0, row]) == (on_tape == (-1, -1))
+        assert found[row] == (list(on_tape) if usable and set(on_tape) != set(own) else own)
+        if usable:
+            assert common[row] == len(set(on_tape) & set(own))
 
 
 @pytest.mark.parametrize("topk", [1, 2, 4])
@@ -65,7 +95,7 @@ def test_a_tap_gathers_the_routers_own_scores_and_their_gradient() -> None:
     values, experts = tap.get_replay_topk(scores, 2, None, None, plain_topk)
     assert experts.tolist() == [[1, 2]]
     assert tap.counted is None
-    tap.routes = TapeRoutes.of(torch.tensor([[3, 0]], dtype=torch.int16), 4)
+    (tap.routes,) = TapeRoutes.of(torch.tensor([[[3, 0]]], dtype=torch.int16), 4).by_layer()
     tap.shows = tap.shows_margin = True
     values, experts = tap.get_replay_topk(scores, 2, None, None, plain_topk)
     assert experts.tolist() == [[3, 0]]
@@ -94,7 +124,7 @@ def test_a_tap_of_a_router_that_has_groups_asks_what_stood_there_before() -> Non
 
 def test_routes_of_other_tokens_are_refused() -> None:
     tap = RouterTap()
-    tap.routes = TapeRoutes.of(torch.zeros(3, 2, dtype=torch.int16), 4)
+    (tap.routes,) = TapeRoutes.of(torch.zeros(3, 1, 2, dtype=torch.int16), 4).by_layer()
     with pytest.raises(ValueError, match=r"got \(3, 2\), expected \(2, 2\)"):
         tap.get_replay_topk(torch.rand(2, 4), 2, None, None, plain_topk)
 
@@ -108,7 +138,7 @@ def ledger_of(tape: torch.Tensor, live: torch.Tensor, fed: torch.Tensor, experts
     ledger = TapeLedger(2, experts, torch.device("cpu"))
     margin = torch.full((len(live),), 0.02)
     routes = TapeRoutes.of(tape[:, None], experts)
-    seen = RoutedTokens(live, replayed(live, routes.of_layer(0)), margin)
+    seen = RoutedTokens(live, replayed(live, routes.by_layer()[0]), margin)
     ledger.add(0, torch.tensor([1]), routes, fed, [seen])
     return ledger
 

@@ -33,7 +33,7 @@ def made_pass(number: int, columns: int, *, replays: bool, with_margins: bool) -
     seen = [
         RoutedTokens(
             own,
-            replayed(own, routes.of_layer(place)) if replays else own,
+            replayed(own, routes.by_layer()[place]) if replays else own,
             margins(of_layer, TOPK) if with_margins else None,
         )
         for place, (own, of_layer) in enumerate(zip(live, scores, strict=True))

@@ -37,7 +37,7 @@ def counted(tape: torch.Tensor, live: torch.Tensor, fed: torch.Tensor | None = N
     rows = RepeatedRows(torch.device("cpu"))
     everything = torch.ones(len(live), dtype=torch.bool)
     routes = TapeRoutes.of(tape.to(torch.int16), EXPERTS)
-    rows.add(routes, in_planes(live), everything if fed is None else fed, 1, follows)
+    rows.add(routes, in_planes(live, EXPERTS), everything if fed is None else fed, 1, follows)
     return rows.counts
 
 

@@ -83,6 +83,10 @@ class ModelMicrobatch:
             other: Value of all others, padding among them.
         """
         rows, columns = self.input_ids.shape[0], self.num_columns
+        if self.packed_seq_params is None:  # sequences are rows: fewer operations
+            found = torch.full((rows, columns), other, dtype=values.dtype, device=values.device)
+            found[: len(values), : values.shape[1]] = values.where(counts, other)
+            return self.part(found)
         # The place behind the last one takes what does not count.
         flat = torch.full((rows * columns + 1,), other, dtype=values.dtype, device=values.device)
         places = self.sequence_start[:, None] + torch.arange(values.shape[1], device=values.device)

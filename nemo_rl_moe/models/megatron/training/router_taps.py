@@ -9,7 +9,8 @@ passes of other microbatches.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from nemo_rl_moe.models.megatron.training.tape_probe import TapeProbe
 from nemo_rl_moe.moe.replay import (
     ROUTED_EXPERTS,
     UNKNOWN,
+    LayerRoutes,
     RoutedTokens,
     RouterTap,
     TapeRoutes,
@@ -60,6 +62,22 @@ def cut_of_rank(config: TransformerConfig) -> SequenceCut:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_tensor_model_parallel_world_size(),
     )
+
+
+@dataclass(frozen=True)
+class ChunkRoutes:
+    """Tape of one microbatch for the routers of a chunk.
+
+    Attributes:
+        rows: Of its layers.
+    """
+
+    rows: TapeRoutes
+
+    @cached_property
+    def by_layer(self) -> list[LayerRoutes]:
+        """For each router, where they are replayed."""
+        return self.rows.by_layer()
 
 
 class RouterTaps:
@@ -105,7 +123,7 @@ class RouterTaps:
         self._compared: TapeLedger | None = None
         self._waiting: list[TapePass] = []
         self._waiting_of: tuple[int, ModelMicrobatch]  # the chunk of those that wait, and the first one's microbatch
-        self._last_routes: tuple[ModelMicrobatch, int, TapeRoutes] | None = None
+        self._last_routes: tuple[ModelMicrobatch, int, ChunkRoutes] | None = None
         self._pipeline = parallel_state.get_pipeline_model_parallel_group()
         self._taps: list[dict[int, RouterTap]] = []
         for chunk in chunks:
@@ -160,9 +178,9 @@ class RouterTaps:
                 fed = fed_tokens(microbatch, cut)
                 if ledger is self.ledger:
                     rows, follows = microbatch.input_ids.shape[0], following_tokens(microbatch, cut)
-                    self._wait(chunk, microbatch, TapePass({number: len(fed)}, routes, fed, seen, rows, follows))
+                    self._wait(chunk, microbatch, TapePass({number: len(fed)}, routes.rows, fed, seen, rows, follows))
                 else:
-                    ledger.add(number, layers, routes, fed, seen)
+                    ledger.add(number, layers, routes.rows, fed, seen)
         finally:
             _hide(self._taps[chunk].values())
             self._give(chunk, None)
@@ -290,14 +308,15 @@ class RouterTaps:
             (seen,) = tap.take()
             captured[id(microbatch)][1][:, position] = seen.taken.to(torch.int16)
 
-    def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> TapeRoutes | None:
+    def _routes(self, chunk: int, microbatch: ModelMicrobatch) -> "ChunkRoutes | None":
         """Rows of the tape for the routers of a chunk; those asked for last are prepared once."""
         values = microbatch.model_columns.get(ROUTED_EXPERTS)
         if values is None:
             return None
         if self._last_routes is None or self._last_routes[0] is not microbatch or self._last_routes[1] != chunk:
             of_chunk = in_router_order(values, self.cut).index_select(1, self._layers[chunk])
-            self._last_routes = (microbatch, chunk, TapeRoutes.of(of_chunk, int(self._config.num_moe_experts)))
+            rows = TapeRoutes.of(of_chunk, int(self._config.num_moe_experts))
+            self._last_routes = (microbatch, chunk, ChunkRoutes(rows))
         return self._last_routes[2]
 
     @property
@@ -305,9 +324,10 @@ class RouterTaps:
         """This rank's block of columns."""
         return cut_of_rank(self._config)
 
-    def _give(self, chunk: int, routes: TapeRoutes | None) -> None:
-        for place, tap in enumerate(self._taps[chunk].values()):
-            tap.routes = None if routes is None else routes.of_layer(place)
+    def _give(self, chunk: int, routes: "ChunkRoutes | None") -> None:
+        taps = self._taps[chunk].values()
+        for tap, of_layer in zip(taps, [None] * len(taps) if routes is None else routes.by_layer, strict=True):
+            tap.routes = of_layer
 
 
 def _hide(taps: Iterable[RouterTap]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
-from nemo_rl_moe.moe.routers import RouterLayer, padding_mask_of_call, routed_experts, routers_of
+from nemo_rl_moe.moe.routers import RouterLayer, mask_of_call, routed_experts, routers_of
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
@@ -41,6 +41,6 @@ def attach_recorder(
 def _recording_hook(recorder: ExpertLoadRecorder, position: int, layer: RouterLayer) -> Any:
     def record(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
         if recorder.is_recording:
-            recorder.add(position, routed_experts(layer, router, outputs), padding_mask_of_call(args, kwargs))
+            recorder.add(position, routed_experts(layer, router, outputs), mask_of_call(args, kwargs))
 
     return record

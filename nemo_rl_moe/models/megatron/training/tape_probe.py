@@ -78,7 +78,8 @@ class TapeProbe:
         index = places.clamp(0, num_tokens - 1).reshape(-1)
         start = self._rank * NUM_SEQUENCES
         for kind, values in ((_TAPE, routes), (_LIVE, live)):
-            chosen = values.index_select(2, index).permute(2, 1, 0).unflatten(0, places.shape).int() + 1
+            # In 8 bits, too, what is unknown becomes 0.
+            chosen = (values.index_select(2, index) + 1).permute(2, 1, 0).unflatten(0, places.shape).int()
             target = self._values[kind, start : start + len(lengths)]
             target.index_copy_(2, layers, chosen.where(known[..., None, None], 0))
 
