@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
@@ -25,8 +25,7 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     return str(dtype)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Successive rows of one stored array, for successive tokens of one sequence.
 
     Attributes:

@@ -265,9 +265,9 @@ class MegatronGenerator:
     ) -> list[StoredRows]:
         """Routed experts of each sequence's tokens but the last one, which was never fed to the model."""
         assert self._stages is not None  # there are taps
-        prompts = [len(request.prompts[index]) for index in batch]
-        first_slots = [max(prompts) - size if self._passes.padded else 0 for size in prompts]
-        num_fed = [size + length - 1 for size, length in zip(prompts, responses.lengths, strict=True)]
+        prompts = np.array([len(request.prompts[index]) for index in batch])
+        first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
+        num_fed = prompts + responses.lengths - 1
         return [StoredRows.of(rows) for rows in routes.sequences(self._stages, first_slots, num_fed)]
 
     def _choose(

@@ -5,8 +5,7 @@
 Of a batch while it is generated, by slot of its key-value cache; and of microbatches in a log-probability pass.
 """
 
-from collections.abc import Sequence
-from itertools import accumulate
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -106,7 +105,7 @@ class CapturedRoutes:
             self._brought.append(torch.cat(chosen).to(torch.int16).view(len(self._own), -1, self._topk))
 
     def sequences(
-        self, stages: StagesOfLayers, first_slots: Sequence[int], num_fed: Sequence[int]
+        self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
     ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
         """Routes of each sequence, of all layers on the rank that reports. Every rank calls it.
 
@@ -131,16 +130,19 @@ class CapturedRoutes:
         self._brought.clear()
         stages.gather(routes.transpose(0, 1))
         on_host = _in_order(routes.cpu().numpy(), self._order(rows, first_slots, num_fed))
-        ends = accumulate(num_fed)
-        return [on_host[end - count : end] for end, count in zip(ends, num_fed, strict=True)]
+        ends = num_fed.cumsum().tolist()
+        return [on_host[start:end] for start, end in pairwise((0, *ends))]
 
     def _order(
-        self, rows: Int[np.ndarray, " captured"], first_slots: Sequence[int], num_fed: Sequence[int]
+        self,
+        rows: Int[np.ndarray, " captured"],
+        first_slots: Int[np.ndarray, " rows"],
+        num_fed: Int[np.ndarray, " rows"],
     ) -> Int[np.ndarray, " tokens"]:
         """Places of the sequences' tokens, one sequence after another, among all that were captured."""
         sizes = [len(each) for each in self._rows_of_slots]
-        position = np.repeat(np.arange(len(sizes)), sizes) - np.array(first_slots)[rows]
-        fed = np.flatnonzero((position >= 0) & (position < np.array(num_fed)[rows]))
+        position = np.repeat(np.arange(len(sizes)), sizes) - first_slots[rows]
+        fed = np.flatnonzero((position >= 0) & (position < num_fed[rows]))
         order: Int[np.ndarray, " tokens"] = fed[rows[fed].argsort(kind="stable")]  # of a sequence as they came
         return order
 
