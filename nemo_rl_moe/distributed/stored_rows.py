@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
@@ -25,8 +25,7 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     return str(dtype)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Successive rows of one stored array, for successive tokens of one sequence.
 
     Attributes:
@@ -141,16 +140,15 @@ def fetch_rows(
     values = np.full((len(sequences), longest, *row_shape), fill, dtype=dtype)
     sources = {id(piece.source): piece.source for rows in sequences if rows is not None for piece in rows.pieces}
     arrays = dict(zip(sources, fetch(list(sources.values())), strict=True))
+    expected = np.dtype(dtype)  # names take longer to compare, of each of hundreds of short sequences
     for number, rows in enumerate(sequences):
-        for piece in rows.pieces if rows is not None else ():
-            array = arrays[id(piece.source)]
+        for source, first, start, num_rows in rows.pieces if rows is not None else ():
+            array = arrays[id(source)]
             if array is None:
                 continue
-            found = array[piece.first : piece.first + piece.num_rows]
-            if found.shape != (piece.num_rows, *row_shape) or found.dtype != dtype:
-                raise ValueError(
-                    f"stored rows: got {found.dtype} {found.shape}, expected {dtype} {(piece.num_rows, *row_shape)}"
-                )
-            end = min(piece.end, longest)
-            values[number, piece.start : end] = found[: end - piece.start]
+            if array.dtype != expected or array.shape[1:] != row_shape or len(array) < first + num_rows:
+                got, wanted = array[first : first + num_rows], (num_rows, *row_shape)
+                raise ValueError(f"stored rows: got {got.dtype} {got.shape}, expected {dtype} {wanted}")
+            count = min(num_rows, longest - start)
+            values[number, start : start + count] = array[first : first + count]
     return values

@@ -207,12 +207,14 @@ class MegatronGenerator:
         stop = StopCondition(request.sampling, self._tokenizer)
         sequences: dict[int, GeneratedSequence] = {}
         shown = nullcontext() if self._taps is None else self._taps.shown()
-        with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded), shown:
-            for batch in _batches(request, max_batch_size):
-                responses, routes = self._run(request, batch, stop)
-                routed_experts = None if routes is None else self._routed_experts(request, batch, responses, routes)
-                found = responses.sequences(weight_version, routed_experts)
-                sequences |= zip(batch, found, strict=True)
+        with inference(self._chunks, self._config, self._device, own_forward=self._passes.padded):
+            with shown:
+                for batch in _batches(request, max_batch_size):
+                    responses, routes = self._run(request, batch, stop)
+                    routed_experts = None if routes is None else self._routed_experts(request, batch, responses, routes)
+                    found = responses.sequences(weight_version, routed_experts)
+                    sequences |= zip(batch, found, strict=True)
+            # Nobody takes what routers choose meanwhile.
             self._passes.wait_for_peers()
         return [sequences[index] for index in range(len(sequences))] if self._coordinates.reports_loss else []
 
@@ -232,17 +234,16 @@ class MegatronGenerator:
         inputs_of_rows = [request.model_inputs[index] for index in batch] if request.model_inputs else []
         cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads, inputs_of_rows)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
-        routes, places = None, torch.arange(len(batch), device=self._device)
+        routes = None
         if self._taps is not None:
-            topk = int(self._config.moe_router_topk)
-            routes = CapturedRoutes(self._taps, len(plan.prompt_tokens), len(batch), topk, self._device)
+            routes = CapturedRoutes(self._taps, int(self._config.moe_router_topk), self._device)
         inputs, last_prompt = plan.prompt_tokens[: plan.prefill].t(), first_sampled.max()
         while True:
             first_slot = cached.num_filled
             logits = self._passes.logits(inputs, cached)
             slot = cached.num_filled
             if routes is not None:
-                routes.add(first_slot, slot, places)
+                routes.add(slot - first_slot, rows)
             chosen = self._choose(logits, plan.uniforms[slot], parameters)
             token_ids, logprobs = chosen.cpu().numpy()
             ended = responses.append(rows, token_ids.astype(np.int64), logprobs, slot >= first_sampled)
@@ -255,7 +256,7 @@ class MegatronGenerator:
             if num_ended >= LEAVE_SHARE * len(rows):
                 rows, first_sampled = rows[~ended], first_sampled[~ended]
                 kept = torch.from_numpy(np.flatnonzero(~ended)).to(self._device)
-                plan, inputs, places = plan.keep(kept), inputs[kept], places[kept]
+                plan, inputs = plan.keep(kept), inputs[kept]
                 cached.keep_rows(kept)
             inputs = inputs[:, None]
 
@@ -264,9 +265,9 @@ class MegatronGenerator:
     ) -> list[StoredRows]:
         """Routed experts of each sequence's tokens but the last one, which was never fed to the model."""
         assert self._stages is not None  # there are taps
-        prompts = [len(request.prompts[index]) for index in batch]
-        first_slots = [max(prompts) - size if self._passes.padded else 0 for size in prompts]
-        num_fed = [size + length - 1 for size, length in zip(prompts, responses.lengths, strict=True)]
+        prompts = np.array([len(request.prompts[index]) for index in batch])
+        first_slots = prompts.max() - prompts if self._passes.padded else np.zeros_like(prompts)
+        num_fed = prompts + responses.lengths - 1
         return [StoredRows.of(rows) for rows in routes.sequences(self._stages, first_slots, num_fed)]
 
     def _choose(

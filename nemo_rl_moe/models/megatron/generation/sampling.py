@@ -279,6 +279,6 @@ class Responses:
         ]
 
     @property
-    def lengths(self) -> list[int]:
+    def lengths(self) -> Int[np.ndarray, " responses"]:
         """Tokens of each response so far."""
-        return [int(length) for length in self._lengths]
+        return self._lengths

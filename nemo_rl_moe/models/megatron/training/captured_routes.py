@@ -5,7 +5,7 @@
 Of a batch while it is generated, by slot of its key-value cache; and of microbatches in a log-probability pass.
 """
 
-from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -61,62 +61,51 @@ class StagesOfLayers:
                 routes.index_copy_(-2, layers, received)
 
 
-_MOST_PASSES_KEPT = 16
+_MOST_PASSES_KEPT = 64
 
 
 class CapturedRoutes:
     """Routed experts of the tokens of one batch, by slot of the key-value cache.
 
-    What some passes over the same sequences have chosen is brought together at once: a pass over one token of each is
-    short.
+    What many passes have chosen is brought together at once: a pass over one token of each sequence is short, and on
+    small models each operation costs its start rather than its tokens.
 
     Args:
         taps: Taps on this rank's routers, under `shown`.
-        num_slots: Slots of the batch.
-        num_rows: Sequences at its start.
         topk: Experts of each token.
         device: Where the routers run.
     """
 
-    def __init__(self, taps: RouterTaps, num_slots: int, num_rows: int, topk: int, device: torch.device):
-        self._taps, self._topk = taps, topk
+    def __init__(self, taps: RouterTaps, topk: int, device: torch.device):
+        self._taps, self._topk, self._device = taps, topk, device
         self._own = sorted(position for positions in taps.positions for position in positions)
-        self._device = device
-        shape = (len(self._own), num_slots, num_rows, topk)
-        self._routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=device)
-        self._kept: list[list[Int[Tensor, "tokens topk"]]] = []
-        self._first_slot = self._end_slot = 0
-        self._rows: Int[Tensor, " rows"] | None = None
+        self._rows_of_slots: list[Int[np.ndarray, " rows"]] = []
+        self._num_kept = 0  # passes whose choice the taps keep
+        self._brought: list[Int[Tensor, "own_layers tokens topk"]] = []
         taps.take()
 
-    def add(self, first_slot: int, end_slot: int, rows: Int[Tensor, " rows"]) -> None:
-        """Takes what the last forward pass has chosen.
+    def add(self, num_slots: int, rows: Int[np.ndarray, " rows"]) -> None:
+        """Takes note of a forward pass.
 
         Args:
-            first_slot: Of the tokens that went through it.
-            end_slot: Behind them.
+            num_slots: That it has filled, next to those before.
             rows: Which sequences of the start the batch still has.
         """
-        taken = self._taps.take()
-        if not taken:  # a stage without MoE layers
-            return
-        if rows is not self._rows or len(self._kept) == _MOST_PASSES_KEPT:
+        self._rows_of_slots += [rows] * num_slots
+        self._num_kept += 1
+        # Over several columns a layer may run twice, at last over the last one alone: what it chose then is left out.
+        if num_slots > 1 or self._num_kept == _MOST_PASSES_KEPT:
             self._bring_together()
-            self._first_slot, self._rows = first_slot, rows
-        # Of a layer that runs twice the second pass is one over the last column alone.
-        self._kept.append([taken[position][0].taken for position in self._own])
-        self._end_slot = end_slot
 
     def _bring_together(self) -> None:
-        if not self._kept or self._rows is None:
-            return
-        chosen = torch.cat([taken for of_layer in zip(*self._kept, strict=True) for taken in of_layer]).to(torch.int16)
-        in_slots = chosen.view(len(self._own), self._end_slot - self._first_slot, len(self._rows), self._topk)
-        self._routes[:, self._first_slot : self._end_slot].index_copy_(2, self._rows, in_slots)
-        self._kept.clear()
+        taken = self._taps.take()
+        chosen = [each.taken for position in self._own for each in taken[position][: self._num_kept]]
+        self._num_kept = 0
+        if chosen:  # none on a stage without MoE layers
+            self._brought.append(torch.cat(chosen).to(torch.int16).view(len(self._own), -1, self._topk))
 
     def sequences(
-        self, stages: StagesOfLayers, first_slots: Sequence[int], num_fed: Sequence[int]
+        self, stages: StagesOfLayers, first_slots: Int[np.ndarray, " rows"], num_fed: Int[np.ndarray, " rows"]
     ) -> list[Int[np.ndarray, "tokens moe_layers topk"]]:
         """Routes of each sequence, of all layers on the rank that reports. Every rank calls it.
 
@@ -124,21 +113,48 @@ class CapturedRoutes:
             stages: Of the layers.
             first_slots: Slot of each sequence's first token.
             num_fed: Tokens of each that were fed to the model: all but the last one.
+
+        Returns:
+            Parts of one array, which holds nothing else.
         """
         self._bring_together()
-        routes = self._routes.permute(2, 1, 0, 3)
-        if len(self._own) < len(self._taps.layers):
-            rows, slots, _, topk = routes.shape
-            routes = self._routes.new_full((rows, slots, len(self._taps.layers), topk), UNKNOWN)
-            own = torch.tensor(self._own, dtype=torch.long, device=self._device)
-            routes.index_copy_(2, own, self._routes.permute(2, 1, 0, 3))
-        stages.gather(routes)
-        # By numpy: a tensor for each of hundreds of short sequences takes longer than the copying.
-        on_host = routes.contiguous().cpu().numpy()
-        return [
-            on_host[row, first : first + count].copy()
-            for row, (first, count) in enumerate(zip(first_slots, num_fed, strict=True))
-        ]
+        rows = np.concatenate(self._rows_of_slots)
+        if len(self._own) == len(self._taps.layers):
+            routes = torch.cat(self._brought, 1)
+        else:
+            shape = (len(self._taps.layers), len(rows), self._topk)
+            routes = torch.full(shape, UNKNOWN, dtype=torch.int16, device=self._device)
+            if self._brought:
+                own = torch.tensor(self._own, dtype=torch.long, device=self._device)
+                routes.index_copy_(0, own, torch.cat(self._brought, 1))
+        self._brought.clear()
+        stages.gather(routes.transpose(0, 1))
+        on_host = _in_order(routes.cpu().numpy(), self._order(rows, first_slots, num_fed))
+        ends = num_fed.cumsum().tolist()
+        return [on_host[start:end] for start, end in pairwise((0, *ends))]
+
+    def _order(
+        self,
+        rows: Int[np.ndarray, " captured"],
+        first_slots: Int[np.ndarray, " rows"],
+        num_fed: Int[np.ndarray, " rows"],
+    ) -> Int[np.ndarray, " tokens"]:
+        """Places of the sequences' tokens, one sequence after another, among all that were captured."""
+        sizes = [len(each) for each in self._rows_of_slots]
+        position = np.repeat(np.arange(len(sizes)), sizes) - first_slots[rows]
+        fed = np.flatnonzero((position >= 0) & (position < num_fed[rows]))
+        order: Int[np.ndarray, " tokens"] = fed[rows[fed].argsort(kind="stable")]  # of a sequence as they came
+        return order
+
+
+def _in_order(
+    routes: Int[np.ndarray, "moe_layers captured topk"], order: Int[np.ndarray, " tokens"]
+) -> Int[np.ndarray, "tokens moe_layers topk"]:
+    """Routes of some tokens, token by token. By numpy and as one item for each token in a layer: experts one by one,
+    or a tensor for each of hundreds of short sequences, take several times as long."""
+    layers, _, topk = routes.shape
+    items = routes.view(np.dtype((np.void, topk * routes.itemsize)))[..., 0]
+    return items.T[order].view(routes.dtype).reshape(len(order), layers, topk)
 
 
 def routes_of_microbatch(

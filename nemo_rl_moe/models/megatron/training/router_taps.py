@@ -164,7 +164,8 @@ class RouterTaps:
         counts = ledger is not None and routes is not None and self._counts_ledger
         self._give(chunk, routes if (self._replays if trains else self._compared is None) else None)
         for tap in self._taps[chunk].values():
-            tap.shows, tap.shows_margin = counts or self._captured is not None, counts
+            # Of a comparison nobody reads the margins.
+            tap.shows, tap.shows_margin = counts or self._captured is not None, counts and ledger is self.ledger
         try:
             yield
             if self._captured is not None:

@@ -155,18 +155,17 @@ def test_every_row_is_taken_and_none_would_be_chosen(expected: Trained) -> None:
 def test_comparison_counts_as_brute_force_does(expected: Trained) -> None:
     batch = tiny_batch(3)
     random = np.sort(random_routes(batch).numpy(), -1)
-    differing, differing_tokens, margins = 0, 0, 0
+    differing, differing_tokens = 0, 0
     for index, own in expected.own_routes.items():
         rows = (np.sort(own, -1) != random[index, : len(own)]).any(-1)
         differing += rows.sum()
         differing_tokens += rows.any(-1).sum()
-        margins += rows.size
     num_fed = int((batch.lengths - 1).sum())
     compared = expected.compared
     assert compared.rows_differing == pytest.approx(differing / (num_fed * NUM_LAYERS), abs=1e-15)
     assert compared.tokens.tolist() == [num_fed, differing_tokens]
     assert compared.tokens_differing == expected.metrics["routing/tokens_differing_share"]
-    assert int(compared.margins[:, :, 0].sum()) == margins
+    assert not compared.margins.any(), "margins that nobody reads cost one more search of the routers"
 
 
 @pytest.mark.parametrize(
