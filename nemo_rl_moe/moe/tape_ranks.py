@@ -10,7 +10,7 @@ There are 64 of them, whatever the job's size, and beyond that several ranks sha
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
@@ -97,9 +97,11 @@ def rank_name(slot: int, num_ranks: int) -> str:
 
 def _furthest(part: Int[Tensor, " slots"], whole: Int[Tensor, " slots"]) -> RankShare | None:
     """The slot with the highest share; None where there are no others."""
-    if int((whole > 0).sum()) < 2:
+    has_rows = np.flatnonzero(whole)
+    if len(has_rows) < 2:
         return None
-    shares = torch.where(whole > 0, part.double() / whole.clamp(min=1), -1.0)
-    slot = int(shares.argmax())
-    others = float(part.sum() - part[slot]) / float(whole.sum() - whole[slot])
-    return RankShare(slot, float(shares[slot]), others)
+    parts, wholes = part.numpy()[has_rows], whole.numpy()[has_rows]
+    shares = parts / wholes
+    furthest = int(shares.argmax())
+    others = (parts.sum() - parts[furthest]) / (wholes.sum() - wholes[furthest])
+    return RankShare(int(has_rows[furthest]), float(shares[furthest]), float(others))
