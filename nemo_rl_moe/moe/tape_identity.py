@@ -10,6 +10,7 @@ Where the right partner does not win, the finding says which one does.
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -70,22 +71,23 @@ class _OneHot:
 
     def __init__(self, sample: TapeSample, num_experts: int):
         routes = np.stack([sample.tape, sample.live])
-        self.topk = routes.shape[-1]
+        *rows, self.topk = routes.shape
         within = routes.clip(0, num_experts - 1)
-        self.both: Float[np.ndarray, "2 sequences tokens layers experts"]
-        self.both = np.zeros((*routes.shape[:-1], num_experts), dtype=np.float32)
-        np.put_along_axis(self.both, within, 1.0, axis=-1)
-        usable = (within == routes).all(-1) & (self.both.sum(-1) == self.topk)
-        self.both *= usable[..., None]
+        hot = np.zeros((prod(rows), num_experts), dtype=np.float32)
+        hot[np.arange(len(hot))[:, None], within.reshape(-1, self.topk)] = (within == routes).reshape(-1, self.topk)
+        usable = hot @ np.ones(num_experts, dtype=np.float32) == self.topk
+        hot[~usable] = 0
+        usable = usable.reshape(rows)
+        self.both: Float[np.ndarray, "2 sequences tokens layers experts"] = hot.reshape(*rows, num_experts)
         self.tape, self.live = self.both
         self.num_named, self.has_live = usable[0] * np.float32(self.topk), usable[1]
 
 
 def _may_belong_elsewhere(hot: _OneHot) -> bool:
     """False where every layer and every sequence agrees with its own routes so far that no partner can win."""
-    matches = np.einsum("stle,stle->stl", hot.tape, hot.live)
-    known = hot.num_named * hot.has_live
-    return any((_share(matches.sum(axes), known.sum(axes)) <= 1 - _LEAST_LEAD).any() for axes in ((0, 1), (1, 2)))
+    counts = np.stack([np.einsum("stle,stle->stl", hot.tape, hot.live), hot.num_named * hot.has_live])
+    matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
+    return bool((_share(matches, known) <= 1 - _LEAST_LEAD).any())
 
 
 def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
@@ -155,8 +157,8 @@ def _ownership(hot: _OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.nd
     has_live = hot.has_live.transpose(1, 2, 0)
     known = has_live & (hot.num_named.transpose(1, 2, 0) > 0)
     differs = known[..., None] & has_live[..., None, :] & (common < hot.topk)
-    preferred = (own - found).sum((0, 1, 3), where=differs, dtype=np.float64)
-    most = (hot.topk - common).sum((0, 1, 3), where=differs, dtype=np.float64)
+    of_places = np.stack([own - found, hot.topk - common]) * differs
+    preferred, most = of_places.sum((1, 2)).sum(-1, dtype=np.float64)
     return _share(preferred, most), differs.any(-1).sum((0, 1))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, nan
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -243,8 +244,9 @@ def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
     `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the tape and by the router:
     what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
     """
-    named = totals.tape_experts.double()
-    return (named * totals.live_experts).sum(1) / (totals.rows[:, Row.USABLE] * named.sum(1))
+    on_tape, live = (of.numpy().astype(np.float64) for of in (totals.tape_experts, totals.live_experts))
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy((on_tape * live).sum(1) / (totals.rows.numpy()[:, Row.USABLE] * on_tape.sum(1)))
 
 
 def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:

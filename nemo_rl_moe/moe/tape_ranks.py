@@ -56,7 +56,8 @@ def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None
     Args:
         by_slot: Of the step, over all ranks.
     """
-    found = _furthest(by_slot[:, Row.MISSING], by_slot[:, Row.EXPECTED])
+    rows = by_slot.numpy()
+    found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
         return None
     return found
@@ -74,8 +75,9 @@ def rank_anomalies(
         num_layers: MoE layers.
         name_of: Name of the rank of a slot.
     """
-    usable = by_slot[:, Row.USABLE]
-    found = _furthest(usable - by_slot[:, Row.LIVE_SAME], usable)
+    rows = by_slot.numpy()
+    usable = rows[:, Row.USABLE]
+    found = _furthest(usable - rows[:, Row.LIVE_SAME], usable)
     if found is None:
         return []
     tokens = int(usable[found.slot]) / max(num_layers, 1)
@@ -95,12 +97,12 @@ def rank_name(slot: int, num_ranks: int) -> str:
     return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
 
 
-def _furthest(part: Int[Tensor, " slots"], whole: Int[Tensor, " slots"]) -> RankShare | None:
+def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
     """The slot with the highest share; None where there are no others."""
     has_rows = np.flatnonzero(whole)
     if len(has_rows) < 2:
         return None
-    parts, wholes = part.numpy()[has_rows], whole.numpy()[has_rows]
+    parts, wholes = part[has_rows], whole[has_rows]
     shares = parts / wholes
     furthest = int(shares.argmax())
     others = (parts.sum() - parts[furthest]) / (wholes.sum() - wholes[furthest])
