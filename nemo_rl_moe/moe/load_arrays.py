@@ -1,45 +1,50 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Utilization and coefficient of variation of counts, in numpy and torch alike; what numpy alone needs beside them.
+"""Utilization, coefficient of variation and what else says how even counts are, in numpy.
 
-The worker's metrics call them with tensors, the driver, the report and the terminal view, which start without torch,
-with the counts of all steps of a run at once.
+The worker's metrics call them with the counts of a step, the driver, the report and the terminal view, which start
+without torch, with those of all steps of a run at once.
 """
 
 import math
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nemo_rl_moe.shapes import Bool, Float, Int
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-Array = TypeVar("Array", NDArray[Any], "Tensor")
-"""Counts `[..., layers, experts]`, and numbers of each layer `[..., layers]`, in either library."""
+from nemo_rl_moe.shapes import Bool, Float, Int, Num
 
 
-def utilization(counts: Array) -> Array:
+def utilization(
+    counts: Num[np.ndarray, "*steps layers experts"],
+) -> Float[np.ndarray, "*steps layers experts"]:
     """Load over fair share `[..., layers, experts]`, `E * c / sum c`: 1 is fair, 0 dead; 0 in a layer without load.
 
     Both steps round once at most, so equal loads have equal bits in any layout.
     """
     totals = counts.sum(-1)
-    return counts * counts.shape[-1] / (totals + (totals == 0))[..., None]
+    shares: Float[np.ndarray, "*steps layers experts"]
+    shares = counts * counts.shape[-1] / (totals + (totals == 0))[..., None]
+    return shares
 
 
-def coefficient_of_variation(counts: Array) -> Array:
+def coefficient_of_variation(counts: Num[np.ndarray, "*steps layers experts"]) -> Float[np.ndarray, "*steps layers"]:
     """Sample standard deviation (ddof 1) of the loads over their mean; 0 without load or with one expert."""
+    return deviation_of_utilization(utilization(counts)) * (counts.sum(-1) > 0)
+
+
+def deviation_of_utilization(
+    shares: Float[np.ndarray, "*steps layers experts"],
+) -> Float[np.ndarray, "*steps layers"]:
+    """The same from the utilization, of layers with load."""
     # The mean of the utilizations is 1: no difference of large numbers, and balance gives exactly 0.
-    deviation = utilization(counts) - 1
-    variance = (deviation * deviation).sum(-1) / max(counts.shape[-1] - 1, 1)
-    return variance**0.5 * (counts.sum(-1) > 0)
+    off = shares - 1
+    deviation: Float[np.ndarray, "*steps layers"] = np.sqrt((off * off).sum(-1) / max(shares.shape[-1] - 1, 1))
+    return deviation
 
 
-def null_variance(counts: Array, topk: "int | Array") -> Array:
+def null_variance(
+    counts: Num[np.ndarray, "*steps layers experts"], topk: float | Float[np.ndarray, " layers"]
+) -> Float[np.ndarray, "*steps layers"]:
     """Mean square of the coefficient of variation under random routing of the same tokens, `(1 - k / E) * E / (T * k)`.
 
     Args:
@@ -47,13 +52,16 @@ def null_variance(counts: Array, topk: "int | Array") -> Array:
         topk: Experts that each token is routed to; one number, or one of each layer.
     """
     num_experts, totals = counts.shape[-1], counts.sum(-1)
-    variance = (1 - topk / num_experts) * num_experts / (totals + (totals == 0))
-    return variance.clip(min=0) * (totals > 0)
+    variance: Float[np.ndarray, "*steps layers"] = (1 - topk / num_experts) * num_experts / (totals + (totals == 0))
+    return np.maximum(variance, 0) * (totals > 0)
 
 
-def excess_coefficient_of_variation(cv: Array, null_variance: Array) -> Array:
+def excess_coefficient_of_variation(
+    cv: Float[np.ndarray, "*steps layers"], null_variance: Float[np.ndarray, "*steps layers"]
+) -> Float[np.ndarray, "*steps layers"]:
     """Imbalance beyond sampling noise, `sqrt(max(0, cv^2 - null_variance))`."""
-    return (cv * cv - null_variance).clip(min=0) ** 0.5
+    excess: Float[np.ndarray, "*steps layers"] = np.sqrt(np.maximum(cv * cv - null_variance, 0))
+    return excess
 
 
 def load_distance(

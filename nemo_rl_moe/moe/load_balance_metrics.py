@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 
 from nemo_rl_moe.moe.load_balance_tracking import (
@@ -100,9 +101,7 @@ def load_balance_metrics(
         order = sorted(range(len(indices)), key=indices.__getitem__)
         counts_LE = counts_LE[order]
         indices, losses = [indices[row] for row in order], [losses[row] for row in order]
-    topk_L = None if router_topk is None else torch.full((len(indices),), float(router_topk), dtype=torch.float64)
-    layers = layer_statistics(counts_LE.to(torch.float64), topk_L)
-    return _metrics(layers, indices, losses, top_k_experts, detailed)
+    return _metrics(layer_statistics(counts_LE, router_topk), indices, losses, top_k_experts, detailed)
 
 
 def _compute(
@@ -136,7 +135,7 @@ def _statistics_in_order(entries: Sequence[LayerLoad], router_topk: int | None) 
     parts = []
     for rows in rows_of_size.values():
         counts_LE = torch.stack([entries[row]["expert_load"] for row in rows]).detach()
-        topk_L = torch.tensor([known[row] for row in rows]).double() if len(known) == len(entries) else None
+        topk_L = np.array([known[row] for row in rows]) if len(known) == len(entries) else None
         # Moved before it is converted: not every device has float64.
         parts.append(layer_statistics(counts_LE.cpu().to(torch.float64), topk_L))
     if len(parts) == 1:

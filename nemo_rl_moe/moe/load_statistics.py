@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Load statistics of one step: pure functions of the assignment counts of layers and experts, in torch.
+"""Load statistics of one step: pure functions of the assignment counts of layers and experts, on the host.
 
 For the worker's metrics; utilization and coefficient of variation are those of `load_arrays`.
 """
@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
+import numpy as np
 import torch
 from torch import Tensor
 from typing_extensions import NotRequired  # noqa: UP035  (Python 3.10 has none of its own)
 
 from nemo_rl_moe.moe.load_arrays import (
-    coefficient_of_variation,
+    deviation_of_utilization,
     excess_coefficient_of_variation,
     null_variance,
     utilization,
 )
-from nemo_rl_moe.shapes import Float, Int
+from nemo_rl_moe.shapes import Float, Int, Num
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def positions_at_ranks(values: Float[Tensor, " n"], ranks: Sequence[int]) -> Int
     return candidates[wanted_ranks - skipped[bucket_of_rank]]
 
 
-_SMALLEST = torch.finfo(torch.float64).tiny
+_SMALLEST = np.finfo(np.float64).tiny
 
 
 @dataclass(frozen=True)
@@ -127,40 +128,40 @@ class LayerStatistics:
 
 
 def layer_statistics(
-    counts_LE: Float[Tensor, "layers experts"], topk_L: Float[Tensor, " layers"] | None
+    counts_LE: Num[Tensor, "layers experts"], topk: float | Float[np.ndarray, " layers"] | None
 ) -> LayerStatistics:
     """Statistics of each row.
 
     Args:
-        counts_LE: Assignments of each layer's experts, float64, not negative.
-        topk_L: Experts that a token of the layer goes to; None where that is not known.
+        counts_LE: Assignments of each layer's experts, not negative, on the host.
+        topk: Experts that a token goes to, in all layers or in each; None where that is not known.
     """
-    num_experts = counts_LE.shape[1]
-    utilization_LE = utilization(counts_LE)
+    counts = counts_LE.numpy()
+    num_experts = counts.shape[1]
+    shares = utilization(counts)
     # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.
-    u_log_u_L = torch.linalg.vecdot(utilization_LE, utilization_LE.clamp(min=_SMALLEST).log_())
-    cv_L = coefficient_of_variation(counts_LE)
+    u_log_u = (shares * np.log(np.maximum(shares, _SMALLEST))).sum(1)
+    cv = deviation_of_utilization(shares)
     rows = [
-        utilization_LE.mean(1),
-        cv_L,
-        utilization_LE.amax(1) - 1,
-        (u_log_u_L / -num_experts).exp().clamp(max=1.0),
+        shares.sum(1) / num_experts,
+        cv,
+        shares.max(1) - 1,
+        np.minimum(np.exp(u_log_u / -num_experts), 1.0),
     ]
-    if topk_L is not None:
-        null_variance_L = null_variance(counts_LE, topk_L)
-        rows += [null_variance_L.sqrt(), excess_coefficient_of_variation(cv_L, null_variance_L)]
-    loaded_L = counts_LE.sum(1) > 0
-    utilization_mean, cv, max_violation, diversity, *noise = torch.stack(rows).where(loaded_L, 0.0).tolist()
-    dead = ((num_experts - counts_LE.sign().sum(1)) / num_experts).tolist()
+    if topk is not None:
+        variance = null_variance(counts, topk)
+        rows += [np.sqrt(variance), excess_coefficient_of_variation(cv, variance)]
+    live = np.count_nonzero(counts, axis=1)
+    utilization_mean, cv_of_layers, max_violation, diversity, *noise = np.where(live > 0, rows, 0.0).tolist()
     return LayerStatistics(
-        num_experts=[num_experts] * len(cv),
-        utilization=utilization_LE.reshape(-1),
+        num_experts=[num_experts] * len(counts),
+        utilization=torch.from_numpy(shares.reshape(-1)),
         utilization_mean=utilization_mean,
-        cv=cv,
+        cv=cv_of_layers,
         cv_null=noise[0] if noise else None,
         cv_excess=noise[1] if noise else None,
         max_violation=max_violation,
-        dead_expert_frac=dead,
+        dead_expert_frac=((num_experts - live) / num_experts).tolist(),
         expert_diversity=diversity,
     )
 

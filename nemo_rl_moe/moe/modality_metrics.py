@@ -33,7 +33,7 @@ def modality_metrics(load: ExpertLoad, *, detailed: bool = False) -> dict[str, f
     if of_images in (0, total):
         return metrics
     num_layers = len(load.layers)
-    layers = layer_statistics(torch.cat([image_counts, counts - image_counts]).to(torch.float64), None)
+    layers = layer_statistics(torch.cat([image_counts, counts - image_counts]), None)
     rows = {"image": slice(num_layers), "text": slice(num_layers, None)}
     by_layer = {(kind, name): getattr(layers, name)[of_kind] for kind, of_kind in rows.items() for name in _OF_EACH}
     metrics |= {f"{kind}/{name}_mean": fmean(values) for (kind, name), values in by_layer.items()}

@@ -10,6 +10,8 @@ expert-tensor parallelism do the same work and count as one.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import fsum
 from typing import NamedTuple
 
 import torch
@@ -69,16 +71,16 @@ def rank_loads(
 
 
 def overload_factors(
-    loads_DMLR: Num[Tensor, "slices *events ranks"],
+    loads_DMLR: Num[Tensor, "slices *events ranks"], *, of_nothing: float = 1.0
 ) -> Float[Tensor, "slices *events"]:
-    """Highest load over mean load; 1 where a slice routed nothing.
+    """Highest load over mean load; `of_nothing` where a slice routed nothing.
 
     Counts are integers, so balanced loads give exactly 1, all tokens on one rank exactly R, and one rank exactly 1.
     """
     loads = loads_DMLR.to(torch.float64)
     total = loads.sum(-1)
     # max / (total / R) would round twice.
-    return (loads.amax(-1) * loads.shape[-1] / total).where(total > 0, 1.0)
+    return (loads.amax(-1) * loads.shape[-1] / total).where(total > 0, of_nothing)
 
 
 def cumulative_peak_ratios(
@@ -98,14 +100,23 @@ def cumulative_peak_ratios(
     device = loads_DMLR.device
     if not stage.events:
         return torch.ones(slices, ranks, dtype=torch.float64, device=device)
-    kinds, chunks, microbatches = torch.tensor([tuple(event) for event in stage.events]).T.to(device)
-    loads_CDMR = torch.stack([loads_DMLR[:, :, list(layers)].sum(2) for layers in stage.chunk_layers])
+    # The schedule is that of the step before.
+    kinds, chunks, microbatches = numbers_on(device, tuple(map(tuple, stage.events))).unbind(1)
+    loads_CDMR = torch.stack(
+        [loads_DMLR.index_select(2, numbers_on(device, tuple(layers))).sum(2) for layers in stage.chunk_layers]
+    )
     # Integers below 2^53 add up without error in float64.
     changes_NDR = loads_CDMR[chunks, :, microbatches].to(torch.float64) * kinds[:, None, None]
     held_NDR = changes_NDR.cumsum(0)
     peak_DR = held_NDR.amax(0).clamp(min=0)
     total_peak_D1 = held_NDR.sum(-1).amax(0)[:, None]
     return (peak_DR * ranks / total_peak_D1).where(total_peak_D1 > 0, 1.0)
+
+
+@lru_cache(maxsize=64)
+def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Int[Tensor, "*shape"]:
+    """A tensor of numbers that the layout alone decides, on a device; made once, and not to be changed."""
+    return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True)
@@ -148,22 +159,19 @@ def overload_sums(
         ValueError: The experts cannot be split evenly over so many ranks.
     """
     num_microbatches, num_layers = grid
-    places_N = places_N.clamp(max=num_microbatches * num_layers)
-
-    def on_grid(values_N: Tensor, fill: float) -> Tensor:
-        # Not added into sums of layers at once: on GPUs the order of such additions, and so their rounding, is chance.
-        places = values_N.new_full((num_microbatches * num_layers + 1,), fill)
-        places[places_N] = values_N
-        return places[:-1].view(num_microbatches, num_layers)
-
     rows = []
     for size in expert_parallel_sizes:
         loads = rank_loads(_merge_slices(counts_DNE, -(-size // recorded_expert_parallel_size)), size)
-        factors, routed = overload_factors(loads), (loads.sum(-1) > 0).double()
-        # Factors are never below 1, and exactly 1 where nothing was routed.
-        highest = on_grid(factors.amax(0), 1.0).amax(0) if num_microbatches else factors.new_ones(num_layers)
-        rows.append((on_grid((factors * routed).sum(0), 0.0).sum(0), on_grid(routed.sum(0), 0.0).sum(0), highest))
-    return OverloadSums(*(torch.stack(kind) for kind in zip(*rows, strict=True)))
+        # Factors are never below 1 where anything was routed.
+        factors = overload_factors(loads, of_nothing=0.0)
+        rows += [factors.sum(0), (factors > 0).sum(0).double(), factors.amax(0)]
+    # Not added into sums of layers at once: on GPUs the order of such additions, and so their rounding, is chance.
+    on_grid = factors.new_zeros(len(rows), num_microbatches * num_layers + 1)
+    on_grid[:, places_N.clamp(max=num_microbatches * num_layers)] = torch.stack(rows)
+    shape = (len(expert_parallel_sizes), 3, num_microbatches, num_layers)
+    factors, routed, highest = on_grid[:, :-1].view(shape).unbind(1)
+    maxima = highest.amax(1).clamp(min=1) if num_microbatches else torch.ones_like(factors.sum(1))
+    return OverloadSums(factors.sum(1), routed.sum(1), maxima)
 
 
 def overload_metrics(
@@ -181,24 +189,26 @@ def overload_metrics(
         `avg_overload_factor` and `max_overload_factor` over all layers, microbatches and slices that routed anything,
         and `max_cum_overload_factor`, over all ranks. 1 where nothing was routed at all.
     """
-    (of_all, *_), factors, routed, maxima = predictions(sums), sums.factors[0], sums.routed[0], sums.maxima[0].tolist()
+    of_all, *_ = predictions(sums)
     metrics = {"avg_overload_factor": of_all.average, "max_overload_factor": of_all.maximum}
     if peak_ratio is not None:
         metrics["max_cum_overload_factor"] = peak_ratio
     if per_layer:
-        averages = (factors / routed).where(routed > 0, 1.0).tolist()
-        for index, average, maximum in zip(layer_indices, averages, maxima, strict=True):
-            metrics[f"avg_overload_factor_layer_{index}"] = average
+        of_layers = (of[0].tolist() for of in (sums.factors, sums.routed, sums.maxima))
+        for index, factors, routed, maximum in zip(layer_indices, *of_layers, strict=True):
+            metrics[f"avg_overload_factor_layer_{index}"] = _average(factors, routed)
             metrics[f"max_overload_factor_layer_{index}"] = maximum
     return metrics
 
 
 def predictions(sums: OverloadSums) -> list[PredictedOverload]:
     """Mean and maximum over all layers, for each size; 1 where nothing was routed."""
-    number = sums.routed.sum(1)
-    averages = (sums.factors.sum(1) / number).where(number > 0, 1.0)
-    pairs = zip(averages.tolist(), sums.maxima.amax(1).tolist(), strict=True)
-    return [PredictedOverload(average, maximum) for average, maximum in pairs]
+    by_size = zip(*torch.stack([sums.factors, sums.routed, sums.maxima]).tolist(), strict=True)
+    return [PredictedOverload(_average(fsum(factors), sum(routed)), max(maxima)) for factors, routed, maxima in by_size]
+
+
+def _average(factors: float, routed: float) -> float:
+    return factors / routed if routed else 1.0
 
 
 def summarise_overload(

@@ -9,6 +9,8 @@ section 3.3).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import fsum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,50 +57,53 @@ def add_sequence_assignments(
     counts.view(-1).scatter_add_(0, places.reshape(-1), counts.new_ones(()).expand(places.numel()))
 
 
-def permutation_moments(
-    counts: Float[Tensor, "sequences experts"],
-    advantages: Float[Tensor, " sequences"],
-    groups: Int[Tensor, " sequences"],
-) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"], Float[Tensor, " experts"]]:
-    """`S[e] = sum_s a_s n[s,e]`, and its mean and variance where advantages change places within their groups.
+class CentredAdvantages(NamedTuple):
+    """Advantages less the means of their groups.
 
-    Of a group of `m` sequences, `E = mean(a) * sum_s n` and
-    `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 / (m - 1)`; those of all groups add up.
+    Attributes:
+        off_mean: `a_s - mean a` of each sequence.
+        spread: `sum_s (a_s - mean a)^2 / (m - 1)` of its group, which has `m` sequences.
+        sizes: `m`.
+    """
+
+    off_mean: Float[Tensor, " sequences"]
+    spread: Float[Tensor, " sequences"]
+    sizes: Float[Tensor, " sequences"]
+
+
+def centred(advantages: Float[Tensor, " sequences"], groups: Int[Tensor, " sequences"]) -> CentredAdvantages:
+    """Advantages less the means of their groups, in float64.
+
+    Args:
+        advantages: `a`, on the host.
+        groups: Group of each sequence, from 0.
+    """
+    values, numbers = advantages.double().numpy(), groups.numpy()
+    sizes = np.bincount(numbers)
+    # Off one of the group first: a mean of equal numbers can be off by their last bit, and no spread be a tiny one.
+    one_of_group = np.empty(len(sizes))
+    one_of_group[numbers] = values
+    off_one = values - one_of_group[numbers]
+    off_mean = off_one - (np.bincount(numbers, off_one) / sizes)[numbers]
+    spread = np.bincount(numbers, off_mean * off_mean) / np.maximum(sizes - 1, 1)
+    return CentredAdvantages(*map(torch.from_numpy, (off_mean, spread[numbers], sizes[numbers].astype(np.float64))))
+
+
+def sums_of_groups(
+    counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
+) -> Float[Tensor, "sequences *layers experts"]:
+    """`sum_s n[s,e]` over the group of each sequence.
 
     Args:
         counts: `n`.
-        advantages: `a`.
         groups: Group of each sequence, from 0.
-
-    Returns:
-        `S`, `E` and `Var`.
     """
-    num_groups = int(groups.max()) + 1
-    sizes = groups.bincount(minlength=num_groups).to(counts)
-
-    def sums(values: Tensor) -> Tensor:
-        return values.new_zeros(num_groups, *values.shape[1:]).index_add_(0, groups, values)
-
-    mean_advantages, mean_counts = sums(advantages) / sizes, sums(counts) / sizes[:, None]
-    off_mean = advantages - mean_advantages[groups]
-    # A mean of equal numbers can be off by their last bit, and no spread would become a tiny one.
-    off_mean = off_mean.where(_varies(advantages, groups, num_groups)[groups], 0.0)
-    spread = sums(off_mean.square()) / (sizes - 1).clamp(min=1)
-    spread_of_counts = sums((counts - mean_counts[groups]).square())
-    expected = (mean_advantages[:, None] * mean_counts * sizes[:, None]).sum(0)
-    return advantages @ counts, expected, spread @ spread_of_counts
-
-
-def _varies(values: Tensor, groups: Tensor, num_groups: int) -> Bool[Tensor, " groups"]:
-    bounds = [
-        values.new_zeros(num_groups).scatter_reduce(0, groups, values, kind, include_self=False)
-        for kind in ("amin", "amax")
-    ]
-    return bounds[0] != bounds[1]
+    sums = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)
+    return sums.index_select(0, groups)
 
 
 def beyond_length(
-    counts: Float[Tensor, "sequences *layers experts"], groups: Int[Tensor, " sequences"]
+    counts: Float[Tensor, "sequences *layers experts"], of_groups: Float[Tensor, "sequences *layers experts"]
 ) -> Float[Tensor, "sequences *layers experts"]:
     """Excess of a sequence's assignments over its length's share: `n[s,e] - T[s] p[g,e]`, exactly 0 where it has none.
 
@@ -107,11 +112,28 @@ def beyond_length(
 
     Args:
         counts: `n`, whole numbers.
-        groups: Group of each sequence, from 0.
+        of_groups: Of `sums_of_groups`.
     """
-    of_groups = counts.new_zeros(int(groups.max()) + 1, *counts.shape[1:]).index_add_(0, groups, counts)[groups]
     lengths, all_lengths = counts.sum(-1, keepdim=True), of_groups.sum(-1, keepdim=True)
     return (counts * all_lengths - lengths * of_groups) / all_lengths.clamp(min=1)
+
+
+def permutation_moments(
+    off_mean: Float[Tensor, "sequences experts"], advantages: CentredAdvantages
+) -> tuple[Float[Tensor, " experts"], Float[Tensor, " experts"]]:
+    """`S[e] = sum_s a_s n[s,e]` less its mean, and its variance, where advantages change places within their groups.
+
+    Of a group of `m` sequences, `E = mean(a) * sum_s n` and
+    `Var = sum_s (a_s - mean a)^2 * sum_s (n_s - mean n)^2 / (m - 1)`; those of all groups add up.
+
+    Args:
+        off_mean: `n_s - mean n`, the counts less the means of their groups.
+        advantages: `a`.
+
+    Returns:
+        `S - E` and `Var`; both exactly 0 where the variance is.
+    """
+    return advantages.off_mean @ off_mean, advantages.spread @ off_mean.square()
 
 
 def advantage_scores(
@@ -122,28 +144,31 @@ def advantage_scores(
     """`z = (S - E) / sqrt(Var)` of `permutation_moments`; NaN where the variance is 0.
 
     Args:
-        counts: Tokens of each sequence that a layer sends to an expert.
+        counts: Tokens of each sequence that a layer sends to an expert; these and what follows on the host.
         advantages: Of each sequence.
-        groups: Sequences whose advantages were compared with each other have the same number, from 0. Where no group
-            has two, all are one.
+        groups: Sequences whose advantages were compared with each other have the same number. Where no group has two,
+            all are one.
 
     Returns:
         Scores of the counts; and of shares, the counts `beyond_length`: an expert prefers what has a larger share of
         its own tokens than of all, and an advantage that goes with length is no preference.
     """
-    advantages, groups = advantages.double(), groups.unique(return_inverse=True)[1]
-    if len(groups) == int(groups.max()) + 1:
+    numbers, groups = groups.unique(return_inverse=True)
+    if len(groups) == len(numbers):
         groups = torch.zeros_like(groups)
+    of_sequences = centred(advantages, groups)
     scores = []
     # Some layers at a time: copies of all counts in float64 would be many times the counts' memory.
     for of_layers in counts.split(max(1, _MOST_COUNTS // max(1, counts[:, 0].numel())), 1):
-        numbers = of_layers.double()
-        both = torch.stack([numbers, beyond_length(numbers, groups)], 1)
-        found, expected, variance = permutation_moments(both.flatten(1), advantages, groups)
-        of_experts = ((found - expected) / variance.sqrt()).where(variance > 0, torch.nan)
-        scores.append(of_experts.view(both.shape[1:]))
-    of_counts, of_shares = torch.cat(scores, 1)
-    return of_counts, of_shares
+        counted = of_layers.double()
+        of_groups = sums_of_groups(counted, groups)
+        for off_mean in (
+            counted - of_groups / of_sequences.sizes[:, None, None],
+            beyond_length(counted, of_groups),  # adds up to 0 in each group
+        ):
+            above, variance = permutation_moments(off_mean.flatten(1), of_sequences)
+            scores.append((above / variance.sqrt()).view(off_mean.shape[1:]))
+    return torch.cat(scores[::2]), torch.cat(scores[1::2])
 
 
 def advantage_metrics(
@@ -161,13 +186,18 @@ def advantage_metrics(
         of_shares: They are of shares: so are the names, `excess_of_shares` and `max_abs_z_of_shares`.
     """
     kind, on_host = "_of_shares" if of_shares else "", scores.cpu().numpy()
-    parts = {"": on_host.reshape(-1)}
+    is_known = ~np.isnan(on_host)
+    known = np.where(is_known, on_host, 0.0)
+    numbers, squares, largest = (
+        each.tolist() for each in (is_known.sum(1), np.square(known).sum(1), np.abs(known).max(1))
+    )
+    parts = {"": (sum(numbers), fsum(squares), max(largest, default=0.0))}
     if per_layer:
-        parts |= {f"_layer_{layer}": row for layer, row in zip(layers, on_host, strict=True)}
+        of_layers = zip(numbers, squares, largest, strict=True)
+        parts |= {f"_layer_{layer}": of_layer for layer, of_layer in zip(layers, of_layers, strict=True)}
     metrics = {}
-    for ending, values in parts.items():
-        known = values[~np.isnan(values)]
-        if len(known):
-            metrics[f"routing_advantage/excess{kind}{ending}"] = float(np.square(known).mean()) - 1
-            metrics[f"routing_advantage/max_abs_z{kind}{ending}"] = float(np.abs(known).max())
+    for ending, (number, sum_of_squares, max_abs_z) in parts.items():
+        if number:
+            metrics[f"routing_advantage/excess{kind}{ending}"] = sum_of_squares / number - 1
+            metrics[f"routing_advantage/max_abs_z{kind}{ending}"] = max_abs_z
     return metrics

@@ -10,6 +10,7 @@ Where the right partner does not win, the finding says which one does.
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
@@ -56,25 +57,37 @@ class TapeAnomaly:
     layer: int | None = None
 
 
-def _one_hot(
-    routes: Int[np.ndarray, "sequences tokens layers topk"], num_experts: int
-) -> Float[np.ndarray, "sequences tokens layers experts"]:
-    """1 for each expert of a row; 0 throughout in rows that no router chooses: unknown ones, or an expert twice."""
-    usable = ((routes >= 0) & (routes < num_experts)).all(-1, keepdims=True)
-    hot = np.zeros((*routes.shape[:-1], num_experts), dtype=np.float32)
-    np.put_along_axis(hot, np.where(usable, routes, 0).astype(np.int64), 1.0, axis=-1)
-    usable &= hot.sum(-1, keepdims=True) == routes.shape[-1]
-    return hot * usable
-
-
 class _OneHot:
-    """A sample as one-hot rows, made once for all comparisons. Counts of single experts are exact in float32."""
+    """A sample as one-hot rows, made once for all comparisons. Counts of single experts are exact in float32.
+
+    A row is 0 throughout where no router chooses it: an unknown one, or an expert twice.
+
+    Attributes:
+        both: Of the tape and of the routers.
+        has_live: The routers' row is known.
+        num_named: Experts of the tape's row.
+        topk: Experts of a row that is known.
+    """
 
     def __init__(self, sample: TapeSample, num_experts: int):
-        self.tape, self.live = (_one_hot(routes, num_experts) for routes in (sample.tape, sample.live))
-        self.topk = sample.live.shape[-1]
-        self.has_live = np.asarray(self.live.any(-1))
-        self.num_named = self.tape.sum(-1)
+        routes = np.stack([sample.tape, sample.live])
+        *rows, self.topk = routes.shape
+        within = routes.clip(0, num_experts - 1)
+        hot = np.zeros((prod(rows), num_experts), dtype=np.float32)
+        hot[np.arange(len(hot))[:, None], within.reshape(-1, self.topk)] = (within == routes).reshape(-1, self.topk)
+        usable = hot @ np.ones(num_experts, dtype=np.float32) == self.topk
+        hot[~usable] = 0
+        usable = usable.reshape(rows)
+        self.both: Float[np.ndarray, "2 sequences tokens layers experts"] = hot.reshape(*rows, num_experts)
+        self.tape, self.live = self.both
+        self.num_named, self.has_live = usable[0] * np.float32(self.topk), usable[1]
+
+
+def _may_belong_elsewhere(hot: _OneHot) -> bool:
+    """False where every layer and every sequence agrees with its own routes so far that no partner can win."""
+    counts = np.stack([np.einsum("stle,stle->stl", hot.tape, hot.live), hot.num_named * hot.has_live])
+    matches, known = np.concatenate([counts.sum((1, 2)), counts.sum((2, 3))], 1)
+    return bool((_share(matches, known) <= 1 - _LEAST_LEAD).any())
 
 
 def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "layers layers"]:
@@ -139,15 +152,13 @@ def ownership(
 
 def _ownership(hot: _OneHot) -> tuple[Float[np.ndarray, " sequences"], Int[np.ndarray, " sequences"]]:
     # Pairs of a sequence and another one at the same place, of all places at once.
-    tape, live = (of.transpose(1, 2, 0, 3) for of in (hot.tape, hot.live))
-    of_others = live.swapaxes(-1, -2)
-    common, found = live @ of_others, tape @ of_others
+    found, common = hot.both.transpose(0, 2, 3, 1, 4) @ hot.live.transpose(1, 2, 3, 0)
     own = found.diagonal(axis1=-2, axis2=-1)[..., None]
     has_live = hot.has_live.transpose(1, 2, 0)
     known = has_live & (hot.num_named.transpose(1, 2, 0) > 0)
     differs = known[..., None] & has_live[..., None, :] & (common < hot.topk)
-    preferred = (own - found).sum((0, 1, 3), where=differs, dtype=np.float64)
-    most = (hot.topk - common).sum((0, 1, 3), where=differs, dtype=np.float64)
+    of_places = np.stack([own - found, hot.topk - common]) * differs
+    preferred, most = of_places.sum((1, 2)).sum(-1, dtype=np.float64)
     return _share(preferred, most), differs.any(-1).sum((0, 1))
 
 
@@ -171,9 +182,11 @@ def find_anomalies(
         sequences: Names of the sampled sequences, for the texts; their numbers otherwise.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.tape))]
+    hot = _OneHot(sample, num_experts)
+    if not _may_belong_elsewhere(hot):
+        return _strangers(hot, names, named=set())
     rows = (sample.tape >= 0).all(-1)
     found: list[TapeAnomaly] = []
-    hot = _OneHot(sample, num_experts)
     by_layer = _layer_overlap(hot)
     for place, other in _winners(by_layer, np.arange(len(layers)), rows.sum((0, 1))):
         text = f"layer {layers[place]} carries layer {layers[other]}'s routes"

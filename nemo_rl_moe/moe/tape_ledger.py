@@ -7,10 +7,13 @@ counted on the device and without a host synchronisation, in tensors of the same
 collective adds up.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf, nan
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -179,7 +182,8 @@ class TapeLedger:
             # A token that differs is compared too, so that its mark is the largest of all stages'.
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=stages)
             tells = dist.get_rank(stages) == 0
-        tokens = torch.stack([(marks & _COMPARED > 0).sum(), (marks & _DIFFERS > 0).sum()]) * int(tells)
+        # A mark is 0, that of what is compared, or with it that of what differs. In 32 bits as in `add`.
+        tokens = torch.stack([marks >= _COMPARED, marks >= _DIFFERS]).sum(1, dtype=torch.int32) * int(tells)
         parts = [self.rows, self.tape_experts, self.live_experts, self.margins, tokens]
         rows, tape, live, margins, tokens = (part.long() for part in sum_over_ranks(parts, self.rows.device))
         return LedgerTotals(rows, tape, live, margins, tokens)
@@ -236,10 +240,9 @@ def slot_chance(totals: LedgerTotals) -> Float[Tensor, " layers"]:
     `sum_e a_e b_e / k`, with `a_e` and `b_e` the shares of tokens that have expert `e` on the tape and by the router:
     what the experts' popularity alone makes them agree on. NaN in a layer without usable rows.
     """
-    tokens = totals.rows[:, Row.USABLE].double()
-    topk = totals.tape_experts.sum(1) / tokens
-    products = (totals.tape_experts.double() * totals.live_experts).sum(1)
-    return products / tokens.square() / topk
+    on_tape, live = (of.numpy().astype(np.float64) for of in (totals.tape_experts, totals.live_experts))
+    with np.errstate(invalid="ignore"):
+        return torch.from_numpy((on_tape * live).sum(1) / (totals.rows.numpy()[:, Row.USABLE] * on_tape.sum(1)))
 
 
 def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_layer: bool) -> dict[str, float]:
@@ -265,23 +268,26 @@ def agreement_metrics(totals: LedgerTotals, layers: tuple[int, ...], *, per_laye
     metrics = {"routing/rows_expected": expected}
     metrics |= {f"routing/rows_{kind.name.lower()}_share": sums[kind] / expected for kind in kinds}
     metrics["routing/rows_unexpected"] = sums[Row.UNEXPECTED]
-    if not totals.tokens[0]:  # nothing was compared
+    compared, differing = totals.tokens.tolist()
+    if not compared:
         return metrics
-    slots = float(totals.tape_experts.sum())
+    slots_of_layers = totals.tape_experts.sum(1).tolist()
+    slots = sum(slots_of_layers)
     slot_agreement = sums[Row.LIVE_SLOTS] / slots
-    weights = totals.tape_experts.sum(1).double() / slots
-    chance = float((slot_chance(totals).nan_to_num() * weights).sum())
+    by_chance = zip(slots_of_layers, slot_chance(totals).tolist(), strict=True)
+    chance = sum(of_layer * share for of_layer, share in by_chance if of_layer) / slots
     metrics |= {
         "routing/agreement": sums[Row.TAKEN_SAME] / usable,
         "routing/live_agreement": sums[Row.LIVE_SAME] / usable,
-        "routing/tokens_differing_share": totals.tokens_differing,
+        "routing/tokens_differing_share": differing / compared,
         "routing/slot_agreement": slot_agreement,
         "routing/slot_kappa": (slot_agreement - chance) / (1 - chance) if chance < 1 else 1.0,
     }
-    of_classes = totals.margins.sum(0)
-    metrics["routing/narrow_margin_share"] = float(of_classes[: _NARROW + 1, 0].sum()) / usable
-    if differing := int(of_classes[:, 1].sum()):
-        class_of_median = int((of_classes[:, 1].cumsum(0) * 2 >= differing).nonzero()[0])
+    of_classes, differing_of_classes = totals.margins.sum(0).T.tolist()
+    metrics["routing/narrow_margin_share"] = sum(of_classes[: _NARROW + 1]) / usable
+    if any(differing_of_classes):
+        up_to_class = list(accumulate(differing_of_classes))
+        class_of_median = bisect_left(up_to_class, up_to_class[-1] / 2)
         metrics["routing/flip_margin_median"] = (*MARGIN_EDGES, inf)[class_of_median]
     if per_layer:
         for layer, of_layer in zip(layers, rows, strict=True):

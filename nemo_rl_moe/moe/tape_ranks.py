@@ -10,7 +10,7 @@ There are 64 of them, whatever the job's size, and beyond that several ranks sha
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
@@ -56,7 +56,8 @@ def missing_in_one_rank(by_slot: Int[Tensor, "slots kinds"]) -> RankShare | None
     Args:
         by_slot: Of the step, over all ranks.
     """
-    found = _furthest(by_slot[:, Row.MISSING], by_slot[:, Row.EXPECTED])
+    rows = by_slot.numpy()
+    found = _furthest(rows[:, Row.MISSING], rows[:, Row.EXPECTED])
     if found is None or found.share < _LEAST_MISSING or found.of_others > _OTHERS_AT_MOST * found.share:
         return None
     return found
@@ -74,8 +75,9 @@ def rank_anomalies(
         num_layers: MoE layers.
         name_of: Name of the rank of a slot.
     """
-    usable = by_slot[:, Row.USABLE]
-    found = _furthest(usable - by_slot[:, Row.LIVE_SAME], usable)
+    rows = by_slot.numpy()
+    usable = rows[:, Row.USABLE]
+    found = _furthest(usable - rows[:, Row.LIVE_SAME], usable)
     if found is None:
         return []
     tokens = int(usable[found.slot]) / max(num_layers, 1)
@@ -95,11 +97,13 @@ def rank_name(slot: int, num_ranks: int) -> str:
     return f"one of the data-parallel ranks {', '.join(map(str, range(slot, num_ranks, SLOTS)))}"
 
 
-def _furthest(part: Int[Tensor, " slots"], whole: Int[Tensor, " slots"]) -> RankShare | None:
+def _furthest(part: Int[np.ndarray, " slots"], whole: Int[np.ndarray, " slots"]) -> RankShare | None:
     """The slot with the highest share; None where there are no others."""
-    if int((whole > 0).sum()) < 2:
+    has_rows = np.flatnonzero(whole)
+    if len(has_rows) < 2:
         return None
-    shares = torch.where(whole > 0, part.double() / whole.clamp(min=1), -1.0)
-    slot = int(shares.argmax())
-    others = float(part.sum() - part[slot]) / float(whole.sum() - whole[slot])
-    return RankShare(slot, float(shares[slot]), others)
+    parts, wholes = part[has_rows], whole[has_rows]
+    shares = parts / wholes
+    furthest = int(shares.argmax())
+    others = (parts.sum() - parts[furthest]) / (wholes.sum() - wholes[furthest])
+    return RankShare(int(has_rows[furthest]), float(shares[furthest]), float(others))

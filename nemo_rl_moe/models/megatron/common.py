@@ -28,7 +28,7 @@ from nemo_rl_moe.models.megatron.slice_overload import overload_of_rank
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.modality_metrics import modality_metrics
-from nemo_rl_moe.moe.overload_factor import OverloadSums, overload_metrics, predictions, what_if_metrics
+from nemo_rl_moe.moe.overload_factor import OverloadSums, numbers_on, overload_metrics, predictions, what_if_metrics
 from nemo_rl_moe.moe.recorder import ExpertLoadRecorder, reduce_over_ranks, sum_over_ranks
 
 # isort: split
@@ -126,8 +126,9 @@ def get_moe_metrics(
     metrics |= modality_metrics(load, detailed=detailed)
     if reduced.overload is not None:
         metrics |= overload_metrics(reduced.overload, layers, reduced.peak_ratio, per_layer=per_layer_logging)
-        _, *predicted = predictions(reduced.overload)
-        metrics |= what_if_metrics(dict(zip(what_if_expert_parallel_sizes, predicted, strict=True)))
+        if what_if_expert_parallel_sizes:
+            _, *predicted = predictions(reduced.overload)
+            metrics |= what_if_metrics(dict(zip(what_if_expert_parallel_sizes, predicted, strict=True)))
     return metrics
 
 
@@ -225,7 +226,7 @@ def _reduce(
             sums += [share.factors, share.routed]
             maxima = [share.maxima, peak]
     (losses, *rest), highest = reduce_over_ranks(sums, maxima, device)
-    losses = losses[:, list(layers)]
+    losses = losses.index_select(1, numbers_on(losses.device, tuple(layers)))
     if recorder is None:
         return _Reduced(losses)
     load = rest.pop(0).long()

@@ -21,6 +21,7 @@ from nemo_rl_moe.moe.overload_factor import (
     StageEvents,
     check_split,
     cumulative_peak_ratios,
+    numbers_on,
     overload_sums,
     rank_loads,
 )
@@ -60,20 +61,16 @@ def overload_of_rank(
     counts = _counts_of_slice(recorder, held, num_blocks=lcm(*sizes))
     # Positions among the layers that this stage holds.
     of_chunks = [[held.index(position) for position in layers] for layers in chunks]
-    events = list(recorder.events) if held else []
+    events = recorder.events if held else []
     peak = cumulative_peak_ratios(rank_loads(counts[None], size), StageEvents(events, of_chunks)).amax()
-    num_microbatches = len(counts)
-    shared, places = _share(counts.flatten(0, 1), exchange=max(sizes) > size)
-    sums = overload_sums(shared, places, (num_microbatches, len(held)), sizes, size)
-    layers = torch.tensor(held, dtype=torch.long, device=counts.device)
+    shared, numbers = _share(counts.flatten(0, 1), exchange=max(sizes) > size)
+    num_held = max(len(held), 1)  # a stage may hold none, and have no events
+    places = numbers // num_held * num_layers + _on(held, counts)[numbers % num_held]
+    return overload_sums(shared, places, (len(counts), num_layers), sizes, size), peak
 
-    def of_model(values: Tensor, fill: float) -> Tensor:
-        everywhere = values.new_full((len(sizes), num_layers), fill)
-        everywhere[:, layers] = values
-        return everywhere
 
-    of_share = OverloadSums(of_model(sums.factors, 0), of_model(sums.routed, 0), of_model(sums.maxima, 1))
-    return of_share, peak
+def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
+    return numbers_on(counts.device, tuple(held))
 
 
 def _counts_of_slice(
@@ -83,7 +80,7 @@ def _counts_of_slice(
 
     Those ranks share their rank in the expert-data-parallel group and the stage; their counts add up.
     """
-    own = recorder.counts[:, torch.tensor(held, dtype=torch.long, device=recorder.counts.device)]
+    own = recorder.counts.index_select(1, _on(held, recorder.counts))
     # More tokens than int32 can count go through no microbatch.
     blocks: Tensor = rank_loads(own, num_blocks).to(torch.int32).contiguous()
     group = parallel_state.get_expert_tensor_and_model_parallel_group()
@@ -105,6 +102,8 @@ def _share(
     num_slices = parallel_state.get_expert_data_parallel_world_size() if exchange else 1
     num_events, num_blocks = counts.shape
     share = ceil(num_events / (num_ranks * num_slices))
+    if num_ranks * num_slices == 1:
+        return counts[None], torch.arange(num_events, device=counts.device)
     # [slices, share]: what each slice is to look at, of this rank's part.
     places = rank + num_ranks * torch.arange(share * num_slices, device=counts.device).view(share, num_slices).T
     padded = torch.cat([counts, counts.new_zeros(1, num_blocks)])

@@ -13,7 +13,9 @@ from nemo_rl_moe.moe.routing_advantage import (
     advantage_metrics,
     advantage_scores,
     beyond_length,
+    centred,
     permutation_moments,
+    sums_of_groups,
 )
 
 GENERATOR = torch.Generator().manual_seed(4)
@@ -36,11 +38,12 @@ def all_permutations(groups: torch.Tensor) -> Iterator[torch.Tensor]:
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "three groups"])
 def test_mean_and_variance_are_those_of_all_permutations(groups: torch.Tensor) -> None:
     numbers = groups.unique(return_inverse=True)[1]
-    found, expected, variance = permutation_moments(COUNTS[:, 0], ADVANTAGES, numbers)
-    torch.testing.assert_close(found, (ADVANTAGES[:, None] * COUNTS[:, 0]).sum(0))
+    counts, advantages = COUNTS[:, 0], centred(ADVANTAGES, numbers)
+    off_mean = counts - sums_of_groups(counts, numbers) / advantages.sizes[:, None]
+    above, variance = permutation_moments(off_mean, advantages)
     sums = torch.stack([permuted @ COUNTS[:, 0] for permuted in all_permutations(groups)])
     assert len(sums) == (5040 if groups is ONE_GROUP else 36)
-    torch.testing.assert_close(expected, sums.mean(0))
+    torch.testing.assert_close(above, ADVANTAGES @ counts - sums.mean(0))
     torch.testing.assert_close(variance, sums.var(0, unbiased=False))
 
 
@@ -101,7 +104,7 @@ def test_an_advantage_that_goes_with_length_is_no_preference() -> None:
 @pytest.mark.parametrize("groups", [ONE_GROUP, GROUPS], ids=["one group", "three groups"])
 def test_shares_are_compared_with_those_of_the_group(groups: torch.Tensor) -> None:
     counts = COUNTS[:, 1]
-    beyond = beyond_length(counts, groups.unique(return_inverse=True)[1])
+    beyond = beyond_length(counts, sums_of_groups(counts, groups.unique(return_inverse=True)[1]))
     for row, group in enumerate(groups.tolist()):
         of_group = counts[groups == group]
         expected = counts[row] - counts[row].sum() * of_group.sum(0) / of_group.sum()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
@@ -112,12 +113,12 @@ class AdvantageRecorder:
         counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
         if dist.get_rank() > 0:  # once is enough
             return {}
-        trained = facts[:, 2] > 0
-        if not trained.any():
+        (trained,) = facts[2].nonzero(as_tuple=True)
+        if not len(trained):
             return {}
-        facts_of_trained = facts[trained, 0], facts[trained, 1].long()
+        advantages, groups, _ = facts.index_select(1, trained)
         metrics: dict[str, float] = {}
-        of_both = advantage_scores(counts[trained], *facts_of_trained)
+        of_both = advantage_scores(counts.index_select(0, trained), advantages, groups)
         for of_shares, scores in enumerate(of_both):
             metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=bool(of_shares))
         # Of numbers of tokens every expert has a preference where long responses are good ones.
@@ -127,17 +128,17 @@ class AdvantageRecorder:
     def _of_whole_batch(self) -> list[Tensor]:
         """This rank's counts, and advantage, group and whether it is trained of its sequences, at their places."""
         batches = [microbatch for shard in self._shards for microbatch in shard.microbatches]
-        places = torch.tensor([place for shard in self._shards for place in shard.places])
+        places = np.array([place for shard in self._shards for place in shard.places])
         num_sequences = self._shards[0].num_batch_sequences
         counts = self._counts.new_zeros(num_sequences, *self._counts.shape[1:])
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         if self._config.sequence_parallel or tensor_rank == 0:
-            counts[places.to(self._device)] = self._counts[:-1]
-        facts = torch.zeros(num_sequences, 3, dtype=torch.float64)
+            counts.index_copy_(0, torch.from_numpy(places).to(self._device), self._counts[:-1])
+        facts = np.zeros((3, num_sequences))
         is_first_stage = parallel_state.get_pipeline_model_parallel_rank() == 0
         if is_first_stage and parallel_state.get_tensor_and_context_parallel_group().rank() == 0:
-            facts[places] = torch.cat([_facts_of(batch) for batch in batches])
-        return [counts, facts]
+            facts[:, places] = np.concatenate([_facts_of(batch) for batch in batches], 1)
+        return [counts, torch.from_numpy(facts)]
 
     def _new_counts(self, num_rows: int) -> Int[Tensor, "rows layers experts"]:
         """Zeros for so many sequences, and a row for tokens that do not count."""
@@ -195,14 +196,17 @@ def rows_of_tokens(
     return in_router_order(microbatch.at_tokens(rows, trained, other_row), cut)
 
 
-def _facts_of(batch: TokenBatch) -> Float[Tensor, "sequences 3"]:
+def _facts_of(batch: TokenBatch) -> Float[np.ndarray, "3 sequences"]:
     """Advantage (the mean over a sequence's trained tokens), number of its group, and 1 where it has such a token.
 
     Responses to the same prompt, which advantages compare, come from the same sample.
     """
-    column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:]
-    values = column.values.double()
+    column, trained = batch.columns[ADVANTAGES], batch.token_mask[:, 1:].numpy()
+    facts = np.empty((3, len(batch)))
+    values = column.of_targets().values.double().numpy()
     if column.axis is Axis.TOKEN:
-        values = (column.of_targets().values.double() * trained).sum(1) / trained.sum(1).clamp(min=1)
-    groups = torch.tensor([zlib.crc32(sample_id.encode()) for sample_id in batch.sample_ids], dtype=torch.float64)
-    return torch.stack([values, groups, trained.any(1).double()], 1)
+        values = values.sum(1, where=trained) / np.maximum(trained.sum(1), 1)
+    facts[0] = values
+    facts[1] = [zlib.crc32(sample_id.encode()) for sample_id in batch.sample_ids]
+    facts[2] = trained.any(1)
+    return facts
