@@ -64,9 +64,10 @@ def overload_of_rank(
     events = recorder.events if held else []
     peak = cumulative_peak_ratios(rank_loads(counts[None], size), StageEvents(events, of_chunks)).amax()
     shared, numbers = _share(counts.flatten(0, 1), exchange=max(sizes) > size)
-    num_held = max(len(held), 1)  # a stage may hold none, and have no events
-    places = numbers // num_held * num_layers + _on(held, counts)[numbers % num_held]
-    return overload_sums(shared, places, (len(counts), num_layers), sizes, size), peak
+    if held != list(range(num_layers)):  # to their places among the layers of the whole model
+        num_held = max(len(held), 1)  # a stage may hold none, and have no events
+        numbers = numbers // num_held * num_layers + _on(held, counts)[numbers % num_held]
+    return overload_sums(shared, numbers, (len(counts), num_layers), sizes, size), peak
 
 
 def _on(held: Sequence[int], counts: Tensor) -> Int[Tensor, " held"]:
