@@ -59,6 +59,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence, per_token, stored_per_token
 from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.distributed.worker_process import keep_freed_memory
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.hf_files import load_hf_config
@@ -321,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Of two threads one would wait for the other by spinning, and that would count.
     confine(1)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch:
         model = write_wider_model(Path(scratch, "model"), options.width)
         names = ("off", "off_again", "all") if options.total_only else tuple(CONTESTANTS)

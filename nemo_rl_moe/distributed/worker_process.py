@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray actor around a worker class: sets its environment, and returns its errors as text."""
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from nemo_rl_moe.distributed.node_tools import ProcessIdentity, usable_cores
 from nemo_rl_moe.errors import UserError
 
 STACK_BEFORE_TIMEOUT_S = 1.0
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_KEPT_BYTES, _LARGEST_KEPT_BYTES = 256 * 1024**2, 32 * 1024**2
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,18 @@ def outlive_requests_to_stop() -> None:  # pragma: no cover  (runs in another pr
     signal.signal(signal.SIGTERM, lambda number, frame: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+
+
+def keep_freed_memory() -> None:
+    """Has this process keep up to 256 MiB of memory that it frees, but for arrays of 32 MiB and more.
+
+    By default glibc gives it back to the system, and a step on a CPU asks for it again: a step of the demo's GRPO had
+    10,000 page faults, 3% of its time. Another C library does as it always does.
+    """
+    with suppress(AttributeError):
+        set_option = ctypes.CDLL(None).mallopt
+        set_option(_TRIM_THRESHOLD, _KEPT_BYTES)
+        set_option(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
 
 
 def describe_failure(error: BaseException) -> WorkerFailure:

@@ -14,6 +14,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.distributed.object_store import fetch_objects
 from nemo_rl_moe.distributed.stored_rows import put_together
+from nemo_rl_moe.distributed.worker_process import keep_freed_memory
 from nemo_rl_moe.errors import CheckpointError, UserError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, store_routes
 from nemo_rl_moe.metrics import MetricSeries
@@ -121,6 +122,8 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
         self._rank = rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        if not torch.cuda.is_available():
+            keep_freed_memory()
         # What can fail on this machine alone comes before anything that ranks do together: it ends this process, of
         # which the driver hears at once. Behind it they would wait for this one, and its reason would be lost.
         folder = source.folder()
