@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ Shorter than Ray's own half a minute, after which it would end the program witho
 _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
 """Line of a server's log, of an error or worse, without its time."""
+_RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
+_GET_NODE = ray._private.services.get_node
+_LATE_AGENT = "Timed out waiting for file"
+_STARTING_AGAIN = (
+    "warning: Ray's agents did not start within its 15 s, as happens on a busy machine: starting Ray again"
+)
+MOST_STARTS = 3
 UNWINDING_S = 6.0
 """Time for the program to end in order once the servers have died: calls to Ray that wait for them may never return."""
 
@@ -60,7 +68,7 @@ def last_error(log: Path) -> str:
     except OSError:
         return ""
     errors = [found[1] for line in lines if (found := _ERROR_LINE.match(line)) is not None]
-    return printable(errors[-1])[:_LONGEST_ERROR] if errors else ""
+    return printable(_RAYS_EXCUSE.sub("", errors[-1]))[:_LONGEST_ERROR] if errors else ""
 
 
 @contextmanager
@@ -102,12 +110,19 @@ def _keep_token_private() -> None:
         token.chmod(0o600)
 
 
+class _DiedInTheStartError(Exception):
+    """End of the wait for a raylet that is dead; no `RuntimeError`, at which Ray would ask again."""
+
+
 class LocalRay:
     """Ray's servers as children of this process.
 
     A thread notices within a second that one of them has died, killed when memory runs out say, which Ray itself
     reports after a minute or not at all; and that one has been stopped for half a minute. A program that is still there
     a few seconds later is ended with a message.
+
+    On a busy machine the raylet dies while it starts: it waits for 15 s, and no longer, for its agents to write down
+    their ports (ray-project/ray#65983). Then Ray is started once more, its programs being in memory by now.
 
     Args:
         num_cpus: CPUs that Ray offers to workers.
@@ -124,7 +139,7 @@ class LocalRay:
         self._failure: str | None = None
         self._frozen_since: dict[str, float] = {}
         self._exit_code = EXIT_FAILURE_TOLD
-        self._stopped = threading.Event()
+        self._stopped, self._starts_again, self._lock = threading.Event(), threading.Event(), threading.Lock()
         # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
         # and wait for the servers or crash.
         atexit.register(self._leave_out_ray)
@@ -134,8 +149,17 @@ class LocalRay:
             # Servers and workers listen on the loopback interface alone, as Ray does where it has no clusters; on Linux
             # it looks up this machine's own address, from where its ports could be reached.
             loopback_only = patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False)
-            with preserved_handlers(), _blocked_stop_signals(), loopback_only:
-                self._start(num_cpus)
+            while_they_live = patch.object(ray._private.services, "get_node", self._get_node)
+            with preserved_handlers(), _blocked_stop_signals(), loopback_only, while_they_live:
+                for starts_left in reversed(range(MOST_STARTS)):
+                    try:
+                        self._start(num_cpus)
+                        break
+                    except Exception:
+                        if not starts_left or _LATE_AGENT not in last_error(self._log_of("raylet")):
+                            raise
+                        print(_STARTING_AGAIN, file=sys.stderr, flush=True)
+                        self._clear_away()
         except Exception as error:
             problem = self._failure
             self._stop_watching()
@@ -185,6 +209,33 @@ class LocalRay:
         )
         _keep_token_private()
 
+    def _get_node(self, *args: Any) -> Any:
+        """Ray's own function, in which it waits for half a minute for a raylet that starts, be it dead."""
+        answer: Future[Any] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(_GET_NODE(*args))
+            except BaseException as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, daemon=True).start()
+        while self._failure is None:
+            if wait([answer], POLL_S).done:
+                return answer.result()
+        raise _DiedInTheStartError(self._failure)
+
+    def _clear_away(self) -> None:
+        """Ends what a start in vain has left; what was found dead of it is no failure."""
+        end_processes(self._family())
+        ray.shutdown()
+        with self._lock:
+            self._servers, self._failure, self._frozen_since = {}, None, {}
+        self._starts_again.set()
+
+    def _log_of(self, server: str) -> Path:
+        return self._folder / "ray" / "session_latest" / "logs" / f"{server}.out"
+
     def _children(self) -> list[psutil.Process]:
         return [child for child in psutil.Process().children() if child not in self._others]
 
@@ -200,7 +251,7 @@ class LocalRay:
         for name, server in self._servers.items():
             state = state_of(server)
             if not state:
-                why = last_error(self._folder / "ray" / "session_latest" / "logs" / f"{name}.out")
+                why = last_error(self._log_of(name))
                 return f"Ray's {name} (pid {server.pid}) on this machine has died{why and f': {why}'}"
             if state != psutil.STATUS_STOPPED:
                 self._frozen_since.pop(name, None)
@@ -216,17 +267,21 @@ class LocalRay:
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_S):
-            if (problem := self._dead_server()) is not None:
-                self._failure = problem
+            with self._lock:
+                self._failure = problem = self._dead_server()
+            if problem is not None:
                 # Ray ends the program without a word as soon as the raylet is gone: a frozen one stays until the
                 # program has told why it ends, and then both end at the same time.
                 is_late = any(state_of(server) == psutil.STATUS_STOPPED for server in self._servers.values())
-                if not is_late:
+                # One that dies in the start is left to it: it may start again.
+                if not is_late and self._processes is not None:
                     end_processes(self._family())
-                time.sleep(UNWINDING_S)
+                if self._starts_again.wait(UNWINDING_S):
+                    self._starts_again.clear()
+                    continue
                 if self._exit_code != 0:
                     tell(problem)
-                for process in self._family() if is_late else ():
+                for process in self._family():
                     with suppress(psutil.NoSuchProcess):
                         process.kill()
                 self._leave_out_ray()

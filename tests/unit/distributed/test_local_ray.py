@@ -16,6 +16,7 @@ import ray
 
 from nemo_rl_moe.distributed.local_ray import (
     LARGEST_OBJECT_STORE_BYTES,
+    MOST_STARTS,
     SMALLEST_OBJECT_STORE_BYTES,
     last_error,
     object_store_bytes,
@@ -103,6 +104,38 @@ with StopSignals():
 """
 
 
+LATE_AGENTS = """
+import fcntl, os, sys, time
+# On the command line of this process, which Python has not read yet. Only of the first so many.
+if any(argument.endswith("dashboard/agent.py") for argument in sys.orig_argv):
+    with open(os.environ["LATE_AGENTS"], "r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        left = int(file.read())
+        file.seek(0)
+        file.write(str(max(0, left - 1)))
+    if left:
+        time.sleep(40)
+"""
+
+WITH_LATE_AGENTS = """
+import ray
+from nemo_rl_moe.distributed.local_ray import LocalRay
+from nemo_rl_moe.errors import WorkerDiedError
+
+try:
+    local = LocalRay(num_cpus=1)
+except WorkerDiedError as error:
+    raise SystemExit(str(error))
+
+@ray.remote
+def answer():
+    return 42
+
+print(ray.get(answer.remote()), local.failure)
+local.shutdown()
+"""
+
+
 PRIVATE = """
 import os, stat
 from pathlib import Path
@@ -157,6 +190,32 @@ def test_token_and_folder_are_their_owners_alone(tmp_path: Path) -> None:
         [sys.executable, "-c", PRIVATE], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout == "600 700\nFalse\n", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_late", [1, 5])
+def test_ray_whose_agents_are_late_is_started_again(tmp_path: Path, num_late: int) -> None:
+    (tmp_path / "sitecustomize.py").write_text(LATE_AGENTS)
+    (tmp_path / "late").write_text(str(num_late))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[3]}",
+        "LATE_AGENTS": str(tmp_path / "late"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_LATE_AGENTS],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    again = done.stderr.count("starting Ray again")
+    if num_late == 1:
+        assert (done.returncode, done.stdout, again) == (0, "42 None\n", 1), done.stderr
+    else:
+        assert (done.returncode, done.stdout, again) == (EXIT_FAILURE_TOLD, "", MOST_STARTS - 1), done.stderr
+        assert "_port_" in done.stderr.splitlines()[-1], "the file that Ray waited for"
 
 
 def test_a_worker_outlives_sigterm_and_what_it_starts_does_not() -> None:
