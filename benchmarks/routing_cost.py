@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cost of routing under RL: steps of the demo's GRPO with everything on and without. Prints one JSON line.
 
-Real trainers of the demo's model (examples/configs/grpo_tiny_moe.yaml, random weights, one rank) take turns in one
-process: each step generates 128 responses and trains on them, in another order in each round. What is compared adds up,
-each contestant has all that those before it have:
+Real trainers of the demo's model (examples/configs/grpo_tiny_moe.yaml, random weights, one rank), each in a process of
+its own, make the same step at the same time on one core: they take turns of milliseconds, so that whatever slows the
+machine slows all of them. A step generates 128 responses and trains on them. What is compared adds up, each contestant
+has all that those before it have:
 
     off             no load tracking, no tape
     load            MoE metrics and expert_load.parquet
@@ -13,36 +14,39 @@ each contestant has all that those before it have:
     all             experts by advantage: all that the shipped defaults have on, and replay
     at_logits       router_gradients.at_logits_every_n_steps: 1, which is off by default
 
-`off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what the
-machine's noise makes of a ratio. The measurements of routing are made in rounds of their own, of which nothing else
-is measured, since what they leave in the caches is in few steps of a run; they count with one `every_n_steps`th.
-Files of the tables are written in every round, too, and count once in five seconds of steps, as a run writes them.
-`cpu` counts this process's time, `wall` the clock's. Left out is what other processes do: scoring, logging, and Ray's
-handling of the tape, whose size `tape_bytes` says.
+`off` runs twice, and a ratio divides by the mean of both; `off_again_to_off`, which should be 1, shows what chance
+makes of a ratio. Where a process's memory happens to lie makes it faster or slower by a percent for as long as it
+lives: so all are started anew `--starts` times, and a ratio is the median over the starts. The measurements of routing
+are made in rounds of their own, of which nothing else is measured, since what they leave in the caches is in few steps
+of a run; they count with one `every_n_steps`th. Files of the tables are written in every round, too, and count once in
+five seconds of steps, as a run writes them. All times are of the contestant's own process. Left out is what other
+processes do: scoring, logging, and Ray's handling of the tape, whose size `tape_bytes` says.
 
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
 files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
 and the environment, Ray's own processes left out.
 
 `--width 2` makes the model twice as wide, with four times the parameters: what is added is work on tokens, layers and
-chosen experts, which stays. `--total-only` leaves out the contestants between `off` and `all`, for more rounds in the
-same time.
+chosen experts, which stays. `--total-only` leaves out the contestants between `off` and `all`, for more starts in the
+same time. Each contestant takes 1 GB of memory.
 """
 
 import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import psutil
@@ -125,27 +129,19 @@ _RAYS_OWN = ("gcs_server", "raylet", "ray/dashboard", "ray/_private", "ray/autos
 EXAMPLES = """\
 examples:
   OMP_NUM_THREADS=1 python benchmarks/routing_cost.py
-  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --rounds 100 --total-only
+  OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --starts 12 --total-only
   OMP_NUM_THREADS=1 python benchmarks/routing_cost.py --width 2 --total-only
 
-of_a_step is the one to quote; total.cpu is steps with everything over steps without in the trainer alone, the
-measurements' share added."""
-
-Seconds = dict[str, list[float]]
+of_a_step is the one to quote; total is steps with everything over steps without in the trainer alone, the measurements'
+share added."""
 
 
 @contextmanager
-def timed(seconds: Seconds) -> Iterator[None]:
-    """Adds what the block takes, on the clock and of this process."""
-    wall, cpu = time.perf_counter(), time.process_time()
+def timed(seconds: list[float]) -> Iterator[None]:
+    """Adds the processor time that the block takes in this process."""
+    before = time.process_time()
     yield
-    seconds["wall"].append(time.perf_counter() - wall)
-    seconds["cpu"].append(time.process_time() - cpu)
-
-
-def no_seconds() -> Seconds:
-    """Nothing measured yet."""
-    return {"wall": [], "cpu": []}
+    seconds.append(time.process_time() - before)
 
 
 class LocalPolicy:
@@ -188,28 +184,47 @@ def _in_one(batch: TokenBatch, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @dataclass
+class Found:
+    """Measurements of one contestant: of one start those of its rounds, of several the means of each.
+
+    Attributes:
+        step: Seconds of the steps.
+        tables: Of the files of the tables.
+        measurements: Of the measurements of routing; none where there are none.
+        losses: Of each step.
+        tape_bytes: Of the last step.
+        num_tokens: Of the last step, prompts included.
+    """
+
+    step: list[float] = field(default_factory=list)
+    tables: list[float] = field(default_factory=list)
+    measurements: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    tape_bytes: int = 0
+    num_tokens: int = 0
+
+    def add_start(self, other: "Found") -> None:
+        """Adds the rounds of one start."""
+        self.step.append(statistics.mean(other.step))
+        self.tables.append(statistics.mean(other.tables))
+        self.measurements += other.measurements
+        self.losses += other.losses
+        self.tape_bytes, self.num_tokens = other.tape_bytes, other.num_tokens
+
+
+@dataclass
 class Contestant:
     """One trainer, what it writes, and what its steps took.
 
     Attributes:
         config: Its configuration.
         folder: Where it writes its tables.
-        step: Of each measured step.
-        tables: Of each round's files of the tables.
-        measurements: Of each round's measurements of routing; none where there are none.
-        losses: Of each step.
-        tape_bytes: Of the last step.
-        num_tokens: Of the last step, prompts included.
+        found: What was measured.
     """
 
     config: GRPOMasterConfig
     folder: Path
-    step: Seconds = field(default_factory=no_seconds)
-    tables: Seconds = field(default_factory=no_seconds)
-    measurements: Seconds = field(default_factory=no_seconds)
-    losses: list[float] = field(default_factory=list)
-    tape_bytes: int = 0
-    num_tokens: int = 0
+    found: Found = field(default_factory=Found)
 
     def __post_init__(self) -> None:
         policy, megatron = self.config.policy, self.config.policy.megatron_cfg
@@ -236,7 +251,7 @@ class Contestant:
 
     def run(self, number: int, *, measured: bool, explains: bool) -> None:
         """One step on the clock; explains: with the measurements of routing, on a clock of their own."""
-        step, tables, measurements, clock = no_seconds(), no_seconds(), no_seconds(), PhaseClock()
+        step, tables, measurements, clock = [], [], [], PhaseClock()  # type: ignore[var-annotated]
         with timed(step):
             batch = self._rollouts(number)
         with timed(measurements):
@@ -253,14 +268,14 @@ class Contestant:
                 self._measurements.after_updates(clock)
         # The routers' own record of auxiliary losses is one for the process, and without tracking nobody clears it.
         clear_auxiliary_losses()
-        self.losses.append(result.global_loss)
-        self.num_tokens = int(batch.lengths.sum())
-        self.tape_bytes = int(tape_volume(batch).get("routing/tape_bytes", 0))
-        clocks = (self.step, step), (self.tables, tables), (self.measurements, measurements)
-        for kept, found in clocks:
-            for name, parts in found.items():
-                if (explains if kept is self.measurements else measured) and parts:
-                    kept[name].append(sum(parts))
+        self.found.losses.append(result.global_loss)
+        self.found.num_tokens = int(batch.lengths.sum())
+        self.found.tape_bytes = int(tape_volume(batch).get("routing/tape_bytes", 0))
+        if measured:
+            self.found.step.append(sum(step))
+            self.found.tables.append(sum(tables))
+        if explains:
+            self.found.measurements.append(sum(measurements))
 
     def _rollouts(self, number: int) -> TokenBatch:
         """Responses to random prompts, with random advantages."""
@@ -319,22 +334,22 @@ class Contestant:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Reads the command line, runs, and prints the result."""
     options = parse_arguments(arguments)
-    # Of two threads one would wait for the other by spinning, and that would count.
+    # Of two threads one would wait for the other by spinning, and that would count; and all share one core.
     confine(1)
-    torch.set_num_threads(1)
-    keep_freed_memory()  # as a worker does
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch:
         model = write_wider_model(Path(scratch, "model"), options.width)
         names = ("off", "off_again", "all") if options.total_only else tuple(CONTESTANTS)
-        configs = {name: make_config(CONTESTANTS[name], model) for name in names}
-        join_job_of_one(configs["off"].policy)
-        try:
-            contestants = {name: Contestant(config, Path(scratch, name)) for name, config in configs.items()}
-            race(contestants, options.warmup, options.rounds)
-        finally:
-            destroy_parallel_state()
-        result = summary(contestants) | {"rounds": options.rounds, "width": options.width}
-        step = cpu_seconds_of_a_step(configs["off"], options.warmup, options.steps)
+        found = {name: Found() for name in names}
+        for start in range(options.starts):
+            print(f"start {start + 1} of {options.starts} ...", file=sys.stderr, flush=True)
+            for name, of_start in race(names, model, Path(scratch, f"start_{start}"), options).items():
+                found[name].add_start(of_start)
+        config = make_config(CONTESTANTS["off"], model)
+        every = make_config(CONTESTANTS["all"], model).policy.megatron_cfg.routing_measurements.every_n_steps
+        assert every is not None  # the shipped default
+        result = summary(found, every)
+        result |= {"starts": options.starts, "rounds": options.rounds, "width": options.width}
+        step = cpu_seconds_of_a_step(config, options.warmup, options.steps)
     result["of_a_step"] = {
         "cpu_seconds": round(step, 4),
         "cost": {name: round(seconds / step, 4) for name, seconds in result["added_cpu_seconds"].items()},
@@ -348,9 +363,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=positive, default=40, metavar="N", help="measured steps of each (default: 40)")
+    parser.add_argument("--starts", type=positive, default=6, metavar="N", help="of all processes (default: 6)")
+    parser.add_argument("--rounds", type=positive, default=12, metavar="N", help="measured steps a start (default: 12)")
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="of the run in the loop (default: 20)")
-    parser.add_argument("--warmup", type=positive, default=2, metavar="N", help="steps before those (default: 2)")
+    parser.add_argument("--warmup", type=positive, default=3, metavar="N", help="steps before those (default: 3)")
     parser.add_argument("--width", type=positive, default=1, metavar="N", help="times the demo's model (default: 1)")
     parser.add_argument("--total-only", action="store_true", help="off and all, nothing between")
     return parser.parse_args(arguments)
@@ -377,17 +393,68 @@ def make_config(changes: dict[str, Any], model: Path = DEMO_MODEL) -> GRPOMaster
     return load_grpo_config(REPOSITORY / "examples" / "configs" / "grpo_tiny_moe.yaml", overrides, check_paths=False)
 
 
-def race(contestants: dict[str, Contestant], warmup: int, rounds: int) -> None:
-    """Lets all make the same step in each round."""
-    order = Random(0)
+def race(names: Sequence[str], model: Path, folder: Path, options: argparse.Namespace) -> dict[str, Found]:
+    """Lets all make the same step at the same time, round by round, each in a process of its own that begins here."""
+    folder.mkdir()
+    context = multiprocessing.get_context("spawn")
+    ends = {name: context.Pipe() for name in names}
+    processes = [
+        context.Process(target=run_contestant, args=(name, model, folder / name, ends[name][1]), daemon=True)
+        for name in names
+    ]
+    for process in processes:
+        process.start()
+    own_ends = {name: own for name, (own, _) in ends.items()}
+    for _, other in ends.values():
+        other.close()  # so that the end of a process is the end of its pipe
+    answers(own_ends)
     # The warm-up's measurements are made, too, and count where there are no others.
-    for number in range(warmup + rounds + rounds // EXPLAINED_EVERY):
-        is_explained = number == warmup - 1 or (number - warmup) % (EXPLAINED_EVERY + 1) == EXPLAINED_EVERY
-        measured = number >= warmup and not is_explained
-        for name in order.sample(list(contestants), k=len(contestants)):
-            contestants[name].run(number + 1, measured=measured, explains=is_explained and name == "all")
-    for contestant in contestants.values():
+    for number in range(options.warmup + options.rounds + options.rounds // EXPLAINED_EVERY):
+        place = (number - options.warmup) % (EXPLAINED_EVERY + 1)
+        is_explained = number == options.warmup - 1 or place == EXPLAINED_EVERY
+        for name, connection in own_ends.items():
+            connection.send((number + 1, number >= options.warmup and not is_explained, is_explained and name == "all"))
+        answers(own_ends)
+    for connection in own_ends.values():
+        connection.send(None)
+    found = answers(own_ends)
+    for process in processes:
+        process.join()
+    return found
+
+
+def answers(connections: Mapping[str, Connection]) -> dict[str, Any]:
+    """One message of each contestant.
+
+    Raises:
+        SystemExit: One has ended; it has told why.
+    """
+    found = {}
+    for name, connection in connections.items():
+        try:
+            found[name] = connection.recv()
+        except EOFError:
+            raise SystemExit(f"the contestant {name} has ended") from None
+    return found
+
+
+def run_contestant(name: str, model: Path, folder: Path, connection: Connection) -> None:
+    """One contestant in a process of its own, a step at each message."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
+    config = make_config(CONTESTANTS[name], model)
+    join_job_of_one(config.policy)
+    try:
+        contestant = Contestant(config, folder)
+        connection.send(None)
+        while (message := connection.recv()) is not None:
+            number, measured, explains = message
+            contestant.run(number, measured=measured, explains=explains)
+            connection.send(None)
         contestant.close()
+        connection.send(contestant.found)
+    finally:
+        destroy_parallel_state()
 
 
 class ShortPrompts(RandomPrompts):
@@ -436,56 +503,47 @@ def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> 
     return statistics.median(after - before for before, after in itertools.pairwise(measured))
 
 
-def summary(contestants: dict[str, Contestant]) -> dict[str, Any]:
-    """Ratios and shares, each with the bounds between which its median lies with 95% confidence."""
+def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, Any]:
+    """Ratios and shares over the starts, each with the bounds between which its median lies with 95% confidence."""
     off, again, everything = (contestants[name] for name in ("off", "off_again", "all"))
-    every = everything.config.policy.megatron_cfg.routing_measurements.every_n_steps
-    assert every is not None  # the shipped default
     # A run writes its tables when five seconds have gone by.
-    writes = min(1.0, statistics.median(off.step["wall"]) / MAX_DELAY_S)
-    result: dict[str, Any] = {"benchmark": "routing_cost", "limit": LIMIT, "total": {}, "parts": {}}
-    added_seconds: dict[str, float] = {}
-    for clock in ("cpu", "wall"):
-        steps = {
-            name: [step + writes * tables for step, tables in zip(each.step[clock], each.tables[clock], strict=True)]
-            for name, each in contestants.items()
-        }
-        base = [statistics.mean(pair) for pair in zip(steps["off"], steps["off_again"], strict=True)]
-        of_warmup, *others = everything.measurements[clock]
-        explained = [statistics.median(others or [of_warmup]) / every] * len(base)
-        whole = [sum(pair) for pair in zip(steps["all"], explained, strict=True)]
-        result["total"][clock] = median_ratio(whole, base)
-        before, parts = base, {}
-        for name in (part for part in PARTS if part in contestants):
-            found = steps[name]
-            added = [above - below for above, below in zip(found, before, strict=True)]
-            if clock == "cpu":
-                added_seconds[name] = round(statistics.median(added), 5)
-            parts[name], before = median_ratio(added, base), found
-        result["parts"][clock] = parts | {"measurements": median_ratio(explained, base)}
-        if clock == "cpu":
-            whole_added = [above - below for above, below in zip(whole, base, strict=True)]
-            added_seconds |= {
-                "measurements": round(statistics.median(explained), 5),
-                "total": round(statistics.median(whole_added), 5),
-            }
+    writes = min(1.0, statistics.median(off.step) / MAX_DELAY_S)
+    steps = {
+        name: [step + writes * tables for step, tables in zip(each.step, each.tables, strict=True)]
+        for name, each in contestants.items()
+    }
+    base = [statistics.mean(pair) for pair in zip(steps["off"], steps["off_again"], strict=True)]
+    explained = [statistics.median(everything.measurements) / measured_every] * len(base)
+    whole = [sum(pair) for pair in zip(steps["all"], explained, strict=True)]
+    before, parts, added_seconds = base, {}, {}
+    for name in (part for part in PARTS if part in contestants):
+        added = [above - below for above, below in zip(steps[name], before, strict=True)]
+        added_seconds[name] = round(statistics.median(added), 5)
+        parts[name], before = median_ratio(added, base), steps[name]
+    whole_added = [above - below for above, below in zip(whole, base, strict=True)]
     without, replaying = (
         {tuple(contestants[name].losses) for name in names if name in contestants}
         for names in (("off", "off_again", "load", "tape"), ("replay", "all", "at_logits"))
     )
-    return result | {
-        "added_cpu_seconds": added_seconds,
-        "off_again_to_off": {clock: median_ratio(again.step[clock], off.step[clock]) for clock in ("cpu", "wall")},
-        "cpu_seconds_per_step": {
-            name: round(statistics.median(each.step["cpu"]), 4) for name, each in contestants.items()
+    return {
+        "benchmark": "routing_cost",
+        "limit": LIMIT,
+        "total": median_ratio(whole, base),
+        "total_of_starts": [round(above / below, 4) for above, below in zip(whole, base, strict=True)],
+        "parts": parts | {"measurements": median_ratio(explained, base)},
+        "added_cpu_seconds": added_seconds
+        | {
+            "measurements": round(statistics.median(explained), 5),
+            "total": round(statistics.median(whole_added), 5),
         },
-        "cpu_seconds_of_tables": round(statistics.median(everything.tables["cpu"]), 5),
-        "cpu_seconds_of_measurements": round(statistics.median(everything.measurements["cpu"]), 4),
-        "measurements_every_n_steps": every,
+        "off_again_to_off": median_ratio(again.step, off.step),
+        "cpu_seconds_per_step": {name: round(statistics.median(each.step), 4) for name, each in contestants.items()},
+        "cpu_seconds_of_tables": round(statistics.median(everything.tables), 5),
+        "cpu_seconds_of_measurements": round(statistics.median(everything.measurements), 4),
+        "measurements_every_n_steps": measured_every,
         "tape_bytes": everything.tape_bytes,
         "num_tokens": everything.num_tokens,
         "losses_identical": len(without) == len(replaying) == 1,
-        "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
         "versions": collect_versions(),
     }
