@@ -36,6 +36,7 @@ _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
 """Line of a server's log, of an error or worse, without its time."""
 _RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
+_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _GET_NODE = ray._private.services.get_node
 _LATE_AGENT = "Timed out waiting for file"
 _STARTING_AGAIN = (
@@ -96,7 +97,7 @@ def _blocked_stop_signals() -> Iterator[None]:
 
     Batch systems signal every process of a job: Ray's servers would be gone before the run has saved.
     """
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         yield
     finally:
@@ -156,7 +157,8 @@ class LocalRay:
                         self._start(num_cpus)
                         break
                     except Exception:
-                        if not starts_left or _LATE_AGENT not in last_error(self._log_of("raylet")):
+                        is_late = _LATE_AGENT in last_error(self._log_of("raylet"))
+                        if not starts_left or not is_late or signal.sigpending() & _STOP_SIGNALS:
                             raise
                         print(_STARTING_AGAIN, file=sys.stderr, flush=True)
                         self._clear_away()
@@ -227,11 +229,13 @@ class LocalRay:
 
     def _clear_away(self) -> None:
         """Ends what a start in vain has left; what was found dead of it is no failure."""
-        end_processes(self._family())
-        ray.shutdown()
-        with self._lock:
+        with self._lock:  # the watch waits for it, however long it takes
+            end_processes(self._family())
+            ray.shutdown()
+            # A dead server is a child with a server's name for as long as Ray keeps its handle.
+            self._others |= set(self._children())
             self._servers, self._failure, self._frozen_since = {}, None, {}
-        self._starts_again.set()
+            self._starts_again.set()
 
     def _log_of(self, server: str) -> Path:
         return self._folder / "ray" / "session_latest" / "logs" / f"{server}.out"
@@ -276,9 +280,11 @@ class LocalRay:
                 # One that dies in the start is left to it: it may start again.
                 if not is_late and self._processes is not None:
                     end_processes(self._family())
-                if self._starts_again.wait(UNWINDING_S):
-                    self._starts_again.clear()
-                    continue
+                self._starts_again.wait(UNWINDING_S)
+                with self._lock:
+                    if self._starts_again.is_set():
+                        self._starts_again.clear()
+                        continue
                 if self._exit_code != 0:
                     tell(problem)
                 for process in self._family():

@@ -151,7 +151,8 @@ class RouterReplayAudit:
             nothing = TapeRoutes.of(fed.new_zeros(len(fed), 0, self._topk, dtype=torch.long), self._num_experts)
             self._ledger.add(number, positions, nothing, fed, [])
             return
-        targets = torch.stack([seen[layer].target.to(fed.device) for layer in layers], 1)
+        # A target may be of any type of integers, such as one that cannot hold what is unknown.
+        targets = torch.stack([seen[layer].target.to(fed.device, torch.long) for layer in layers], 1)
         # A target stands for tokens too that no engine has fed; what it holds there says nothing.
         targets = targets.masked_fill(~fed[:, None, None], UNKNOWN)
         routed = [seen[layer].routed for layer in layers]

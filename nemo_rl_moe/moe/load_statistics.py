@@ -136,7 +136,8 @@ def layer_statistics(
         counts_LE: Assignments of each layer's experts, not negative, on the host.
         topk: Experts that a token goes to, in all layers or in each; None where that is not known.
     """
-    counts = counts_LE.numpy()
+    # Products of counts in fewer bits would not fit.
+    counts = (counts_LE if counts_LE.dtype == torch.int64 else counts_LE.to(torch.float64)).numpy()
     num_experts = counts.shape[1]
     shares = utilization(counts)
     # With p = u / E, exp(-sum p log p) / E is exp(-sum u log u / E). 0 * log(smallest) is 0, the limit of u log u.

@@ -116,7 +116,8 @@ def cumulative_peak_ratios(
 @lru_cache(maxsize=64)
 def numbers_on(device: torch.device, numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Int[Tensor, "*shape"]:
     """A tensor of numbers that the layout alone decides, on a device; made once, and not to be changed."""
-    return torch.tensor(numbers, dtype=torch.long, device=device)
+    with torch.inference_mode(False):  # it may be needed for a backward pass, whoever asks first
+        return torch.tensor(numbers, dtype=torch.long, device=device)
 
 
 @dataclass(frozen=True)

@@ -255,3 +255,11 @@ def test_loss_on_the_graph_and_integer_or_float_loads() -> None:
     metrics = compute_brief_metrics({0: {"expert_load": torch.tensor([1.5, 0.5]), "aux_loss": loss, "n_experts": 2}})
     assert metrics["aux_loss_mean"] == 3.0
     assert metrics["expert_utilization_max"] == 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.float32])
+def test_counts_in_few_bits_do_not_overflow(dtype: torch.dtype) -> None:
+    count = 1000 if dtype == torch.int16 else 20_000_000
+    load = ExpertLoad((0,), torch.full((1, 128), count, dtype=dtype))
+    metrics = load_balance_metrics(load, router_topk=2)
+    assert (metrics["cv_mean"], metrics["expert_diversity_mean"]) == pytest.approx((0.0, 1.0))
