@@ -24,7 +24,7 @@ processes do: scoring, logging, and Ray's handling of the tape, whose size `tape
 
 Then the same steps, without any of it, run in the product's own loop: Ray, one worker, the environment and the loggers'
 files. `of_a_step` is the cost above as a share of the processor time that such a step takes in the driver, the worker
-and the environment, Ray's own processes left out.
+and the environment, Ray's own processes left out: the ratios above, times the worker's part of it.
 
 `--width 2` makes the model twice as wide, with four times the parameters: what is added is work on tokens, layers and
 chosen experts, which stays. `--total-only` leaves out the contestants between `off` and `all`, for more starts in the
@@ -349,10 +349,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         assert every is not None  # the shipped default
         result = summary(found, every)
         result |= {"starts": options.starts, "rounds": options.rounds, "width": options.width}
-        step = cpu_seconds_of_a_step(config, options.warmup, options.steps)
+        step, of_worker = cpu_seconds_of_a_step(config, options.warmup, options.steps)
+    shares = {name: part["median"] for name, part in result["parts"].items()} | {"total": result["total"]["median"] - 1}
     result["of_a_step"] = {
         "cpu_seconds": round(step, 4),
-        "cost": {name: round(seconds / step, 4) for name, seconds in result["added_cpu_seconds"].items()},
+        "cpu_seconds_of_worker": round(of_worker, 4),
+        "cost": {name: round(share * of_worker / step, 4) for name, share in shares.items()},
         "steps": options.steps,
     }
     print(json.dumps(result))
@@ -471,10 +473,10 @@ class CpuClock(StepClock):
     """A logger that keeps the processor time of this process and those below it, at the end of each step.
 
     Attributes:
-        cpu: Seconds since the processes began.
+        cpu: Seconds since the processes began: of all, and of the worker.
     """
 
-    cpu: list[float] = field(default_factory=list)
+    cpu: list[tuple[float, float]] = field(default_factory=list)
 
     def log_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Ends a step."""
@@ -482,25 +484,27 @@ class CpuClock(StepClock):
         self.cpu.append(cpu_seconds_of_processes())
 
 
-def cpu_seconds_of_processes() -> float:
-    """Processor time of this process and of those that it has started, but for Ray's own."""
-    own, total = psutil.Process(), 0.0
+def cpu_seconds_of_processes() -> tuple[float, float]:
+    """Processor time of this process and of those that it has started, but for Ray's own; and that of the worker, which
+    has the most."""
+    own, seconds = psutil.Process(), []
     for process in (own, *own.children(recursive=True)):
         with suppress(psutil.Error):
             if not any(name in " ".join(process.cmdline()) for name in _RAYS_OWN):
-                total += sum(process.cpu_times()[:2])
-    return total
+                seconds.append(sum(process.cpu_times()[:2]))
+    return sum(seconds), max(seconds[1:], default=0.0)
 
 
-def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> float:
-    """Median of the steps of a run in the product's own loop."""
+def cpu_seconds_of_a_step(config: GRPOMasterConfig, warmup: int, steps: int) -> tuple[float, float]:
+    """Medians of the steps of a run in the product's own loop: of all processes, and of the worker."""
     clock = CpuClock()
     prompts = ShortPrompts(1 + warmup + steps, config.grpo.num_prompts_per_step)
     with tempfile.TemporaryDirectory(prefix="routing_cost_") as scratch, ExitStack() as stack:
         stack.enter_context(running_ray(config.cluster.cpu_workers_per_node))
         run(config, prompts, Path(scratch), clock, stack)
-    measured = clock.cpu[warmup:]
-    return statistics.median(after - before for before, after in itertools.pairwise(measured))
+    pairs = list(itertools.pairwise(clock.cpu[warmup:]))
+    whole, of_worker = (statistics.median(after[kind] - before[kind] for before, after in pairs) for kind in (0, 1))
+    return whole, of_worker
 
 
 def summary(contestants: Mapping[str, Found], measured_every: int) -> dict[str, Any]:
