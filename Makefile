@@ -80,7 +80,7 @@ demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by v
 	@echo "[demo-vllm] nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli grpo --config examples/configs/grpo_tiny_moe_vllm.yaml checkpointing.resume=never
 
-test: lint types test-unit test-functional ## what to run before a change; continuous integration runs all targets
+test: lint types test-unit test-functional ## what to run before a change; .ci/run lists what continuous integration runs
 	@echo "[test] all passed"
 
 lint: $(STAMP) ## style of the code (ruff), and who may import whom (import-linter)
@@ -129,7 +129,7 @@ test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout,
 test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
 	@$(PYTEST) tests/functional -m "slow and not drill and not vllm and not trl" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
-test-drills: $(STAMP) ## a dozen drills over all kinds of runs, as continuous integration runs them
+test-drills: $(STAMP) ## a dozen drills over all kinds of runs
 	@$(PYTEST) tests/functional/test_drills.py -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 # The tests' environment (tests/conftest.py) is the drills' too. Results in build/drills; stopped, it goes on there.

@@ -25,11 +25,11 @@ from tests.functional.drill_runs import Kind, Logs, Reference
 from tests.support import drill_reward
 from tests.support.ray_nodes import RayNodes
 
-END_LIMIT_S = 60.0
-PATIENT_END_LIMIT_S = 180.0
+END_LIMIT_S = 200.0
+PATIENT_END_LIMIT_S = 400.0
 """For a frozen rank, whose call has a time limit, and for a cluster that has lost its head: workers and driver go on
 without it, and Ray ends them after a minute."""
-GOING_ON_LIMIT_S = 180.0
+GOING_ON_LIMIT_S = 400.0
 """A new engine of vLLM takes half a minute to start."""
 PAUSE_S = 3.0
 DISK_SIZE = "160m"

@@ -103,7 +103,7 @@ def run(overrides: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         env=sft_runs.environment(),
         cwd=cwd,
-        timeout=240,
+        timeout=280,
         check=False,
     )
 

@@ -134,7 +134,7 @@ class Run:
             assert time.monotonic() < deadline, f"still waiting:\n{self.printed}\n{self.errors}"
             time.sleep(poll_s)
 
-    def wait_for_text(self, text: str, limit_s: float = 200.0) -> None:
+    def wait_for_text(self, text: str, limit_s: float = 400.0) -> None:
         """Waits until the run has printed something."""
         self.wait_for(lambda: text in self.printed, limit_s)
 

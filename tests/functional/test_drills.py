@@ -20,9 +20,9 @@ from tests.functional.drill_moments import last_step
 NUM_DRILLS = 12
 SEED = 1099
 """Of the first 3000 the one whose dozen has the most different victims, faults and phases."""
-START_LIMIT_S = 200.0
-END_LIMIT_S = 30.0
-COMPLETION_LIMIT_S = 400.0
+START_LIMIT_S = 400.0
+END_LIMIT_S = 200.0
+COMPLETION_LIMIT_S = 900.0
 
 
 def long(test: Any) -> Any:

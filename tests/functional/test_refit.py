@@ -238,7 +238,7 @@ def test_grpo_with_another_engine_is_the_same_run(runs: dict[str, Path]) -> None
 def test_the_time_of_the_refit_is_told(runs: dict[str, Path]) -> None:
     history = read_jsonl(runs["transformers"] / "metrics.jsonl")
     assert [step for step, _ in history["timing/refit/seconds"]] == [1, 2, 3]
-    assert all(0 < value < 30 for _, value in history["timing/refit/seconds"])
+    assert all(value > 0 for _, value in history["timing/refit/seconds"])
     assert "timing/refit/seconds" not in read_jsonl(runs["megatron"] / "metrics.jsonl")
 
 

@@ -23,7 +23,7 @@ from tests.support.logged_metrics import read_jsonl, read_mlflow, read_tensorboa
 
 pytestmark = pytest.mark.shared_ray
 
-NUM_STEPS, STOP_AFTER, TIME_LIMIT_S = 7, 4, 200
+NUM_STEPS, STOP_AFTER, TIME_LIMIT_S = 7, 4, 600
 CHECKPOINTING: dict[str, Any] = {"checkpointing__save_period": 3, "checkpointing__keep_top_k": 1}
 
 

@@ -79,7 +79,7 @@ class Terminal:
 
     def wait_for(self, is_so: Callable[[list[str]], bool]) -> list[str]:
         """Reads until the screen is as it should be, and returns it."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + 280
         while not is_so(self.screen):
             assert time.monotonic() < until, "\n".join(self.screen)
             assert self.process.poll() is None, self.output.decode(errors="replace")
@@ -91,7 +91,7 @@ class Terminal:
         self.process.send_signal(number)
         while self._read(10):
             pass
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=200)
 
     def close(self) -> None:
         """Ends what is left."""
@@ -240,7 +240,7 @@ def test_a_real_run_is_watched_from_its_first_step_to_its_last(tmp_path: Path) -
                 assert not has("all steps done")(early)
                 screen = terminal.wait_for(lambda lines: has("all steps done")(lines) and has("step 12:")(lines))
                 assert terminal.end(signal.SIGINT) == 0
-            assert training.wait(timeout=120) == 0
+            assert training.wait(timeout=280) == 0
         finally:
             training.kill()
             training.wait()

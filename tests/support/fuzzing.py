@@ -29,7 +29,7 @@ from nemo_rl_moe.errors import EXIT_BAD_INPUT
 
 NUM_CASES = 300
 """Of each fuzzer in an ordinary run."""
-LIMIT_S = 10.0
+LIMIT_S = 50.0
 """Seconds of computing of a case."""
 _FIRST_LIMIT_S = 60.0  # the first case of a process imports what the command needs
 _BUSY = 12

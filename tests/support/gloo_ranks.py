@@ -115,7 +115,7 @@ def run_ranks(
     function: Callable[..., Any],
     world_size: int,
     *arguments: Any,
-    timeout_s: float = 120.0,
+    timeout_s: float = 280.0,
     fresh: bool = False,
     prepared_by: str = "",
 ) -> list[Any]:
@@ -177,7 +177,7 @@ def _take(count: int, prepared_by: str) -> list[_Rank]:
     while waiting and len(taken) < count:
         rank = waiting.pop(0)
         try:
-            may_be_used = rank.connection.poll(30.0) and rank.connection.recv()
+            may_be_used = rank.connection.poll(200.0) and rank.connection.recv()
         except (EOFError, OSError):
             may_be_used = False
         if may_be_used:

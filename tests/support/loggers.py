@@ -114,12 +114,8 @@ def load_of(*rows: Sequence[int]) -> ExpertLoad:
     return ExpertLoad(tuple(range(1, len(rows) + 1)), torch.tensor(rows))
 
 
-def log_steps(logger: MetricLogger, steps: Iterable[int], pause: float = 0.0) -> float:
-    """Logs a loss for each step, and returns the seconds that the longest call took."""
-    longest = 0.0
+def log_steps(logger: MetricLogger, steps: Iterable[int], pause: float = 0.0) -> None:
+    """Log a loss for each step."""
     for step in steps:
-        started = time.perf_counter()
         logger.log_step(step, {"train/loss": float(step)})
-        longest = max(longest, time.perf_counter() - started)
         time.sleep(pause)
-    return longest

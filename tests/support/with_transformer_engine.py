@@ -48,7 +48,7 @@ class _CudaIsTheHost(TorchFunctionMode):
 
 
 def run_ranks_with_engine(
-    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 120.0
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout_s: float = 280.0
 ) -> list[Any]:
     """`run_ranks` on ranks where Transformer Engine is installed and used as beside a GPU."""
     return run_ranks(function, world_size, *arguments, timeout_s=timeout_s, prepared_by=__name__)

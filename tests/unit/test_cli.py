@@ -26,7 +26,7 @@ DRIVER = ["sft", "--config", "sft_tiny_moe.yaml", "--run-id", "7b", "--restart-n
 def run_script(arguments: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, str(REPOSITORY / "examples" / "run_sft.py"), *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_wrong_configuration_ends_with_code_2_and_nothing_written(tmp_path: Path) -> None:
@@ -138,6 +138,7 @@ def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(supervisor, "supervise", supervise)
     monkeypatch.setattr(loading, "path_problems", lambda *_, **__: [])
+    before = time.monotonic()
     arguments = ["sft", "sft.seed=7", "--config=sft_tiny_moe.yaml", "cluster.max_restarts=3", "~sft.val_batches"]
     assert cli.main([*arguments, "+sft.val_batches=null"]) == 7
     (supervision,) = told
@@ -151,7 +152,7 @@ def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (command[-6], command[-4:-1]) == ("--run-id", ["--restart-number", "2", "--started"])
     first = supervision.driver_command(0)
     assert (first[-5], first[-1]) == (command[-5], command[-1]), "restarts keep the id and the start of the run"
-    assert 0 <= time.monotonic() - float(command[-1]) < 60
+    assert before <= float(command[-1]) <= time.monotonic()
     # What the driver makes of it.
     drives: list[tuple[object, ...]] = []
     monkeypatch.setattr(training_cli, "_drive", lambda *given: drives.append(given))
@@ -196,7 +197,7 @@ def test_the_supervisor_stays_light(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LIGHT, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     # Not where a demo may have left checkpoints to resume from.
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250)
     assert done.stdout == "None\n[]\n", done.stderr
 
 

@@ -77,7 +77,7 @@ def test_as_a_program_in_a_terminal(tmp_path: Path) -> None:
     program = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=back)
     os.close(back)
     output = read_to_the_end(front)
-    assert program.wait(timeout=60) == 0
+    assert program.wait(timeout=280) == 0
     assert "\x1b[1;32m<think>2+3=5</think>15<eos>\x1b[0m" in output
     assert f"\x1b[9;31m{'8' * 40}<eos>\x1b[0m" in output
     assert "[[" not in output

@@ -28,7 +28,7 @@ def told(folder: Path, *overrides: str, training_line: str = GOOD) -> str:
         *overrides,
     ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
     assert ended.returncode == 2, ended.stderr
     return ended.stderr
 

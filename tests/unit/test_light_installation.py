@@ -54,7 +54,7 @@ def of_training(repository_root: Path) -> str:
 
 def run_without(of_training: str, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", ONLY + code, "", of_training], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", ONLY + code, "", of_training], capture_output=True, text=True, timeout=280, check=False
     )
 
 
@@ -135,14 +135,15 @@ def test_help_lists_all_commands(of_training: str) -> None:
         assert name in done.stdout
 
 
-def test_routing_functions_load_within_a_third_of_a_second(of_training: str) -> None:
+def test_routing_functions_load_nothing_but_torch_and_the_shapes(of_training: str) -> None:
     code = """
-import time, torch
-started = time.process_time()
+import torch
+before = set(sys.modules)
 import nemo_rl_moe.moe.load_balance_metrics, nemo_rl_moe.moe.tape_identity, nemo_rl_moe.moe.tape_ledger
 import nemo_rl_moe.moe.mismatch_split, nemo_rl_moe.moe.findings
-print(time.process_time() - started)
+names = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(*sorted(names - {name.partition(".")[0] for name in before} - sys.stdlib_module_names))
 """
     done = run_without(of_training, code)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 0.3
+    assert done.stdout.split() == ["jaxtyping", "nemo_rl_moe"]

@@ -238,4 +238,4 @@ def broadcast_and_hide_the_error() -> None:
 )
 def test_every_job_of_ranks_is_under_these_rules(function: Callable[[], None], text: str) -> None:
     with pytest.raises(RankError, match=text):
-        run_ranks(function, 2, timeout_s=20)
+        run_ranks(function, 2)

@@ -212,7 +212,7 @@ def test_runs_that_come_and_go_at_the_same_time_never_share_the_lock(tmp_path: P
         other.stdin.write("\n")
         other.stdin.flush()
     for other in others:
-        output, errors = other.communicate(timeout=60)
+        output, errors = other.communicate(timeout=280)
         assert other.returncode == 0, errors
         said.append(int(output))
     assert min(said) > 0, "each of them came in at times"

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Texts of which few tokens are kept: only so much of them is encoded, and what is kept is the same."""
 
-import time
-
 import numpy as np
 import pytest
 from tokenizers import normalizers
@@ -63,14 +61,13 @@ def test_nothing_that_fits_is_cut(byte_tokenizer, encoded_characters):
     assert len(encoded_characters) == 2
 
 
-def test_a_line_of_a_megabyte_takes_no_time(demo_tokenizer, write_jsonl):
+def test_of_a_line_of_a_megabyte_a_hundredth_is_encoded(demo_tokenizer, write_jsonl, encoded_characters):
     good = {"prompt": "1+1=", "completion": "2"}
     path = write_jsonl(
         good, {"prompt": "1" * MEGABYTE, "completion": "2"}, {"prompt": "1=", "completion": "2" * MEGABYTE}
     )
-    started = time.process_time()
     dataset = load_sft_dataset(path, "train", demo_tokenizer, 64)
-    assert time.process_time() - started < 2.0
+    assert 64 <= sum(encoded_characters) < MEGABYTE // 100
     assert dataset.report.summary() == (
         f"{path}: 2 examples, 70 tokens (64 to train on), 1 cut at the maximum length, "
         "1 left out: no response before the cut"

@@ -190,7 +190,7 @@ def test_wrong_arguments(maker, tmp_path, capsys, arguments, message):
 
 def test_as_a_program_and_read_by_the_product(script, tmp_path, demo_tokenizer):
     command = [sys.executable, str(script), "--output", str(tmp_path), "--num-train", "300", "--seed", "3"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, check=True, capture_output=True, timeout=280)
     dataset = load_sft_dataset(str(tmp_path / "train.jsonl"), "train", demo_tokenizer, 64)
     report = dataset.report
     assert (report.num_kept, report.num_truncated, report.num_bad_lines) == (300, 0, 0)
@@ -212,7 +212,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
         {
             "name": "reasoning_gym",
             "num_workers": 1,
-            "timeout_s": 5.0,
+            "timeout_s": 60.0,
             "answer_after": "</think>",
             "score_truncated": False,
             "reasoning_gym": task,

@@ -54,7 +54,7 @@ def load(tokenizer: Any, path: str | None, env: str = "math", longest: int = 64,
         {
             "name": env,
             "num_workers": 1,
-            "timeout_s": 1.0,
+            "timeout_s": 60.0,
             "answer_after": None,
             "score_truncated": False,
             "reasoning_gym": task,

@@ -229,7 +229,7 @@ def prompts_of(path, tokenizer, **data):
         {
             "name": "math",
             "num_workers": 1,
-            "timeout_s": 1.0,
+            "timeout_s": 60.0,
             "answer_after": None,
             "score_truncated": True,
             "reasoning_gym": None,

@@ -1,7 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
 import socket
-import time
 
 import pytest
 import ray
@@ -94,8 +93,6 @@ def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch, address: str
         probe.bind(("127.0.0.1", 0))
         address = address.format(free_port=probe.getsockname()[1])
         monkeypatch.setenv("RAY_ADDRESS", address)
-        start = time.monotonic()
         text = refusal(1, 0, 2)
     assert text.startswith(f"RAY_ADDRESS: cannot join a Ray cluster at {address} (")
     assert "\n" not in text
-    assert time.monotonic() - start < 15

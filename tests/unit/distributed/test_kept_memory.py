@@ -31,7 +31,7 @@ print(faults, own.memory_info().rss - small)
 
 def faults_and_growth(kind: str) -> tuple[int, int]:
     """Page faults of five steps that hold 192 MB, and what a step that holds 576 MB in large arrays leaves behind."""
-    done = subprocess.run([sys.executable, "-c", STEPS, kind], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", STEPS, kind], capture_output=True, text=True, timeout=280, check=True)
     faults, growth = map(int, done.stdout.split())
     return faults, growth
 

@@ -1,7 +1,5 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -196,18 +194,6 @@ def test_an_empty_sequence_or_batch_is_refused():
         plan_microbatches([3, 0], num_data_parallel_ranks=1, global_batch_size=2, batching=PlainBatching(1))
     with pytest.raises(ValueError, match="nothing to evaluate"):
         plan_evaluation([], num_data_parallel_ranks=1, batching=PlainBatching(1))
-
-
-@pytest.mark.parametrize("batching", [PlainBatching(4), DynamicBatching(4096, 128), PackedBatching(4096, 8)])
-def test_planning_is_fast(batching: Batching):
-    generator = random.Random(0)
-    lengths = [generator.randint(1, 2048) for _ in range(4096)]
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        plan_microbatches(lengths, num_data_parallel_ranks=8, global_batch_size=4096, batching=batching)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < (0.2 if isinstance(batching, DynamicBatching) else 0.05)
 
 
 @settings(deadline=None, max_examples=50)

@@ -55,13 +55,13 @@ def test_read_tail(tmp_path: Path):
 
 
 def test_a_process_and_its_children_end():
-    grandchild = "import time; time.sleep(60)"
+    grandchild = "import time; time.sleep(600)"
     child = f"import subprocess, sys; print('up', flush=True); subprocess.run([sys.executable, '-c', {grandchild!r}])"
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"up\n"
         root = ProcessIdentity.of(psutil.Process(process.pid))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while len(family := families([psutil.Process(process.pid)])) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
         assert len(family) == 2

@@ -30,7 +30,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
         settings = {
             "name": name,
             "num_workers": 1,
-            "timeout_s": 5.0,
+            "timeout_s": 60.0,
             "answer_after": None,
             "score_truncated": False,
             "reasoning_gym": None,

@@ -9,10 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 
-LIMIT_S = 20.0
+LIMIT_S = 200.0
 PROGRAM = """
 import signal, sys, time
+from nemo_rl_moe.launch import driver_process
 from nemo_rl_moe.launch.driver_process import StopSignals
+
+driver_process.SAME_REQUEST_S = float(sys.argv[1])
 
 def say(text):
     print(text, flush=True)
@@ -38,9 +41,10 @@ except KeyboardInterrupt:
 
 
 @pytest.fixture
-def program() -> Iterator[subprocess.Popen[str]]:
+def program(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """Start the program; the parameter is the seconds within which signals belong to one request."""
     with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", PROGRAM, str(getattr(request, "param", 100.0))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -79,6 +83,7 @@ def test_in_the_loop_the_first_one_is_a_request(program: subprocess.Popen[str], 
     assert f"{number.name}: the run stops after this step" in program.stderr.read()
 
 
+@pytest.mark.parametrize("program", [0.5], indirect=True)
 def test_in_the_loop_the_second_one_ends_it_at_once(program: subprocess.Popen[str]) -> None:
     go_on(program)
     assert go_on(program) == "in the loop"

@@ -49,7 +49,7 @@ def test_processes_that_race_get_different_folders(tmp_path: Path) -> None:
     for process in processes:
         process.stdin.write("go\n")
         process.stdin.flush()
-    names = [name for process in processes for name in process.communicate(timeout=30)[0].split()]
+    names = [name for process in processes for name in process.communicate(timeout=280)[0].split()]
     assert len(names) == 200
     assert sorted(names) == [f"exp_{number:03d}" for number in range(1, 201)]
 

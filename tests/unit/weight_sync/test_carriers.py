@@ -34,7 +34,7 @@ from tests.unit.weight_sync.test_folder_transport import (
 )
 
 
-def gloo(num_receivers: int, receivers: str = "", timeout_s: float = 20.0) -> CollectiveCarrier:
+def gloo(num_receivers: int, receivers: str = "", timeout_s: float = 200.0) -> CollectiveCarrier:
     return CollectiveCarrier("gloo", f"group {receivers}", num_receivers, timeout_s, address="127.0.0.1")
 
 
@@ -93,7 +93,7 @@ def transfers(
         specs = [pickle.loads(pickle.dumps(spec)) for spec in opened]  # noqa: S301  (its own)
         tasks = {f"sender {rank}": partial(_each, sender, specs, rank) for rank in range(3)}
         tasks |= {f"receiver {rank}": partial(_each, receiver, specs, rank) for rank in range(2)}
-        return run_processes(tasks, timeout_s=90.0)
+        return run_processes(tasks, timeout_s=250.0)
     finally:
         for transport in with_transport:
             transport.__exit__(None, None, None)
@@ -191,9 +191,9 @@ def test_a_process_that_dies_ends_the_transfer(
     functions: tuple[Any, Any], dead: str, others: tuple[str, ...], tmp_path: Path
 ) -> None:
     def quick(spec: Any, rank: int, function: Any) -> Any:
-        return function(replace(spec, stall_timeout_s=1.0), rank)
+        return function(replace(spec, stall_timeout_s=5.0), rank)
 
-    found = transfers(tmp_path, partial(gloo, timeout_s=2.0), *(partial(quick, function=each) for each in functions))
+    found = transfers(tmp_path, partial(gloo, timeout_s=10.0), *(partial(quick, function=each) for each in functions))
     assert found.pop(dead) is None
     for name in others:
         assert str(found[name]).startswith("WeightSyncError: "), found

@@ -94,7 +94,7 @@ def test_a_file_that_may_not_grow_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_any_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
-    first, last = run_ranks(save_with_an_index_that_cannot_be_written, 2, SETTINGS, str(tmp_path), timeout_s=60)
+    first, last = run_ranks(save_with_an_index_that_cannot_be_written, 2, SETTINGS, str(tmp_path))
     assert first == last
     assert "pickle" in first
 
@@ -123,7 +123,7 @@ def test_ranks_that_do_not_share_the_folder_load_nothing(tmp_path: Path) -> None
         (half, "__0_0.distcp: cannot be read"),
         (stranger, "rank 1 finds another checkpoint than rank 0"),
     ):
-        first, last = run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(saved), str(second)], timeout_s=60)
+        first, last = run_ranks(problem_of_a_rank_s_folder, 2, SETTINGS, [str(saved), str(second)])
         assert first.replace(str(saved), str(second)) == last.replace(str(saved), str(second))
         assert words in first
 

@@ -240,11 +240,11 @@ def test_every_rank_s_damage_ends_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(save_once, 2, settings, str(tmp_path)) == [None, None]
     path = tmp_path / "__1_0.distcp"
     path.write_bytes(b"\0" * path.stat().st_size)
-    found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)], timeout_s=60)
+    found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)])
     assert found[0] == found[1]
     assert f"{path}: damaged in " in found[0][0]
     (tmp_path / INVENTORY_FILE_NAME).unlink()  # as of an earlier release
-    found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)], timeout_s=60)
+    found = run_ranks(problems_of_loading, 2, settings, [str(tmp_path)])
     assert all("cannot be loaded" in problem for (problem,) in found)
 
 

@@ -318,7 +318,7 @@ def test_any_loop_fails_on_all_ranks_for_a_tracker_that_is_too_long() -> None:
     records: Records = [[], [(LOSS, 0, [1.0])]]
     arguments = ({"pp": 2}, MAX_TRACKED_LAYERS + 1, [records], False)
     with pytest.raises(RankError) as error:
-        run_ranks(record_and_report_in_any_loop, 2, *arguments, timeout_s=60.0)
+        run_ranks(record_and_report_in_any_loop, 2, *arguments)
     assert str(error.value).count("ValueError: a tracker has more than 1024 layers") == 2
 
 

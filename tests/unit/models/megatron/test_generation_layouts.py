@@ -68,7 +68,7 @@ def test_layout_generates_as_one_rank_does(name: str, layer_spec: str) -> None:
     world_size, changes, shares = LAYOUTS[name]
     run = GenerationRun(tiny_policy(world_size, layer_spec=layer_spec, **changes), shares=shares, max_batch_size=4)
     found: dict[int, Response] = {}
-    for responses in run_ranks(generate_run, world_size, run, timeout_s=60.0):
+    for responses in run_ranks(generate_run, world_size, run):
         assert not found.keys() & responses.keys(), "two ranks reported one response"
         found |= responses
     assert_same_responses(found, one_rank(layer_spec))

@@ -114,7 +114,7 @@ def test_fault_of_one_rank_ends_all_and_leaves_the_earlier_folder(
 def test_rank_without_memory_keeps_nobody_waiting(sizes: dict[str, int], function: str, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     policy = tiny_policy(2, **layout(**sizes))
-    first, second = run_ranks(outcomes_with_failure, 2, policy, str(folder), function, timeout_s=60)
+    first, second = run_ranks(outcomes_with_failure, 2, policy, str(folder), function)
     assert first == second
     handed_out, written, last = first
     problem = "rank 1: not enough memory: you tried to allocate 7 bytes"
