@@ -32,7 +32,7 @@ from small_model import (
     write_model,
 )
 
-from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import Observers
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -243,8 +243,8 @@ def run(
         config,
         policy,
         engine,
-        SynchronousSource(config.grpo, worker, prompts, sampling),
-        Validator(config.grpo, worker, (), sampling),
+        SynchronousSource(config.grpo, worker, prompts, sampling, failure_rule(config)),
+        Validator(config.grpo, worker, (), sampling, failure_rule(config)),
         pad_token_id(tokenizer),
         recorder_without_checkpoints(
             config.policy,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_moe.algorithms.grpo import ratio_is_one, update_engine
+from nemo_rl_moe.algorithms.grpo import failure_rule, ratio_is_one, update_engine
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepOutcome, StepRecorder, num_training_steps
@@ -64,7 +64,7 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
     teacher = run.start_role("teacher", teacher_model)
     worker = start_rollouts(config, run, policy, prepared)
     run.restore()
-    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling)
+    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failure_rule(config))
     distillation = Distillation(config, policy, teacher, worker.engine, source, pad_token_id(prepared.model.tokenizer))
     run.end(distillation.train(run.open()))
 

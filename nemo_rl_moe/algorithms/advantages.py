@@ -5,7 +5,7 @@
 from collections.abc import Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.own_advantages import own_advantages
@@ -46,7 +46,9 @@ STANDARD_DEVIATION_FLOOR = 1e-6
 
 
 def compute_advantages(
-    rewards: Float[Tensor, "groups generations"], config: AdvantageConfig
+    rewards: Float[Tensor, "groups generations"],
+    config: AdvantageConfig,
+    takes_part: Bool[Tensor, "groups generations"] | None = None,
 ) -> Float[Tensor, "groups generations"]:
     """Advantages of responses over others.
 
@@ -74,42 +76,68 @@ def compute_advantages(
         rewards: One number for each response, in at least two generations a group; for `reinforce_plus_plus`, at least
             two in all; for `reinforce`, any number.
         config: The estimator and its switches.
+        takes_part: Responses that are compared; the rewards of others are not read. None: all.
 
     Returns:
-        The advantages, of the rewards' type. They sum to 0 up to rounding: over every group, or over the batch for
-        `reinforce_plus_plus`; those of `reinforce` sum to what the rewards do.
+        The advantages, of the rewards' type; 0 of responses that take no part. They sum to 0 up to rounding: over every
+        group, or over the batch for `reinforce_plus_plus`; those of `reinforce` sum to what the rewards do.
 
     Raises:
         ValueError: A response can be compared with nothing.
     """
+    present = torch.ones_like(rewards, dtype=torch.bool) if takes_part is None else takes_part
     if is_own(config.name):
-        return own_advantages(rewards, config)
+        return own_advantages(_with_means(rewards, present), config).where(present, 0.0)
     if config.name == "reinforce":
-        return rewards.clone()
+        return rewards.where(present, 0.0)
     # Float32 sums of a large batch would lose digits, and this is little work.
     exact = rewards.double()
     if config.name == "reinforce_plus_plus":
         # The whole batch is one group.
-        exact = exact.reshape(1, -1)
+        exact, present = exact.reshape(1, -1), present.reshape(1, -1)
     if exact.shape[1] < 2:
         raise ValueError(f"advantages compare at least two generations of a prompt, got {exact.shape[1]}")
-    advantages = exact - exact.mean(dim=1, keepdim=True)
-    if config.use_leave_one_out_baseline:
-        advantages = advantages * (exact.shape[1] / (exact.shape[1] - 1))
-    advantages = advantages.where(informative_groups(exact)[:, None], 0.0)
-    if config.normalize_rewards:
-        if config.name == "reinforce_plus_plus_baseline":
-            scale = advantages.std()
-        elif config.normalize_over == "batch":
-            scale = exact.std()
-        else:
-            scale = exact.std(dim=1, keepdim=True)
-        advantages = advantages / (scale + STANDARD_DEVIATION_FLOOR)
+    of_step = config.name == "reinforce_plus_plus_baseline" or config.normalize_over == "batch"
+    advantages, counts = torch.zeros_like(exact), present.sum(dim=1)
+    for size in counts[counts > 1].unique().tolist():
+        chosen = present & (counts == size)[:, None]
+        scale_of_group = config.normalize_rewards and not of_step
+        advantages[chosen] = _within_groups(exact[chosen].view(-1, size), config, divides=scale_of_group).reshape(-1)
+    if config.normalize_rewards and of_step and bool((counts > 1).any()):
+        compared = present & (counts > 1)[:, None]
+        values = advantages if config.name == "reinforce_plus_plus_baseline" else exact
+        advantages = advantages / (values[compared].std() + STANDARD_DEVIATION_FLOOR)
     return advantages.view_as(rewards).to(rewards.dtype)
 
 
+def _within_groups(
+    rewards: Float[Tensor, "groups generations"], config: AdvantageConfig, *, divides: bool
+) -> Float[Tensor, "groups generations"]:
+    """Return differences from each group's baseline, 0 where its rewards are equal, divided by its spread or not."""
+    differences = rewards - rewards.mean(dim=1, keepdim=True)
+    if config.use_leave_one_out_baseline:
+        differences = differences * (rewards.shape[1] / (rewards.shape[1] - 1))
+    differences = differences.where(informative_groups(rewards)[:, None], 0.0)
+    return differences / (rewards.std(dim=1, keepdim=True) + STANDARD_DEVIATION_FLOOR) if divides else differences
+
+
+def _with_means(
+    rewards: Float[Tensor, "groups generations"], present: Bool[Tensor, "groups generations"]
+) -> Float[Tensor, "groups generations"]:
+    """Return rewards with the mean of its group in place of each absent one, and that of the step in empty groups."""
+    if bool(present.all()):
+        return rewards
+    counted = rewards.where(present, 0.0)
+    means = counted.sum(dim=1, keepdim=True) / present.sum(dim=1, keepdim=True).clamp(min=1)
+    of_step = counted.sum() / present.sum().clamp(min=1)
+    return rewards.where(present, means.where(present.any(dim=1, keepdim=True), of_step))
+
+
 def decoupled_advantages(
-    rewards: Float[Tensor, "names groups generations"], weights: Sequence[float], config: AdvantageConfig
+    rewards: Float[Tensor, "names groups generations"],
+    weights: Sequence[float],
+    config: AdvantageConfig,
+    takes_part: Bool[Tensor, "groups generations"] | None = None,
 ) -> Float[Tensor, "groups generations"]:
     """Advantages of several rewards, each compared within its group before they are added up (GDPO, arXiv:2601.05242).
 
@@ -121,6 +149,7 @@ def decoupled_advantages(
         rewards: At least two generations a group.
         weights: Of each name.
         config: The estimator `gdpo` and its switches.
+        takes_part: As of `compute_advantages`.
 
     Returns:
         The advantages, of the rewards' type; 0 where no reward differs within any group.
@@ -128,9 +157,12 @@ def decoupled_advantages(
     Raises:
         ValueError: A response can be compared with nothing.
     """
-    parts = (compute_advantages(values, config) for values in rewards.double())
+    parts = (compute_advantages(values, config, takes_part) for values in rewards.double())
     total = torch.stack([weight * part for weight, part in zip(weights, parts, strict=True)]).sum(dim=0)
-    return (total / (total.std() + STANDARD_DEVIATION_FLOOR)).to(rewards.dtype)
+    compared = total if takes_part is None else total[takes_part]
+    if compared.numel() < 2:
+        return torch.zeros_like(rewards[0])
+    return (total / (compared.std() + STANDARD_DEVIATION_FLOOR)).to(rewards.dtype)
 
 
 def clip_advantages(

@@ -6,10 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.grpo_metrics import pass_at_k, values_of_k
+from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group_rewards
 
 
@@ -64,7 +66,7 @@ def estimate(of_prompts: Float[Tensor, " prompts"]) -> Estimate:
 def passes(
     trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None
 ) -> Bool[Tensor, "prompts generations"]:
-    """Responses that pass.
+    """Responses that pass; one that the environment failed to score does not.
 
     Args:
         trajectories: Group after group.
@@ -73,11 +75,12 @@ def passes(
     """
     if threshold is None:
         return group_correctness(trajectories, num_generations)
-    return group_rewards(trajectories, num_generations) >= threshold
+    is_scored = scored_responses(trajectories, num_generations)
+    return (group_rewards(trajectories, num_generations) >= threshold) & is_scored
 
 
 def summarise_evaluation(
-    trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None = None
+    trajectories: Sequence[Trajectory], num_generations: int, threshold: float | None, failures: FailureRule
 ) -> EvaluationSummary:
     """Estimates from trajectories.
 
@@ -85,12 +88,22 @@ def summarise_evaluation(
         trajectories: Group after group.
         num_generations: Responses to each prompt, `n`. pass@k is told for 1, the powers of two up to `n`, and `n`.
         threshold: Least reward of a response that passes; None: the environment's own judgement.
+        failures: Says whose rewards count.
     """
     passed = passes(trajectories, num_generations, threshold)
     counts = passed.sum(dim=1)
     ks = (1, *values_of_k(num_generations))
     return EvaluationSummary(
-        reward=estimate(group_rewards(trajectories, num_generations).mean(dim=1)),
+        reward=estimate(_mean_rewards(trajectories, num_generations, failures)),
         accuracy=estimate(passed.double().mean(dim=1)),
         pass_at_k={k: estimate(pass_at_k(counts, num_generations, k)) for k in ks},
     )
+
+
+def _mean_rewards(
+    trajectories: Sequence[Trajectory], num_generations: int, failures: FailureRule
+) -> Float[Tensor, " prompts"]:
+    """Mean reward of each prompt's responses whose rewards count, without prompts that have none."""
+    groups = [trajectories[start : start + num_generations] for start in range(0, len(trajectories), num_generations)]
+    counted = [[found.reward for found in failures.counted(group)] for group in groups]
+    return torch.tensor([sum(rewards) / len(rewards) for rewards in counted if rewards], dtype=torch.float64)

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
+import math
+
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.advantages import (
@@ -31,6 +33,7 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.faults import TapeWatch
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource, weights_of_each_reward
 from nemo_rl_moe.rollouts.trajectory import (
@@ -39,6 +42,7 @@ from nemo_rl_moe.rollouts.trajectory import (
     group_sampled_tokens,
     training_batch,
 )
+from nemo_rl_moe.run_folder.failures import failures_of
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
 
 
@@ -70,13 +74,15 @@ def train_grpo(
     """
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
+    failures = failure_rule(config)
     source.load_state_dict({"batches_taken": recorder.state.batches_taken})
     step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
     update_engine(engine, policy, PhaseClock(), refit_check)
     if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
-        recorder.record_start(validate(), {"val": validate.trajectories})
+        found = validate()
+        recorder.record_start(found, {"val": validate.trajectories}, failures_of({"val": validate.trajectories}))
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
@@ -104,15 +110,17 @@ def train_grpo(
             if measurements is not None:
                 routing |= measurements.after_refit(clock)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
+        validation = {} if due is None else due()
+        validated = {} if due is None else {"val": due.trajectories}
+        of_rewards = group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(_scored(groups)))
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
             result=result,
-            training=training_metrics(
-                result, group_metrics(groups) | advantage_metrics(batch) | divergence | refit_metrics, routing
-            ),
-            validation={} if due is None else due(),
+            training=training_metrics(result, of_rewards | divergence | refit_metrics, routing),
+            validation=validation,
             sample_ids=batch.sample_ids,
-            samples={"train": groups.trained} | ({} if due is None else {"val": due.trajectories}),
+            samples={"train": groups.trained} | validated,
+            failures=failures_of({"train": groups.generated} | validated),
         )
         goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
     recorder.finish()
@@ -173,20 +181,39 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
     )
 
 
+def failure_rule(config: GRPOMasterConfig) -> FailureRule:
+    """Return the treatment of responses that the environment failed to score."""
+    return FailureRule.of(config.env.on_failure, config.grpo)
+
+
 def advantages_of(
-    config: GRPOMasterConfig, rewards: Float[Tensor, "groups generations"]
+    config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
 ) -> Float[Tensor, "groups generations"]:
     """Advantages that the estimator makes of one reward a response, held between the configuration's bounds."""
-    return _within_bounds(config, compute_advantages(rewards, config.grpo.adv_estimator))
+    failures, is_scored = failure_rule(config), _scored(groups)
+    takes_part = failures.taking_part(is_scored)
+    found = compute_advantages(failures.filled(rewards, is_scored), config.grpo.adv_estimator, takes_part)
+    return failures.held_down(_within_bounds(config, found), is_scored)
 
 
 def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
     """Advantages of the trained groups: of their shaped rewards or, by `gdpo`, of each named reward apart."""
     weights = weights_of_each_reward(config.grpo.adv_estimator, config.env.reward_weights)
     if not weights:
-        return advantages_of(config, shaped_rewards(config, groups))
-    named = group_named_rewards(groups.trained, config.grpo.num_generations_per_prompt, weights)
-    return _within_bounds(config, decoupled_advantages(named, [*weights.values()], config.grpo.adv_estimator))
+        return advantages_of(config, groups, shaped_rewards(config, groups))
+    failures, is_scored = failure_rule(config), _scored(groups)
+    named = group_named_rewards(groups.trained, groups.num_generations, weights)
+    # Of a reward with a negative weight the highest is the worst.
+    signs = torch.tensor([math.copysign(1.0, weight) for weight in weights.values()], dtype=named.dtype)
+    filled = [sign * failures.filled(sign * rewards, is_scored) for sign, rewards in zip(signs, named, strict=True)]
+    found = decoupled_advantages(
+        torch.stack(filled), [*weights.values()], config.grpo.adv_estimator, failures.taking_part(is_scored)
+    )
+    return failures.held_down(_within_bounds(config, found), is_scored)
+
+
+def _scored(groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
+    return scored_responses(groups.trained, groups.num_generations)
 
 
 def _within_bounds(
@@ -197,8 +224,13 @@ def _within_bounds(
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
     """The trained groups with their advantages."""
-    advantages = advantages_of_groups(config, groups)
-    return training_batch(groups.trained, advantages, pad_token_id, leave_out_truncated=config.grpo.overlong_filtering)
+    return training_batch(
+        groups.trained,
+        advantages_of_groups(config, groups),
+        pad_token_id,
+        leave_out_truncated=config.grpo.overlong_filtering,
+        takes_part=failure_rule(config).taking_part(_scored(groups)),
+    )
 
 
 def take_divergence_from_rewards(
@@ -225,7 +257,7 @@ def take_divergence_from_rewards(
     divergence = divergence_of_responses(logprobs, reference, sampled, loss)
     rewards = shaped_rewards(config, groups)
     rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
-    advantages = advantages_of(config, rewards)
+    advantages = advantages_of(config, groups, rewards)
     metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
     return batch.with_columns(advantages=per_sequence(advantages.reshape(-1).float())), metrics
 

@@ -17,36 +17,46 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import fault_metrics
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
+from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.source import VALIDATION_SEEDS, RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory, group_correctness, group_rewards, rollout_metrics
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
-def group_metrics(groups: RolloutGroups) -> dict[str, float]:
+def group_metrics(groups: RolloutGroups, failures: FailureRule) -> dict[str, float]:
     """Metrics of the trajectories of one step.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample`, `truncation_rate`,
-    `frac_zero_std_groups` and `env/num_*` are of all trajectories that were generated, so that dynamic sampling does
-    not hide how the policy does; rewards are the environment's, before any shaping. With more than one round of it:
+    `frac_zero_std_groups`, `env/num_*` and `env/failed_share` are of all trajectories that were generated, so that
+    dynamic sampling does not hide how the policy does; rewards are the environment's, before any shaping, and
+    `frac_zero_std_groups` is of groups that have something to train on. `env/num_groups_left_out`: groups of the step
+    that have nothing, as the environment failed. With more than one round of dynamic sampling:
     `dynamic_sampling/num_gen_batches`, `dynamic_sampling/num_filled_groups`, and `filtered_reward`, the mean of the
     trajectories that are trained on.
     """
-    metrics = rollout_metrics(groups.generated)
+    metrics = rollout_metrics(groups.generated, failures.counted(groups.generated))
     metrics |= fault_metrics([trajectory.fault for trajectory in groups.generated])
-    if groups.num_generations > 1:  # a group of one has no spread to lack
-        metrics["frac_zero_std_groups"] = frac_zero_std_groups(group_rewards(groups.generated, groups.num_generations))
+    is_scored = scored_responses(groups.generated, groups.num_generations)
+    takes_part = failures.taking_part(is_scored).any(dim=1)
+    if groups.num_generations > 1 and bool(takes_part.any()):  # a group of one has no spread to lack
+        rewards = failures.filled(group_rewards(groups.generated, groups.num_generations), is_scored)
+        metrics["frac_zero_std_groups"] = frac_zero_std_groups(rewards[takes_part])
+    trained = failures.taking_part(scored_responses(groups.trained, groups.num_generations))
+    metrics["env/num_groups_left_out"] = float((~trained.any(dim=1)).sum())
     if groups.num_rounds > 1 or groups.num_filled:
         metrics["dynamic_sampling/num_gen_batches"] = float(groups.num_rounds)
         metrics["dynamic_sampling/num_filled_groups"] = float(groups.num_filled)
-        metrics["filtered_reward"] = float(group_rewards(groups.trained, groups.num_generations).mean())
+        if counted := [trajectory.reward for trajectory in failures.counted(groups.trained)]:
+            metrics["filtered_reward"] = float(torch.tensor(counted, dtype=torch.float64).mean())
     return metrics
 
 
-def advantage_metrics(batch: TokenBatch) -> dict[str, float]:
-    """`advantages/{mean,min,max}` over the trajectories that are trained on, or over their trained tokens."""
+def advantage_metrics(batch: TokenBatch, takes_part: Bool[Tensor, "groups generations"]) -> dict[str, float]:
+    """`advantages/{mean,min,max}` over the trajectories that take part, or over the trained tokens; empty of none."""
     advantages = batch.columns["advantages"].values.double()
-    if advantages.ndim > 1:
-        advantages = advantages[batch.token_mask]
+    advantages = advantages[batch.token_mask if advantages.ndim > 1 else takes_part.reshape(-1)]
+    if not advantages.numel():
+        return {}
     return {
         "advantages/mean": float(advantages.mean()),
         "advantages/min": float(advantages.min()),
@@ -62,6 +72,8 @@ class Validator:
         worker: Makes trajectories.
         prompts: The held-out prompts.
         sampling: How training responses are drawn; validation has a temperature of its own.
+        failures: Treatment of responses that the environment failed to score: they are not right, and their rewards
+            count as in training.
 
     Attributes:
         trajectories: Those of the last one.
@@ -73,7 +85,9 @@ class Validator:
         worker: RolloutWorker,
         prompts: Sequence[Prompt],
         sampling: SamplingParameters,
+        failures: FailureRule,
     ):
+        self._failures = failures
         self._num_generations = config.val_num_generations
         self._seed_key = (config.seed, VALIDATION_SEEDS)
         self._worker = worker
@@ -94,7 +108,8 @@ class Validator:
                 self._prompts, self._num_generations, self._sampling, self._seed_key, inner_clock
             )
         clock.count_tokens("validation", sum(trajectory.num_sampled_tokens for trajectory in trajectories))
-        metrics = rollout_metrics(trajectories) | fault_metrics([trajectory.fault for trajectory in trajectories])
+        metrics = rollout_metrics(trajectories, self._failures.counted(trajectories))
+        metrics |= fault_metrics([trajectory.fault for trajectory in trajectories])
         metrics |= pass_at_k_metrics(group_correctness(trajectories, self._num_generations))
         return with_prefix("val", metrics) | clock.metrics()
 

@@ -14,6 +14,7 @@ from nemo_rl_moe.loggers.interface import MetricLogger
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_ledger import TapeReport
 
@@ -105,6 +106,8 @@ class Observers:
         logger: Gets one record for each step.
         log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked; before the step's record.
         log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
+        log_failures: Gets the step and the failures of its responses or of its validation's, where there are any;
+            before the step's record.
         log_tape_report: Gets the step and the report of its tape of routed experts, where there is one.
         log_advantage_scores: Gets the step and the scores of experts by advantage, where there are any; before the
             step's record.
@@ -117,6 +120,7 @@ class Observers:
     log_tape_report: Callable[[int, TapeReport], None] = lambda step, report: None
     log_advantage_scores: Callable[[int, AdvantageScores], None] = lambda step, scores: None
     flush: Callable[[], None] = lambda: None
+    log_failures: Callable[[int, FailedResponses], None] = lambda step, failed: None
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ class StepOutcome:
         validation: Those of the validation that followed, `val/...` and timing; empty where none was due.
         sample_ids: Where the samples of the step came from.
         samples: Responses to keep, by split.
+        failures: Responses that could not be scored.
     """
 
     batches_taken: int
@@ -138,6 +143,7 @@ class StepOutcome:
     validation: Mapping[str, float]
     sample_ids: Sequence[str]
     samples: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    failures: Sequence[FailedResponses] = ()
 
 
 class StepRecorder:
@@ -177,10 +183,15 @@ class StepRecorder:
         """True before the first step."""
         return self.state.step == 0
 
-    def record_start(self, validation: Mapping[str, float], samples: Mapping[str, Sequence[Any]] | None = None) -> None:
+    def record_start(
+        self,
+        validation: Mapping[str, float],
+        samples: Mapping[str, Sequence[Any]] | None = None,
+        failures: Sequence[FailedResponses] = (),
+    ) -> None:
         """Records a validation before the first step."""
         self.state = _with_validation(self.state, validation)
-        self._record(0, validation, samples or {})
+        self._record(0, validation, samples or {}, failures)
 
     def record_tape(self, report: TapeReport) -> None:
         """Records what the tape of the step holds that goes on, whatever becomes of it: it may end the run."""
@@ -211,7 +222,7 @@ class StepRecorder:
         if outcome.result.advantage_scores is not None:
             self._observers.log_advantage_scores(state.step, outcome.result.advantage_scores)
         metrics |= clock.metrics() | performance_metrics(outcome.result, clock)
-        self._record(state.step, metrics, outcome.samples)
+        self._record(state.step, metrics, outcome.samples, outcome.failures)
         if saves:
             self._observers.flush()
         if self._has_diverged:
@@ -251,7 +262,15 @@ class StepRecorder:
         )
         return _with_validation(state, outcome.validation)
 
-    def _record(self, step: int, metrics: Mapping[str, float], samples: Mapping[str, Sequence[Any]]) -> None:
+    def _record(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        samples: Mapping[str, Sequence[Any]],
+        failures: Sequence[FailedResponses],
+    ) -> None:
+        for failed in failures:
+            self._observers.log_failures(step, failed)
         self._observers.logger.log_step(step, metrics)
         for split, responses in samples.items():
             self._observers.log_samples(step, split, responses)

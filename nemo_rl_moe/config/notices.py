@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.checks_run import LoopMasterConfig, loop_section
 from nemo_rl_moe.config.schema import DPOMasterConfig
+from nemo_rl_moe.config.schema_grpo import generating
 
 
 def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
@@ -95,6 +96,23 @@ def gradients_add_up_in_bfloat16(config: LoopMasterConfig, num_steps: int) -> It
         )
 
 
+def rollouts_draw_from_a_part(config: LoopMasterConfig, num_steps: int) -> Iterator[str]:
+    """Top-p and top-k in training, which no ratio between rollout and training knows of."""
+    policy = generating(config.policy)
+    if policy is None:
+        return
+    generation, key = policy.generation, "policy.generation"
+    chosen = [f"{key}.top_p: {generation.top_p:g}"] if generation.top_p < 1 else []
+    chosen += [f"{key}.top_k: {generation.top_k}"] if generation.top_k is not None else []
+    if chosen:
+        yield (
+            f"{' and '.join(chosen)}: responses are drawn from the tokens that are kept, while log-probabilities, of"
+            " rollout and training alike, are those of the whole vocabulary: each token was drawn more often than the"
+            " loss takes it for, by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight"
+            " sees; top_p 1 and top_k null sample the policy that is trained"
+        )
+
+
 def _chooses_by_validation(config: LoopMasterConfig) -> bool:
     settings = config.checkpointing
     name = metric_in_force(config)
@@ -107,4 +125,5 @@ NOTICES = (
     checkpoints_without_the_metric,
     ipo_by_sums,
     gradients_add_up_in_bfloat16,
+    rollouts_draw_from_a_part,
 )

@@ -19,18 +19,21 @@ from nemo_rl_moe.config.schema_base import (
     Text,
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
-from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
+from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig, WholeOrLess
 from nemo_rl_moe.config.user_code import is_own
 
 NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1)]
-WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 RewardName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100),
     ExpectedWords("letters, digits, underscores, hyphens and dots, at most 100"),
 ]
+
+
+OnFailure = Literal["leave_out", "lowest", "zero"]
+"""Treatment of a response that the environment failed to score, as `env.on_failure` names it."""
 
 
 class AdvantageConfig(StrictModel):
@@ -329,7 +332,12 @@ class EnvironmentConfig(StrictModel):
     num_workers: PositiveInt
     """Processes that score."""
     timeout_s: Seconds
-    """Seconds that one response may take; then it gets reward 0 and is counted."""
+    """Seconds that one response may take; then scoring it has failed."""
+    on_failure: OnFailure
+    """Treatment of a response that the environment failed to score: it raised, took too long, returned no number or
+    lost its worker. leave_out: neither trained on nor compared with others, and a group with fewer than two other
+    responses is left out with it; lowest: it gets the lowest reward of its group's scored responses, and no positive
+    advantage; zero: reward 0, which is better than a negative one."""
     answer_after: Text | None
     """Score what follows the last such text, and all of a response without it; null: all of every response."""
     score_truncated: bool

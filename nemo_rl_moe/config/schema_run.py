@@ -20,6 +20,8 @@ from nemo_rl_moe.config.schema_base import (
     Text,
 )
 
+WholeOrLess = Annotated[float, Field(ge=0, le=1)]
+
 
 class CheckpointingConfig(StrictModel):
     """Checkpoints to resume from, and the final weights."""
@@ -139,7 +141,10 @@ class AlertsConfig(StrictModel):
     sustained_steps: PositiveInt
     """Steps in a row that `excess_cv` or `overload_factor` must be exceeded."""
     idle_steps: PositiveInt | None
-    """Steps in a row of GRPO without any advantage, or with every response cut at the length limit."""
+    """Steps in a row of GRPO without any advantage, or with every response cut at the length limit; and steps from the
+    first one on in which a reward, the whole one or one by name, has had the same value in every response."""
+    failed_responses_share: WholeOrLess | None
+    """Share of the responses of a step, or of a validation, above which it is told that scoring them failed."""
     missing_routes_share: PositiveFloat | None
     """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
     missing_routes_steps: PositiveInt

@@ -115,7 +115,7 @@ class Scorer(Protocol):
     """Scores one response at a time; made once in each environment worker, and may keep state there."""
 
     def score(self, item: ScoringItem) -> Score:
-        """Scores a response. May raise: the sample then gets reward 0 and is counted as a fault."""
+        """Scores a response. May raise: the sample then has a fault in place of a score."""
         ...
 
 
@@ -127,10 +127,12 @@ class BatchScorer(Protocol):
         ...
 
 
+FAILED_SHARE = "env/failed_share"
 METRIC_NAMES = {Fault.ERROR: "env/num_errors", Fault.TIMEOUT: "env/num_timeouts", Fault.DIED: "env/num_died"}
 
 
 def fault_metrics(faults: Sequence[Fault | None]) -> dict[str, float]:
-    """`env/num_errors`, `env/num_timeouts` and `env/num_died`: trajectories that got reward 0 for want of a score."""
+    """Count responses without a score: `env/num_errors`, `env/num_timeouts`, `env/num_died`, `env/failed_share`."""
     counts = Counter(faults)
-    return {name: float(counts[fault]) for fault, name in METRIC_NAMES.items()}
+    share = 1 - counts[None] / len(faults)
+    return {name: float(counts[fault]) for fault, name in METRIC_NAMES.items()} | {FAILED_SHARE: share}

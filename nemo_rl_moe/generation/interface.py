@@ -37,6 +37,11 @@ class SamplingParameters:
     stop_token_ids: TokenIds = ()
     stop_strings: tuple[str, ...] = ()
 
+    @property
+    def draws_from_a_part(self) -> bool:
+        """True where top-k or top-p may leave tokens out."""
+        return self.temperature > 0 and (self.top_k is not None or self.top_p < 1)
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -130,6 +135,8 @@ class GeneratedSequence:
         weight_version: Optimizer steps of the weights that drew the tokens; an array where weights arrived meanwhile.
         routed_experts: Experts of the whole sequence's tokens in each MoE layer, `[moe_layers, topk]` int16 a token, -1
             where unknown; None where the engine reports none. The last token was never fed to the model, and has none.
+        kept_mass: Probability of the tokens together that top-k and top-p left to draw each token from; None where they
+            leave out none, or the engine does not report it.
     """
 
     token_ids: Int[np.ndarray, " tokens"]
@@ -137,6 +144,7 @@ class GeneratedSequence:
     is_truncated: bool
     weight_version: int | Int[np.ndarray, " tokens"]
     routed_experts: StoredRows | None = None
+    kept_mass: Float[np.ndarray, " tokens"] | None = None
 
 
 def store_routes(

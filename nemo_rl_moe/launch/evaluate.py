@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.algorithms.evaluation import EvaluationSummary, summarise_evaluation
+from nemo_rl_moe.algorithms.grpo import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.loading import dump_resolved
@@ -81,9 +82,11 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
         # Of several turns, how many there will be is not known.
         told = (lambda done: progress(done / number)) if config.env.rollout is None else lambda done: None
         engine = in_portions(config, worker.engine, told)
-        validate = Validator(config.grpo, replace(worker, engine=engine), prompts, prepared.sampling)
+        failures = failure_rule(config)
+        validate = Validator(config.grpo, replace(worker, engine=engine), prompts, prepared.sampling, failures)
         metrics = validate()
-    return Evaluation(summarise_evaluation(validate.trajectories, samples, threshold), metrics, validate.trajectories)
+    summary = summarise_evaluation(validate.trajectories, samples, threshold, failures)
+    return Evaluation(summary, metrics, validate.trajectories)
 
 
 def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: float | None) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.own_objective import check_objective
 from nemo_rl_moe.algorithms.own_advantages import check_estimator
@@ -95,9 +95,10 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     worker = start_rollouts(config, run, policy, prepared)
     run.restore()
     recorder = run.open()
-    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling)
+    failures = failure_rule(config)
+    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failures)
     held_out = prepared.held_out
-    validate = Validator(config.grpo, worker, held_out, prepared.sampling) if held_out else None
+    validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
     padding = pad_token_id(prepared.model.tokenizer)
     check = make_refit_check(config, policy, worker.engine, prepared.model.hf_config, run.console)
     megatron = config.policy.megatron_cfg
@@ -204,6 +205,7 @@ def start_rollouts(
         FaultWatch(
             config.grpo.max_consecutive_failed_steps,
             score_truncated=config.env.score_truncated,
+            on_failure=config.env.on_failure,
             warn=run.console.warn,
         ).observe,
         config.env.reward_weights,

@@ -3,7 +3,7 @@
 """Setup of a run before its loop: the model checked, Ray and the workers started, the settings in force told."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -326,8 +326,10 @@ def _short(value: Any) -> Any:
     return ", ".join(f"{len(list(run))} x {entry}" for entry, run in itertools.groupby(value))
 
 
-def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None) -> str:
-    """A few lines: what was learned, and where to look."""
+def summarise(
+    config: MasterConfig, summary: RunSummary, run_folder: Path, weights: Path | None, scoring: Sequence[str] = ()
+) -> str:
+    """A few lines: what was learned, what was wrong with the rewards, and where to look."""
     lines = [f"\n{summary.num_steps} steps done."]
     for name in ("loss", "accuracy"):
         if f"val/{name}" in summary.last_validation:
@@ -341,6 +343,7 @@ def summarise(config: MasterConfig, summary: RunSummary, run_folder: Path, weigh
         lines.append(
             f"  refit check of the last step: log-probs of engine and trainer differ by {gap:.1e} nats at most"
         )
+    lines += scoring
     lines.append("Where to look:")
     lines.append(f"  every metric, a line a step   {run_folder / 'metrics.jsonl'}")
     if (run_folder / FOLDER_NAME).is_dir():

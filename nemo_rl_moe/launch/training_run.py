@@ -48,10 +48,13 @@ from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.report.run_findings import scoring_lines
 from nemo_rl_moe.run_folder.advantages import AdvantageWriter
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.failures import FailureWriter
 from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
 from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.routing import RoutingWriter
@@ -301,8 +304,9 @@ class TrainingRun(ModelRun):
         assert self._folder is not None
         config = self.config
         checkpoint_dir = self._checkpoint_dir(self._folder) if config.checkpointing.enabled else None
+        scoring = scoring_lines(self._folder)
         if summary.stopped_for is not None:
-            self._ending = self._stopped(summary, checkpoint_dir)
+            self._ending = "\n".join([self._stopped(summary, checkpoint_dir), *scoring])
             return
         weights = None
         if checkpoint_dir is not None:
@@ -312,7 +316,7 @@ class TrainingRun(ModelRun):
                 self._sign(weights, summary.num_steps)
             for name in left_out:
                 self.console.warn(left_out_line(name))
-        self._ending = summarise(config, summary, self._folder, weights)
+        self._ending = summarise(config, summary, self._folder, weights, scoring)
 
     def _sign(self, weights: Path, step: int) -> None:
         """Writes beside the final weights whose they are.
@@ -397,6 +401,13 @@ class TrainingRun(ModelRun):
             routing.write(step, report)
             loggers.log_tape_report(step, report)
 
+        failures = FailureWriter(folder, self.console.warn, self.console.message)
+        self._opened.callback(failures.close)
+
+        def log_failures(step: int, failed: FailedResponses) -> None:
+            failures.write(step, failed)
+            loggers.log_failures(failed)
+
         advantages = AdvantageWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
         self._opened.callback(advantages.close)
 
@@ -412,7 +423,9 @@ class TrainingRun(ModelRun):
         if not isinstance(settings, GenerationLoggerConfig):
             return Observers(loggers, log_expert_load, flush=flush)
         samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
-        return Observers(loggers, log_expert_load, samples.write, log_tape_report, log_advantage_scores, flush)
+        return Observers(
+            loggers, log_expert_load, samples.write, log_tape_report, log_advantage_scores, flush, log_failures
+        )
 
     def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
         policy, store, config = self._started, self._store, self.config

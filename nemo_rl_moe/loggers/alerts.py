@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Alerts about sick routing and idle steps while the run goes on: one for each episode."""
+"""Alerts about sick routing, failing scorers and idle steps while the run goes on: one for each episode."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,9 +14,11 @@ from jaxtyping import Int
 from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe.findings import QUIET_STEPS, Finding, FindingTracker, Thresholds, likewise
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.tape_findings import ANOMALIES_METRIC
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
+from nemo_rl_moe.run_folder.failures import FailuresTail, failures_by_step
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
 from nemo_rl_moe.run_folder.routing import AnomaliesTail, anomalies_by_step
 
@@ -65,11 +67,12 @@ class AlertWatch:
         metrics: Mapping[str, float],
         layers: Sequence[int] = (),
         counts: Int[np.ndarray, "layers experts"] | None = None,
+        failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Alerts that begin with the next step; none for a step without training metrics, such as a validation."""
-        if not any(key.startswith("train/") for key in metrics):
+        """Alerts that begin with the next step; without training metrics, as of a validation, those of failures."""
+        if not failed and not any(key.startswith("train/") for key in metrics):
             return []
-        return alerts_of(step, self._tracker.observe(step, metrics, layers, counts))
+        return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
 
     def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Alert]:
         """Alerts about the tape of the next step, before its metrics are there: a run may end by it."""
@@ -89,10 +92,14 @@ class AlertWatch:
         anomalies: dict[int, list[TapeAnomaly]] = {}
         with suppress(DataError):
             anomalies = anomalies_by_step(AnomaliesTail(run_folder).read().records)
+        failures: dict[int, list[FailedResponses]] = {}
+        with suppress(DataError):
+            failures = failures_by_step(FailuresTail(run_folder).read().records)
         with suppress(OSError, DataError):
             for record in read_metrics(run_folder / METRICS_FILE_NAME):
                 if first_step <= record.step <= last_step:
-                    self.observe(record.step, record.metrics, layers, loads.get(record.step))
+                    failed = failures.get(record.step, ())
+                    self.observe(record.step, record.metrics, layers, loads.get(record.step), failed)
                     if ANOMALIES_METRIC in record.metrics:
                         self.observe_tape(record.step, anomalies.get(record.step, ()))
 

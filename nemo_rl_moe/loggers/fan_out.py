@@ -16,6 +16,7 @@ from nemo_rl_moe.loggers.console import Notices, reason_of
 from nemo_rl_moe.loggers.interface import DrawPictures, FlushesToDisk, MetricLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.step_pictures import StepPictures
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class FanOutLogger:
         self._earlier_run_ids = dict(earlier_run_ids)
         self._warned_keys: set[str] = set()
         self._pictures, self._alerts = pictures, alerts
+        self._failed: list[FailedResponses] = []
         self._load: tuple[int, Sequence[int], NDArray[np.int64]] | None = None
 
     @property
@@ -99,6 +101,10 @@ class FanOutLogger:
             self._log_pictures(step, self._pictures.routing(step, report.layers, np.asarray(report.totals.rows)))
         if self._alerts is not None:
             self._tell(self._alerts.observe_tape(step, report.anomalies))
+
+    def log_failures(self, failed: FailedResponses) -> None:
+        """Logs failures of a step or its validation, before the step itself: alerts tell of them with its metrics."""
+        self._failed.append(failed)
 
     def log_advantage_scores(self, step: int, found: "AdvantageScores") -> None:
         """Logs the scores of experts by advantage of a step, before the step itself: as a picture."""
@@ -146,10 +152,11 @@ class FanOutLogger:
         self.close("finished" if error is None else "failed" if isinstance(error, Exception) else "killed")
 
     def _send_alerts(self, step: int, numbers: Mapping[str, float]) -> None:
+        failed, self._failed = self._failed, []
         if self._alerts is None:
             return
         layers, counts = self._load[1:] if self._load is not None and self._load[0] == step else ((), None)
-        self._tell(self._alerts.observe(step, numbers, layers, counts))
+        self._tell(self._alerts.observe(step, numbers, layers, counts, failed))
 
     def _log_pictures(self, step: int, draw: DrawPictures | None) -> None:
         if draw is not None:

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Findings of sick routing, wrong routes and idle steps, in words: for alerts, the report and the terminal view alike.
+"""Findings of sick routing, wrong routes, failing scorers and idle steps, in words: for alerts, the report and `watch`.
 
 A finding is an episode: it begins when a condition has held for enough steps in a row, and is over at the first step
 at which it does not hold. A condition that returns soon continues the same episode. Chance is not a finding: a router
@@ -24,6 +24,7 @@ from nemo_rl_moe.moe.load_arrays import (
     utilization,
 )
 from nemo_rl_moe.moe.load_shift import LEAST_SHARE, SuddenlyIdle
+from nemo_rl_moe.moe.reward_signal import FailedResponses, RewardKind, RewardSignal
 from nemo_rl_moe.moe.routing_signal import RoutingKind, RoutingSignal
 from nemo_rl_moe.moe.running_level import RunningLevel
 from nemo_rl_moe.moe.tape_findings import MISSING_METRIC, WRONG_ROUTES, WrongRoutesKind, wrong_routes
@@ -33,6 +34,7 @@ from nemo_rl_moe.shapes import Bool, Int
 FindingKind = (
     Literal["dead_experts", "imbalance", "overload", "skipped_updates", "forced_routing", "missing_routes"]
     | IdleKind
+    | RewardKind
     | RoutingKind
     | WrongRoutesKind
 )
@@ -55,12 +57,14 @@ class Thresholds:
         overload_factor: Work of the busiest expert-parallel rank over the mean one's, `avg_overload_factor`. Chance
             is no excuse here: the other ranks wait all the same.
         sustained_steps: Steps in a row that `excess_cv` or `overload_factor` must be exceeded.
-        idle_steps: Steps in a row of reinforcement learning that teach nothing.
+        idle_steps: Steps in a row of reinforcement learning that teach nothing; and from the first one on, without any
+            variation of a reward.
         missing_routes_share: Share of the rows of a rollout's tape that are missing.
         missing_routes_steps: Steps in a row that `missing_routes_share` must be exceeded.
         sudden_steps: Steps in a row that routing must have changed at once, or cannot be right: an expert that had its
             share is dead, or never had a token while all others of its layer have theirs; the overload factor is far
             above its own level; or what `RoutingSignal` knows.
+        failed_responses_share: Share of the responses of a step or validation that the environment failed to score.
     """
 
     dead_expert_steps: int | None
@@ -71,6 +75,7 @@ class Thresholds:
     missing_routes_share: float | None = None
     missing_routes_steps: int = 1
     sudden_steps: int | None = None
+    failed_responses_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,7 @@ class FindingTracker:
         self._overload_rose, self._overload_level = _Streaks(1), RunningLevel(_SUDDEN_OVERLOAD)
         self._idle, self._suddenly_idle = _IdleExperts((0, 0)), SuddenlyIdle((0, 0))
         self._signal = LearningSignal(thresholds.idle_steps)
+        self._rewards = RewardSignal(thresholds.failed_responses_share, thresholds.idle_steps, QUIET_STEPS)
         self._routing = RoutingSignal(thresholds.sudden_steps, rank_names)
         self._latest: dict[tuple[str, int | None], Finding] = {}
         self._earlier: list[Finding] = []
@@ -138,6 +144,7 @@ class FindingTracker:
         metrics: Mapping[str, float],
         layers: Sequence[int] = (),
         counts: Int[np.ndarray, "layers experts"] | None = None,
+        failed: Sequence[FailedResponses] = (),
     ) -> list[Finding]:
         """Findings that begin with the next step, but for those of its tape.
 
@@ -146,8 +153,11 @@ class FindingTracker:
             metrics: Complete key to value, `train/moe/...`.
             layers: Index of each MoE layer in the whole model.
             counts: Assignments of each expert; None where they are not known.
+            failed: Responses of the step and its validation that could not be scored.
         """
         found = list(self._of_step(step, metrics, layers, counts))
+        for kind, since, text in self._rewards.observe(step, metrics, failed):
+            found.append(Finding(kind, None, since, step, False, text))
         return self._continue({key for key in self._latest if key[0] not in WRONG_ROUTES.values()}, found)
 
     def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Finding]:

@@ -6,7 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Literal
 
 IdleKind = Literal["no_advantages", "all_truncated"]
-METRICS = ("train/advantages/min", "train/advantages/max", "train/reward", "train/truncation_rate")
+METRICS = (
+    "train/advantages/min",
+    "train/advantages/max",
+    "train/reward",
+    "train/reward_std",
+    "train/truncation_rate",
+)
 """Keys that `LearningSignal` reads."""
 
 
@@ -34,7 +40,8 @@ class LearningSignal:
         if self._num_steps is None:
             return
         reward = metrics.get("train/reward")
-        mean = "" if reward is None else f" (mean {reward:.4g})"
+        which = "all" if metrics.get("train/reward_std") == 0 else "mean"
+        mean = "" if reward is None else f" ({which} {reward:.4g})"
         texts: dict[IdleKind, str] = {
             "no_advantages": f"every advantage has been 0 since step {{}}: rewards that are compared are equal{mean},"
             " and teach nothing",

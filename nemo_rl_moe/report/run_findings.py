@@ -3,14 +3,19 @@
 """Findings of a run's whole history, by the thresholds in the run's own configuration."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.files import find_config, read_with_defaults
+from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.moe import learning_signal, routing_signal
 from nemo_rl_moe.moe.findings import Finding, FindingTracker, Thresholds
+from nemo_rl_moe.moe.reward_signal import is_reward_metric
 from nemo_rl_moe.moe.tape_findings import ANOMALIES_METRIC, MISSING_METRIC
-from nemo_rl_moe.run_folder.run_data import RunData, number_at
+from nemo_rl_moe.run_folder.failures import FailuresTail
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
+from nemo_rl_moe.run_folder.run_data import RunData, describe_run, number_at, series_of
 
 _BASE_CONFIGURATION = "sft.yaml"
 _METRICS = (
@@ -20,6 +25,7 @@ _METRICS = (
     *learning_signal.METRICS,
     *routing_signal.METRICS,
 )
+_OF_REWARDS = ("constant_reward", "no_advantages")
 _FORCED_ROUTING = "moe_router_force_"
 
 
@@ -54,20 +60,46 @@ def findings_of(run: RunData, thresholds: Thresholds | None = None) -> list[Find
     """
     tracker = FindingTracker(thresholds or thresholds_of(run.config), run.topk, run.rank_names)
     metrics: dict[int, dict[str, float]] = {}
-    for key in _METRICS:
+    for key in (*_METRICS, *filter(is_reward_metric, run.metrics)):
         if series := run.metrics.get(key):
             for step, value in zip(series.steps.tolist(), series.values.tolist(), strict=True):
                 metrics.setdefault(step, {})[key] = value
     load = run.expert_load
     row_of = {} if load is None else {step: row for row, step in enumerate(load.steps.tolist())}
     layers = [] if load is None else load.layers.tolist()
-    for step in sorted(metrics.keys() | row_of.keys()):
+    for step in sorted(metrics.keys() | row_of.keys() | run.failures.keys()):
         counts = load.counts[row_of[step]] if load is not None and step in row_of else None
-        tracker.observe(step, metrics.get(step, {}), layers, counts)
+        tracker.observe(step, metrics.get(step, {}), layers, counts, run.failures.get(step, ()))
     with_tape = run.metrics.get(ANOMALIES_METRIC)
     for step in sorted(run.anomalies.keys() | set(() if with_tape is None else with_tape.steps.tolist())):
         tracker.observe_tape(step, run.anomalies.get(step, ()))
     return _forced_routing(run) + tracker.findings
+
+
+def scoring_lines(run_folder: Path) -> list[str]:
+    """Return lines for the end of a run: responses that could not be scored, and rewards that teach nothing.
+
+    Files that cannot be read have been told of, or will be by the report.
+    """
+    try:
+        failures, history = FailuresTail(run_folder).read().records, read_history(run_folder / METRICS_FILE_NAME)
+    except (OSError, DataError):
+        return []
+    lines = []
+    for split, of in (("train", "responses"), ("val", "responses of validations")):
+        failed = [record for record in failures if record.failed.split == split]
+        if failed:
+            number, all_of = (
+                sum(getattr(record.failed, name) for record in failed) for name in ("number", "responses")
+            )
+            steps = f"{len(failed)} step{'' if len(failed) == 1 else 's'}"
+            lines.append(
+                f"  warning: {number} {of} could not be scored, {number / all_of:.0%} of those of {steps}; the first at"
+                f" step {failed[0].step}: {failed[0].failed.first}"
+            )
+    rewards = {key: series_of(points) for key, points in history.items() if key in _METRICS or is_reward_metric(key)}
+    found = findings_of(replace(describe_run(run_folder), metrics=rewards))
+    return lines + [f"  warning: {each.text}" for each in found if each.kind in _OF_REWARDS and not each.is_over]
 
 
 def episodes_of(findings: Sequence[Finding]) -> list[Episodes]:

@@ -10,10 +10,12 @@ from pathlib import Path
 from statistics import median
 
 from nemo_rl_moe.moe.findings import FindingTracker
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.tape_findings import ANOMALIES_METRIC
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.report.run_findings import Episodes, episodes_of, findings_of, thresholds_of
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, ExpertLoadTail
+from nemo_rl_moe.run_folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, MetricHistory, MetricsTail, StepRecord
 from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME, AnomaliesTail, anomalies_by_step
 from nemo_rl_moe.run_folder.run_data import RunData, describe_run
@@ -94,16 +96,22 @@ class RunWatcher:
         Raises:
             DataError: The metrics or the anomalies cannot be read.
         """
-        # A run writes a step's anomalies before its metrics.
-        new, wrong = self._metrics.read(), self._anomalies.read()
-        if new.begins_anew or wrong.begins_anew:
+        # A run writes a step's anomalies and failures before its metrics.
+        new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
+        if new.begins_anew or wrong.begins_anew or failed.begins_anew:
             self._begin()
-            new, wrong = self._metrics.read(), self._anomalies.read()
+            new, wrong, failed = self._metrics.read(), self._anomalies.read(), self._failures.read()
         if self.run.step is None:
             # A run writes its configuration before its first step.
             self._describe()
-        for name, found in ((METRICS_FILE_NAME, new), (ANOMALIES_FILE_NAME, wrong)):
-            self._num_damaged[name] += found.num_damaged
+        damaged_lines = {
+            METRICS_FILE_NAME: new.num_damaged,
+            ANOMALIES_FILE_NAME: wrong.num_damaged,
+            FAILURES_FILE_NAME: failed.num_damaged,
+        }
+        self._num_damaged.update(damaged_lines)
+        for step, failures in failures_by_step(failed.records).items():
+            self._waiting.setdefault(step, []).extend(failures)
         if new.records:
             self._update(new.records)
         self._update_tape(new.records, anomalies_by_step(wrong.records))
@@ -116,6 +124,7 @@ class RunWatcher:
     def _begin(self) -> None:
         self._metrics = MetricsTail(self._folder / METRICS_FILE_NAME)
         self._anomalies, self._last_tape_step = AnomaliesTail(self._folder), -1
+        self._failures, self._waiting = FailuresTail(self._folder), dict[int, list[FailedResponses]]()
         self._load = ExpertLoadTail(self._folder)
         self._series: MetricHistory = {}
         self._num_damaged: Counter[str] = Counter()
@@ -132,9 +141,10 @@ class RunWatcher:
         layers = [] if load is None else load.layers.tolist()
         for record in records:
             self._add(record)
-            if any(key.startswith("train/") for key in record.metrics):
+            failed = self._waiting.pop(record.step, ())
+            if failed or any(key.startswith("train/") for key in record.metrics):
                 counts = load.counts[row_of[record.step]] if load is not None and record.step in row_of else None
-                self._tracker.observe(record.step, record.metrics, layers, counts)
+                self._tracker.observe(record.step, record.metrics, layers, counts, failed)
         if load is not None:
             # A copy: the counts of all earlier steps need not stay in memory.
             self.run.load = ExpertLoadHistory(load.steps[-1:], load.layers, load.counts[-1:].copy())

@@ -19,6 +19,9 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, TokenIds
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 
+KEPT_MASS = "sampling_kept_mass"
+"""Metric of what top-k and top-p leave to draw from: mean over trajectories of the mean over sampled tokens."""
+
 Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
@@ -76,6 +79,7 @@ class Session:
         size = len(self._token_ids)
         self._loss_mask, self._logprobs, self._versions = [False] * size, [0.0] * size, [NOT_SAMPLED] * size
         self._routed_experts: StoredRows | None = None
+        self._kept_mass: list[float] = []
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +121,8 @@ class Session:
         elif found.routed_experts is not None:
             # Of earlier tokens the routes stay with which they were drawn.
             self._routed_experts = self._routed_experts.followed_by(found.routed_experts)
+        if found.kept_mass is not None:
+            self._kept_mass += found.kept_mass.tolist()
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
         self.turns.append(turn)
         return turn
@@ -152,6 +158,7 @@ class Session:
             metrics: Further numbers, logged as means over trajectories.
         """
         score = checked_score(score, self.reward_weights)  # a function of the user's own may have made it
+        kept = {KEPT_MASS: float(np.mean(self._kept_mass))} if self._kept_mass else {}
         return Trajectory(
             sample_id=self.prompt.sample_id,
             group_id=self.group_id,
@@ -172,7 +179,7 @@ class Session:
             rewards=dict(score.rewards),
             routed_experts=self._routed_experts,
             model_inputs=dict(self.model_inputs),
-            metrics=dict(metrics or {}),
+            metrics={**(metrics or {}), **kept},
         )
 
 
@@ -214,7 +221,7 @@ class RolloutFunction:
         self._function = function
 
     async def rollout(self, session: Session) -> Trajectory:
-        """Makes one trajectory; where the function raises it ends as it is, with reward 0 and the fault."""
+        """Makes one trajectory; where the function raises it ends as it is, with the fault."""
         try:
             return await self._function(session)
         except Exception as error:

@@ -7,6 +7,7 @@ A run without any score ends, and one that would replay routes that cannot be ri
 
 from collections.abc import Callable, Sequence
 
+from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.environments.interface import METRIC_NAMES, Fault
 from nemo_rl_moe.errors import EnvironmentFailedError, RoutingTapeError
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
@@ -14,6 +15,11 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 KEY = "grpo.max_consecutive_failed_steps"
 _MOST_TOLD = 5
+_CONSEQUENCES: dict[OnFailure, str] = {
+    "leave_out": "which is not trained on",
+    "lowest": "which gets the lowest reward of its group",
+    "zero": "which gets reward 0",
+}
 
 
 class FaultWatch:
@@ -25,11 +31,20 @@ class FaultWatch:
     Args:
         max_failed: Generations in a row that fail in this way, at the last of which the run ends; None: it never does.
         score_truncated: Responses that were cut are scored too.
-        warn: Receives a line at the first failure of each kind.
+        on_failure: As `env.on_failure`.
+        warn: Receives a line at the first failure of each kind, and where all of a generation failed.
     """
 
-    def __init__(self, max_failed: int | None, *, score_truncated: bool, warn: Callable[[str], None]):
+    def __init__(
+        self,
+        max_failed: int | None,
+        *,
+        score_truncated: bool,
+        on_failure: OnFailure,
+        warn: Callable[[str], None],
+    ):
         self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
+        self._on_failure: OnFailure = on_failure
         self._told: set[Fault] = set()
         self._failed_in_a_row = 0
 
@@ -54,18 +69,21 @@ class FaultWatch:
             return
         self._told.add(fault)
         self._warn(
-            f"the environment failed to score a response, which gets reward 0: {_described(trajectory)}; further ones"
-            f" are counted as {METRIC_NAMES[fault]}"
+            f"the environment failed to score a response, {_CONSEQUENCES[self._on_failure]}: {_described(trajectory)};"
+            f" further ones are counted as {METRIC_NAMES[fault]} (env.on_failure: {self._on_failure})"
         )
 
     def _end_if_one_too_many(self, failed: Sequence[Trajectory], num_responses: int) -> None:
-        if self._max_failed is None or self._failed_in_a_row < self._max_failed:
-            return
         times = f", {self._failed_in_a_row} times in a row" if self._failed_in_a_row > 1 else ""
-        raise EnvironmentFailedError(
+        problem = (
             f"the environment scored no response of a step or validation{times}: {len(failed)} of {num_responses}"
-            f" failed, the first with {_described(failed[0])} ({KEY}: {self._max_failed})"
+            f" failed, the first with {_described(failed[0])}"
         )
+        if self._max_failed is not None and self._failed_in_a_row >= self._max_failed:
+            raise EnvironmentFailedError(f"{problem} ({KEY}: {self._max_failed})")
+        if self._failed_in_a_row == 1:
+            limit = "null" if self._max_failed is None else self._max_failed
+            self._warn(f"{problem}; a step of which nothing is scored changes no weights ({KEY}: {limit})")
 
     def _is_scored(self, trajectory: Trajectory) -> bool:
         """True where the environment gave a score: a response that was cut may have got its 0 without it."""

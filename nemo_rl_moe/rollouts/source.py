@@ -15,6 +15,7 @@ from nemo_rl_moe.config.schema_grpo import AdvantageConfig, GRPOConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.trajectory import Trajectory, group_named_rewards, group_rewards
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
@@ -95,10 +96,19 @@ class SynchronousSource:
         worker: Makes trajectories.
         rounds: The prompts of each epoch, at least one round.
         sampling: How tokens are drawn.
+        failures: Treatment of responses that the environment failed to score.
     """
 
-    def __init__(self, config: GRPOConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters):
+    def __init__(
+        self,
+        config: GRPOConfig,
+        worker: RolloutWorker,
+        rounds: PromptRounds,
+        sampling: SamplingParameters,
+        failures: FailureRule,
+    ):
         self._decoupled = weights_of_each_reward(config.adv_estimator, worker.reward_weights)
+        self._failures = failures
         self._config, self._worker, self._rounds, self._sampling = config, worker, rounds, sampling
         self._taken = 0
         self._start()
@@ -127,13 +137,15 @@ class SynchronousSource:
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the
-        step: a run goes on where all prompts are too easy or too hard, and a metric tells.
+        step: a run goes on where all prompts are too easy or too hard, and a metric tells. Groups without a response to
+        train on, for want of scores, come last.
         """
         config = self._config
         num_generations = config.num_generations_per_prompt
         generated: list[Trajectory] = []
         informative: list[list[Trajectory]] = []
         zero_variance: list[list[Trajectory]] = []
+        left_out: list[list[Trajectory]] = []
         max_rounds = config.dynamic_sampling_max_gen_batches if config.use_dynamic_sampling else 1
         rounds = 0
         while rounds < max_rounds and len(informative) < config.num_prompts_per_step and not self.is_used_up:
@@ -141,11 +153,16 @@ class SynchronousSource:
             trajectories = self._worker.run(self._take(), num_generations, self._sampling, seed_key, clock)
             generated += trajectories
             rounds += 1
-            for index, differ in enumerate(self._informative(trajectories).tolist()):
+            is_scored = scored_responses(trajectories, num_generations)
+            takes_part = self._failures.taking_part(is_scored).any(dim=1).tolist()
+            for index, differ in enumerate(self._informative(trajectories, is_scored).tolist()):
                 group = trajectories[index * num_generations : (index + 1) * num_generations]
                 # Without dynamic sampling every group is taken as it comes.
-                (informative if differ or not config.use_dynamic_sampling else zero_variance).append(group)
-        groups = [*informative, *zero_variance][: config.num_prompts_per_step]
+                if differ or not config.use_dynamic_sampling:
+                    informative.append(group)
+                else:
+                    (zero_variance if takes_part[index] else left_out).append(group)
+        groups = [*informative, *zero_variance, *left_out][: config.num_prompts_per_step]
         return RolloutGroups(
             trained=[trajectory for group in groups for trajectory in group],
             generated=generated,
@@ -154,13 +171,16 @@ class SynchronousSource:
             num_filled=max(0, config.num_prompts_per_step - len(informative)),
         )
 
-    def _informative(self, trajectories: list[Trajectory]) -> Bool[Tensor, " groups"]:
+    def _informative(
+        self, trajectories: list[Trajectory], is_scored: Bool[Tensor, "groups generations"]
+    ) -> Bool[Tensor, " groups"]:
         """Groups that have advantages."""
         num_generations = self._config.num_generations_per_prompt
         if not self._decoupled:
-            return informative_groups(group_rewards(trajectories, num_generations))
+            return informative_groups(self._failures.filled(group_rewards(trajectories, num_generations), is_scored))
         named = group_named_rewards(trajectories, num_generations, self._decoupled)
-        return torch.stack([informative_groups(rewards) for rewards in named]).any(dim=0)
+        filled = [self._failures.filled(rewards, is_scored) for rewards in named]
+        return torch.stack([informative_groups(rewards) for rewards in filled]).any(dim=0)
 
     def _start(self) -> None:
         first_epoch, first_round = divmod(self._taken, len(self._rounds))

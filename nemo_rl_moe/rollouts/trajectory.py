@@ -130,6 +130,7 @@ def training_batch(
     pad_token_id: int,
     *,
     leave_out_truncated: bool,
+    takes_part: Bool[Tensor, "groups generations"] | None = None,
 ) -> TokenBatch:
     """Batch of trajectories for the policy-gradient loss.
 
@@ -138,6 +139,8 @@ def training_batch(
         advantages: One for each trajectory, or for each of its tokens.
         pad_token_id: What stands after a sequence's end.
         leave_out_truncated: Train on no token of a trajectory that was cut at a limit (DAPO's overlong filtering).
+        takes_part: Trajectories that are trained on; of the others no token is. They stay in the batch, so that sizes
+            of global batches and microbatches do not depend on what the environment could score. None: all.
 
     Returns:
         A batch with the columns `advantages`, `generation_logprobs`, the model's inputs, and, stored, `routed_experts`
@@ -149,9 +152,10 @@ def training_batch(
     input_ids = torch.full(shape, pad_token_id, dtype=torch.long)
     token_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.zeros(shape)
+    trained = [True] * len(trajectories) if takes_part is None else takes_part.reshape(-1).tolist()
     for row, (trajectory, length) in enumerate(zip(trajectories, lengths, strict=True)):
         input_ids[row, :length] = torch.as_tensor(trajectory.token_ids)
-        if not (leave_out_truncated and trajectory.is_truncated):
+        if trained[row] and not (leave_out_truncated and trajectory.is_truncated):
             token_mask[row, :length] = torch.as_tensor(trajectory.loss_mask)
         logprobs[row, :length] = torch.as_tensor(trajectory.logprobs)
     columns = {"advantages": _advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
@@ -175,19 +179,23 @@ def _advantage_column(advantages: Tensor | Sequence[Tensor], shape: tuple[int, i
     return per_token(values)
 
 
-def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], counted: Sequence[Trajectory] | None = None
+) -> dict[str, float]:
     """Metrics of trajectories without regard to their groups; training and validation report the same.
 
-    `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens),
-    `truncation_rate`, `mean_turns_per_sample` where any has several turns, the means of the environment's own, and of
-    each named reward `rewards/NAME/mean` and `rewards/NAME/std`, 0 where the environment failed: then the weighted sum
-    of the means is `reward`.
+    `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens), `truncation_rate`,
+    `mean_turns_per_sample` where any has several turns, and the means of the environment's own are of all trajectories:
+    one that could not be scored is not right. `reward`, `reward_std`, and of each named reward `rewards/NAME/mean` and
+    `rewards/NAME/std`, are of those whose rewards count, and are left out where none does. The weighted sum of the
+    named means is `reward`.
+
+    Args:
+        trajectories: All of them.
+        counted: Those whose rewards count; None: all.
     """
-    rewards = np.array([trajectory.reward for trajectory in trajectories])
     lengths = np.array([trajectory.num_sampled_tokens for trajectory in trajectories])
-    metrics = {
-        "reward": float(rewards.mean()),
-        "reward_std": _sample_deviation(rewards),
+    metrics = _reward_metrics(trajectories if counted is None else counted) | {
         "accuracy": float(np.mean([trajectory.is_correct for trajectory in trajectories])),
         "mean_gen_tokens_per_sample": float(lengths.mean()),
         "max_gen_tokens_per_sample": float(lengths.max()),
@@ -199,8 +207,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
         found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         metrics[name] = float(np.mean(found))
-    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.rewards):
-        named = np.array([trajectory.rewards.get(name, 0.0) for trajectory in trajectories])
+    return metrics
+
+
+def _reward_metrics(counted: Sequence[Trajectory]) -> dict[str, float]:
+    """Mean and deviation of the reward, and of each named reward; empty of no trajectory."""
+    if not counted:
+        return {}
+    rewards = np.array([trajectory.reward for trajectory in counted])
+    metrics = {"reward": float(rewards.mean()), "reward_std": _sample_deviation(rewards)}
+    for name in dict.fromkeys(name for trajectory in counted for name in trajectory.rewards):
+        named = np.array([trajectory.rewards.get(name, 0.0) for trajectory in counted])
         metrics[f"rewards/{name}/mean"] = float(named.mean())
         metrics[f"rewards/{name}/std"] = _sample_deviation(named)
     return metrics

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.run_folder import advantages, expert_load, routing, thumbnails
+from nemo_rl_moe.run_folder.failures import FAILURES_FILE_NAME
 from nemo_rl_moe.run_folder.lines import rewind_lines
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
 from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME
@@ -31,7 +32,7 @@ def rewind_run_folder(run_folder: Path, step: int) -> None:
     Raises:
         CheckpointError: A file cannot be cut; names it.
     """
-    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME, ANOMALIES_FILE_NAME):
+    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME, ANOMALIES_FILE_NAME, FAILURES_FILE_NAME):
         path = run_folder / name
         with _named_if_it_fails(path, step):
             if path.is_file():

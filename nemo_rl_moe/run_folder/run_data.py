@@ -12,10 +12,13 @@ import numpy as np
 import yaml
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.advantages import AdvantageHistory, read_advantages
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, read_expert_load
+from nemo_rl_moe.run_folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
 from nemo_rl_moe.run_folder.folder import newest_run_folders
+from nemo_rl_moe.run_folder.line_tail import LineTail
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.run_folder.routing import (
     ANOMALIES_FILE_NAME,
@@ -29,6 +32,7 @@ from nemo_rl_moe.shapes import Float, Int
 CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
 History = TypeVar("History")
+Record = TypeVar("Record")
 _MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
 
 
@@ -59,6 +63,7 @@ class RunData:
         routing: What the tapes of routed experts held; None where the run has none.
         advantages: Scores of experts by advantage; None where the run has none.
         anomalies: What was wrong with them, by step.
+        failures: Responses that the environment failed to score, by step.
         label: Name in a report, where it is not the end of the folder's path.
         rank_names: Of data-parallel ranks that have names of their own.
     """
@@ -72,6 +77,7 @@ class RunData:
     routing: RoutingHistory | None = None
     advantages: AdvantageHistory | None = None
     anomalies: dict[int, list[TapeAnomaly]] = field(default_factory=dict)
+    failures: dict[int, list[FailedResponses]] = field(default_factory=dict)
     label: str | None = None
     rank_names: Sequence[str] = ()
 
@@ -126,9 +132,10 @@ def read_run(folder: Path) -> RunData:
         raise DataError(f"{folder}: {what}; {hint}")
     notes: list[str] = []
     expert_load, routing = _table(read_expert_load, folder, notes), _table(read_routing, folder, notes)
-    anomalies = _anomalies(folder, notes)
+    anomalies = anomalies_by_step(_lines(AnomaliesTail(folder), folder / ANOMALIES_FILE_NAME, "anomalies", notes))
+    failures = failures_by_step(_lines(FailuresTail(folder), folder / FAILURES_FILE_NAME, "failures", notes))
     described = describe_run(folder)
-    metrics = {key: _series(points) for key, points in sorted(read_history(path).items())}
+    metrics = {key: series_of(points) for key, points in sorted(read_history(path).items())}
     return replace(
         described,
         metrics=metrics,
@@ -136,6 +143,7 @@ def read_run(folder: Path) -> RunData:
         routing=routing,
         advantages=_table(read_advantages, folder, notes),
         anomalies=anomalies,
+        failures=failures,
         notes=[*notes, *described.notes],
     )
 
@@ -166,18 +174,19 @@ def _table(read: Callable[[Path], History], folder: Path, notes: list[str]) -> H
         return None
 
 
-def _anomalies(folder: Path, notes: list[str]) -> dict[int, list[TapeAnomaly]]:
+def _lines(tail: LineTail[Record], path: Path, what: str, notes: list[str]) -> list[Record]:
+    """Records of a file; empty where it cannot be read or is not there. What is damaged is noted."""
     try:
-        found = AnomaliesTail(folder).read()
+        found = tail.read()
     except DataError as error:
         notes += error.problems
-        return {}
+        return []
     if found.num_damaged:
-        notes.append(f"{folder / ANOMALIES_FILE_NAME}: lines that are no anomalies: {found.num_damaged}")
-    return anomalies_by_step(found.records)
+        notes.append(f"{path}: lines that are no {what}: {found.num_damaged}")
+    return found.records
 
 
-def _series(points: list[tuple[int, float]]) -> Series:
+def series_of(points: list[tuple[int, float]]) -> Series:
     """Points in the order of their steps; of a step that occurs twice, the value that was written last."""
     steps, values = zip(*reversed(points), strict=True)
     found, from_the_end = np.unique(np.array(steps, dtype=np.int64), return_index=True)

@@ -17,6 +17,7 @@ from nemo_rl_moe.shapes import Int
 
 SAMPLES_FILE_NAME = "samples.jsonl"
 _LONGEST_PRINTED = 400
+_FURTHER_FAILURES = 8
 
 
 class SavedTrajectory(Protocol):
@@ -68,7 +69,8 @@ class SampleLog:
         run_folder: An existing folder.
         console: Prints the responses.
         num_to_print: Responses to print of each validation.
-        num_to_save: Responses to save of each step and each validation; None: all.
+        num_to_save: Responses to save of each step and each validation; None: all. Above 0, a few that could not be
+            scored are saved besides.
     """
 
     def __init__(self, run_folder: Path, console: Console, num_to_print: int, num_to_save: int | None):
@@ -93,7 +95,7 @@ class SampleLog:
             split: `train` or `val`.
             trajectories: As many for each prompt, one prompt after the other.
         """
-        kept = trajectories[: self._num_to_save]
+        kept = [*trajectories[: self._num_to_save], *self._further_failures(trajectories)]
         shown = _one_of_each_prompt(kept)[:PROMPTS_OF_A_STEP] if split == "val" or is_pictured(step) else []
         names = {id(trajectory): self._thumbnails.write(trajectory.pictures) for trajectory in shown}
         self._lines.append(
@@ -102,6 +104,12 @@ class SampleLog:
         if split == "val":
             for trajectory in _one_of_each_prompt(trajectories)[: self._num_to_print]:
                 self._console.message(_shown(trajectory))
+
+    def _further_failures(self, trajectories: Sequence[SavedTrajectory]) -> list[SavedTrajectory]:
+        """Return a few of the failed ones that are not among the first."""
+        if self._num_to_save is None or self._num_to_save == 0:
+            return []
+        return [found for found in trajectories[self._num_to_save :] if found.fault is not None][:_FURTHER_FAILURES]
 
 
 def is_pictured(step: int) -> bool:
@@ -139,6 +147,8 @@ def _record(step: int, split: str, trajectory: SavedTrajectory, thumbnails: Sequ
 def _shown(trajectory: SavedTrajectory) -> str:
     """One line: `  right   228+378=  ->  <think></think>606`."""
     verdict = "right" if trajectory.is_correct else "cut off" if trajectory.is_truncated else "wrong"
+    if trajectory.fault is not None:
+        verdict = "failed"
     return f"  {verdict:8}{_on_one_line(trajectory.prompt_text)}  ->  {_on_one_line(trajectory.response_text)}"
 
 

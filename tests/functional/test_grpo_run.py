@@ -229,6 +229,7 @@ def test_several_rewards_are_weighed_logged_and_saved_apart(tmp_path: Path, data
         env__callable={"function": "tests.functional.grpo_runs:digits_and_length"},
         env__answer_after=None,
         env__score_truncated=True,
+        env__on_failure="zero",
         env__reward_weights=weights,
     )
     for split in ("train", "val"):
@@ -302,6 +303,7 @@ def test_everything_at_once(tmp_path: Path, data: Path) -> None:
     assert max(run.values("train/probs_ratio_max")) > 1.0
     assert max(run.values("train/token_mult_prob_error")) < 1 + 1e-6
     assert sum(run.values("train/env/num_errors")) > 0
+    assert all(0 < mass < 1 for mass in run.values("train/sampling_kept_mass"))
     first, *later = run.values("train/moe/routing_drift/rows_differing_from_reference")
     assert first == 0
     assert min(later) > 0

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs of GRPO whose rewards teach nothing: they say so at once, or stop."""
 
+import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,13 @@ def fails_at_times(item: ScoringItem) -> float:
     if any(digit in item.response for digit in "02468"):
         raise ValueError("even")
     return sum(character.isdigit() for character in item.response) / 12
+
+
+def negative_or_fails(item: ScoringItem) -> dict[str, float]:
+    """Of the rewards of which the second has a fault of its own: it is always 0."""
+    if any(digit in item.response for digit in "0246"):
+        raise ValueError("even")
+    return {"cost": -1.0 - sum(character.isdigit() for character in item.response) / 12, "form": 0.0}
 
 
 def always_the_same(item: ScoringItem) -> float:
@@ -54,9 +63,81 @@ def test_a_reward_that_always_raises_stops_the_run_with_its_own_error(tmp_path: 
         f" 'anwser' (sample {data / 'grpo.jsonl'}:"
     ) in done.stderr
     assert "(grpo.max_consecutive_failed_steps: 1)" in done.stderr
-    assert "warning: the environment failed to score a response, which gets reward 0: KeyError: 'anwser'" in done.stdout
+    assert (
+        "warning: the environment failed to score a response, which is not trained on: KeyError: 'anwser'"
+        in done.stdout
+    )
     run = read_run(sft_runs.only_run_folder(tmp_path))
     assert "train/loss" not in run.metrics, "nothing is trained"
+
+
+def test_failures_are_left_out_and_told_at_the_start_while_it_runs_and_at_the_end(tmp_path: Path, data: Path) -> None:
+    """Real rewards are negative: a policy that got 0 for breaking its scorer would learn to."""
+    steps = {"grpo__max_num_steps": 2, "data__validation": None, "logger__num_samples_to_save": None}
+    named = {"env__reward_weights": {"cost": 1.0, "form": 0.5}, "logger__alerts__idle_steps": 2}
+    done = run_with("negative_or_fails", tmp_path, data, **steps, **named)
+    assert done.returncode == 0, done.stdout + done.stderr
+    folder = sft_runs.only_run_folder(tmp_path)
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    failed = [sample for sample in samples if sample["fault"]]
+    assert 0 < len(failed) < len(samples) == 32
+    assert {sample["fault"] for sample in failed} == {"error: ValueError: even"}
+    run = read_run(folder)
+    for row, step in enumerate((1, 2)):
+        of_step = [sample for sample in samples if sample["step"] == step]
+        scored = [sample["reward"] for sample in of_step if not sample["fault"]]
+        assert run.metrics["train/reward"].values[row] == pytest.approx(sum(scored) / len(scored))
+        assert run.metrics["train/env/failed_share"].values[row] == 1 - len(scored) / len(of_step)
+        trained = [sample["num_tokens"] for group in _groups(of_step) for sample in group]
+        assert run.metrics["train/num_valid_tokens"].values[row] == sum(trained)
+    cause = f"ValueError: even (sample {data / 'grpo.jsonl'}:"
+    kinds = [found.kind for found in findings_of(run)]
+    assert kinds == ["constant_reward", "failed_responses"]
+    assert (
+        f"warning: step 1: {len([sample for sample in failed if sample['step'] == 1])} of 16 responses" in done.stdout
+    )
+    summary = done.stdout.partition("2 steps done.")[2]
+    assert (
+        f"  warning: {len(failed)} responses could not be scored, {len(failed) / 32:.0%} of those of 2 steps;"
+        in summary
+    )
+    assert f"the first at step 1: {cause}" in summary
+    assert "  warning: the reward 'form' has been 0 in every response since step 1" in summary
+
+
+def _groups(samples: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Scored responses of each prompt that has two of them or more."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for sample in samples:
+        if not sample["fault"]:
+            found.setdefault(sample["sample_id"], []).append(sample)
+    return [group for group in found.values() if len(group) > 1]
+
+
+@pytest.mark.parametrize("on_failure", ["leave_out", "lowest"])
+def test_a_run_goes_on_behind_steps_without_any_score_and_they_change_no_weights(
+    on_failure: str, tmp_path: Path, data: Path
+) -> None:
+    changes = {
+        "grpo__max_consecutive_failed_steps": None,
+        "grpo__max_num_steps": 2,
+        "env__on_failure": on_failure,
+        "data__validation": None,
+        "policy__megatron_cfg__scheduler__lr_warmup_iters": 10,
+    }
+    done = run_with("misspelt", tmp_path, data, **changes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the environment scored no response of a step or validation: 16 of 16 failed") == 1
+    assert "a step of which nothing is scored changes no weights" in done.stdout
+    run = read_run(sft_runs.only_run_folder(tmp_path))
+    assert run.metrics["train/num_valid_tokens"].values.tolist() == [0.0, 0.0]
+    assert run.metrics["train/loss"].values.tolist() == [0.0, 0.0]
+    assert run.metrics["train/skipped_updates"].values.tolist() == [0.0, 0.0]
+    assert run.metrics["train/env/num_groups_left_out"].values.tolist() == [4.0, 4.0]
+    assert "train/reward" not in run.metrics
+    # The schedule stands still: at its first step of warm-up.
+    assert run.metrics["train/lr"].values.tolist() == pytest.approx([1e-4 / 10] * 2)
+    assert "  warning: 32 responses could not be scored, 100% of those of 2 steps" in done.stdout
 
 
 @pytest.mark.slow
@@ -68,7 +149,7 @@ def test_some_failures_are_told_at_once_and_counted(tmp_path: Path, data: Path) 
     told = [line for line in done.stdout.splitlines() if "failed to score" in line]
     assert len(told) == 1
     assert told[0].startswith(
-        "warning: the environment failed to score a response, which gets reward 0: ValueError: even (sample "
+        "warning: the environment failed to score a response, which is not trained on: ValueError: even (sample "
     )
     assert "warning: the learning rate is still warming up when the run ends: 2 of the 20 steps" in done.stdout
     assert "warning: data.validation is null: there is no validation; without effect: grpo.val_period" in done.stdout
@@ -84,7 +165,7 @@ def test_rewards_without_a_spread_are_a_finding(tmp_path: Path, data: Path) -> N
     same_prompts = {"data__validation__path": data / "grpo.jsonl"}
     done = run_with("always_the_same", tmp_path, data, logger__alerts__idle_steps=2, **same_prompts)
     assert done.returncode == 0, done.stdout + done.stderr
-    text = "every advantage has been 0 since step 1: rewards that are compared are equal (mean 0.5), and teach nothing"
+    text = "every advantage has been 0 since step 1: rewards that are compared are equal (all 0.5), and teach nothing"
     assert f"warning: step 2: {text}" in done.stdout
     assert "validating with the training prompts" in done.stdout
     run = read_run(sft_runs.only_run_folder(tmp_path))

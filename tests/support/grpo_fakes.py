@@ -26,10 +26,13 @@ from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainR
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
+from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 END_TOKEN, PAD_TOKEN = 1, 0
+LEAVE_OUT = FailureRule("leave_out", fewest_of_group=2, fewest_of_step=2)
+AS_ZERO = FailureRule("zero", fewest_of_group=2, fewest_of_step=2)
 SAMPLING = SamplingParameters(max_new_tokens=6, temperature=0.8, top_k=5, stop_token_ids=(END_TOKEN,))
 
 # Two prompts of three responses a step, one update, nothing optional.

@@ -38,6 +38,7 @@ def settings_for(
                 "overload_factor": 1.5,
                 "sustained_steps": 3,
                 "idle_steps": 3,
+                "failed_responses_share": 0.01,
                 "missing_routes_share": 0.001,
                 "missing_routes_steps": 3,
                 "sudden_steps": None,

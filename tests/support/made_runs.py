@@ -14,10 +14,12 @@ from numpy.typing import NDArray
 
 from nemo_rl_moe.moe.findings import Thresholds
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.run_folder.advantages import AdvantageWriter
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
+from nemo_rl_moe.run_folder.failures import FailureWriter
 from nemo_rl_moe.run_folder.metrics import JsonlLogger
 from nemo_rl_moe.run_folder.routing import RoutingWriter
 
@@ -52,6 +54,7 @@ def make_run(
     tapes: Mapping[int, TapeReport] | None = None,
     scores: Mapping[int, AdvantageScores] | None = None,
     image_counts: NDArray[np.int64] | None = None,
+    failures: Mapping[int, Sequence[FailedResponses]] | None = None,
 ) -> Path:
     """Writes a run's folder.
 
@@ -66,6 +69,7 @@ def make_run(
         tapes: Step to the report of its tape; a step without metrics has none of them.
         scores: Step to its scores of experts by advantage.
         image_counts: What image tokens are of the loads; None: of a model of text.
+        failures: Step to its responses that could not be scored.
     """
     folder.mkdir(parents=True)
     logger = JsonlLogger(folder, print, print)
@@ -77,6 +81,11 @@ def make_run(
     for step, found in (scores or {}).items():
         advantages.write(step, found)
     advantages.close()
+    failed = FailureWriter(folder, print, print)
+    for step, of_step in (failures or {}).items():
+        for each in of_step:
+            failed.write(step, each)
+    failed.close()
     for step, values in metrics.items():
         logger.log_step(step, {**values, **tape_metrics((tapes or {}).get(step))})
     logger.close()

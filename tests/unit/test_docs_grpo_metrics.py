@@ -13,9 +13,10 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import performance_metrics, training_metrics
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import GpuUse, TrainResult
+from nemo_rl_moe.rollouts.environment import KEPT_MASS
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import training_batch
-from tests.support.grpo_fakes import PAD_TOKEN, trajectory
+from tests.support.grpo_fakes import LEAVE_OUT, PAD_TOKEN, trajectory
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 from tests.unit.test_docs_examples import DOCS, GRPO_PAGE, documented_keys
 
@@ -43,10 +44,10 @@ def training_keys() -> set[str]:
 
 def step_metrics() -> dict[str, float]:
     """Of the responses of a step with dynamic sampling."""
-    rollouts = [trajectory(reward=1.0, rewards={"NAME": 1.0}), trajectory()]
+    rollouts = [trajectory(reward=1.0, rewards={"NAME": 1.0}), replace(trajectory(), metrics={KEPT_MASS: 1.0})]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
-    return group_metrics(groups) | advantage_metrics(batch)
+    return group_metrics(groups, LEAVE_OUT) | advantage_metrics(batch, torch.ones(1, 2, dtype=torch.bool))
 
 
 def test_table_has_every_training_metric_and_no_other() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl_moe.algorithms.evaluation import Estimate, estimate, passes, summarise_evaluation
 from nemo_rl_moe.rollouts.trajectory import Trajectory
+from tests.support.grpo_fakes import LEAVE_OUT
 
 
 def trajectory(reward: float, is_correct: bool) -> Trajectory:
@@ -31,7 +32,7 @@ def groups(rewards: Sequence[float]) -> list[Trajectory]:
 
 
 def test_three_prompts_of_four_responses() -> None:
-    summary = summarise_evaluation(groups([1, 0, 0, 0, *[1, 1, 0.5, 0], *[0, 0, 0, 0]]), 4)
+    summary = summarise_evaluation(groups([1, 0, 0, 0, *[1, 1, 0.5, 0], *[0, 0, 0, 0]]), 4, None, LEAVE_OUT)
     # Shares of the prompts: 1/4, 2/4, 0; their mean 1/4; s = 1/4.
     assert summary.accuracy.mean == pytest.approx(0.25)
     assert summary.accuracy.standard_error == pytest.approx(0.25 / 3**0.5)
@@ -46,7 +47,7 @@ def test_three_prompts_of_four_responses() -> None:
 
 
 def test_one_response_has_pass_at_1_alone() -> None:
-    assert summarise_evaluation(groups([1, 0]), 1).pass_at_k.keys() == {1}
+    assert summarise_evaluation(groups([1, 0]), 1, None, LEAVE_OUT).pass_at_k.keys() == {1}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.grpo import ratio_is_one, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import failure_rule, ratio_is_one, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
@@ -87,12 +87,13 @@ class Loop:
         worker = make_worker(self.engine, self.scorer, reward_weights=self.config.env.reward_weights)
         loader = PromptLoader(prompts(7), num_prompts, seed, shuffle=True)
         held_out = prompts(2, "val") if self.has_validation else ()
+        failures = failure_rule(self.config)
         self.summary = train_grpo(
             self.config,
             self.policy,
             self.engine,
-            SynchronousSource(self.config.grpo, worker, loader, SAMPLING),
-            Validator(self.config.grpo, worker, held_out, SAMPLING) if held_out else None,
+            SynchronousSource(self.config.grpo, worker, loader, SAMPLING, failures),
+            Validator(self.config.grpo, worker, held_out, SAMPLING, failures) if held_out else None,
             PAD_TOKEN,
             make_recorder(
                 self.logger,
@@ -426,6 +427,7 @@ def test_what_a_step_logs() -> None:
         "skipped_updates",
         *("reward", "reward_std", "accuracy", "mean_gen_tokens_per_sample", "max_gen_tokens_per_sample"),
         *("truncation_rate", "frac_zero_std_groups", "env/num_errors", "env/num_timeouts", "env/num_died"),
+        *("env/failed_share", "env/num_groups_left_out"),
         *("advantages/mean", "advantages/min", "advantages/max"),
     }
     assert all(name.split("/")[0] in ("train", "val", "timing") for name in metrics)

@@ -9,19 +9,19 @@ from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.environments.interface import Fault
 from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import rollout_metrics, training_batch
-from tests.support.grpo_fakes import PAD_TOKEN, trajectory
+from tests.support.grpo_fakes import AS_ZERO, PAD_TOKEN, trajectory
 
 DULL = [
     trajectory(reward=0.0, response_ids=[5, 6, 7, 8], is_truncated=True),
     trajectory(reward=0.0, fault=Fault.TIMEOUT),
 ]
 GOOD = [trajectory(reward=1.0, is_correct=True), trajectory(reward=0.0, response_ids=[5, 6, 7, 1], fault=Fault.ERROR)]
-FAULTS = {"env/num_errors": 1.0, "env/num_timeouts": 1.0, "env/num_died": 0.0}
+FAULTS = {"env/num_errors": 1.0, "env/num_timeouts": 1.0, "env/num_died": 0.0, "env/failed_share": 0.5}
 
 
 def test_all_generated_responses_are_told_of() -> None:
     groups = RolloutGroups(trained=GOOD, generated=[*DULL, *GOOD], num_generations=2, num_rounds=2, num_filled=0)
-    assert group_metrics(groups) == {
+    assert group_metrics(groups, AS_ZERO) == {
         "reward": 0.25,
         "reward_std": 0.5,
         "accuracy": 0.25,
@@ -29,6 +29,7 @@ def test_all_generated_responses_are_told_of() -> None:
         "max_gen_tokens_per_sample": 4.0,
         "truncation_rate": 0.25,
         **FAULTS,
+        "env/num_groups_left_out": 0.0,
         "frac_zero_std_groups": 0.5,
         "dynamic_sampling/num_gen_batches": 2.0,
         "dynamic_sampling/num_filled_groups": 0.0,
@@ -39,16 +40,16 @@ def test_all_generated_responses_are_told_of() -> None:
 def test_of_a_plain_step_nothing_is_said_of_dynamic_sampling() -> None:
     rollouts = [*DULL, *GOOD]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=1, num_filled=0)
-    metrics = group_metrics(groups)
+    metrics = group_metrics(groups, AS_ZERO)
     assert not [name for name in metrics if "dynamic" in name or "filtered" in name]
     assert metrics["frac_zero_std_groups"] == 0.5
-    filled = group_metrics(replace(groups, num_filled=1))
+    filled = group_metrics(replace(groups, num_filled=1), AS_ZERO)
     assert filled["dynamic_sampling/num_filled_groups"] == 1.0
 
 
 def test_a_group_of_one_has_no_spread_to_lack() -> None:
     rollouts = [*DULL, *GOOD]
-    metrics = group_metrics(RolloutGroups(rollouts, rollouts, num_generations=1, num_rounds=1, num_filled=0))
+    metrics = group_metrics(RolloutGroups(rollouts, rollouts, num_generations=1, num_rounds=1, num_filled=0), AS_ZERO)
     assert "frac_zero_std_groups" not in metrics
     assert metrics["reward_std"] == 0.5
 
@@ -56,7 +57,7 @@ def test_a_group_of_one_has_no_spread_to_lack() -> None:
 def test_advantages_count_each_response_once_however_long_it_is() -> None:
     advantages = torch.tensor([[0.75, -0.25], [2.0, -1.5]], dtype=torch.float64)
     batch = training_batch([*DULL, *GOOD], advantages, PAD_TOKEN, leave_out_truncated=True)
-    assert advantage_metrics(batch) == {
+    assert advantage_metrics(batch, torch.ones(2, 2, dtype=torch.bool)) == {
         "advantages/mean": pytest.approx(0.25),
         "advantages/min": -1.5,
         "advantages/max": 2.0,

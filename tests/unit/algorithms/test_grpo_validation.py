@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from nemo_rl_moe.algorithms.grpo import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS
@@ -23,9 +24,9 @@ class Validation:
 
     def __post_init__(self) -> None:
         self.worker = make_worker(self.engine, self.scorer)
-        config = small_config(*self.overrides).grpo
+        config = small_config(*self.overrides)
         held_out = prompts(self.num_prompts, "val")
-        self.validate = Validator(config, self.worker, held_out, SAMPLING)
+        self.validate = Validator(config.grpo, self.worker, held_out, SAMPLING, failure_rule(config))
 
 
 def test_every_validation_asks_the_same() -> None:

@@ -109,3 +109,21 @@ def test_gradients_of_many_microbatches_in_bfloat16_are_told() -> None:
     assert lines("sft", *many, *ranks, f"{ddp}=true") == []
     assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.precision=float32") == []
     assert lines("sft", *many, *ranks, f"{ddp}=false", "policy.train_global_batch_size=32") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (("policy.generation.top_p=0.9",), "policy.generation.top_p: 0.9: "),
+        (("policy.generation.top_k=20",), "policy.generation.top_k: 20: "),
+        (
+            ("policy.generation.top_p=0.9", "policy.generation.top_k=20"),
+            "policy.generation.top_p: 0.9 and policy.generation.top_k: 20: ",
+        ),
+    ],
+)
+def test_sampling_from_a_part_of_the_vocabulary_is_told(overrides: tuple[str, ...], told: str) -> None:
+    (line,) = lines("grpo", *overrides)
+    assert line.startswith(f"{told}responses are drawn from the tokens that are kept")
+    assert "by 1 / train/sampling_kept_mass, which no ratio, mismatch metric or importance weight sees" in line
+    assert lines("grpo") == lines("sft") == []

@@ -230,6 +230,7 @@ def prompts_of(path, tokenizer, **data):
             "name": "math",
             "num_workers": 1,
             "timeout_s": 60.0,
+            "on_failure": "leave_out",
             "answer_after": None,
             "score_truncated": True,
             "reasoning_gym": None,

@@ -31,6 +31,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "name": name,
             "num_workers": 1,
             "timeout_s": 60.0,
+            "on_failure": "leave_out",
             "answer_after": None,
             "score_truncated": False,
             "reasoning_gym": None,

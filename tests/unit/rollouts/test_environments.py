@@ -120,6 +120,24 @@ def test_a_trajectory_ends_at_its_limit() -> None:
     assert found.finish_reason == "length"
 
 
+def test_kept_mass_is_a_metric_over_all_turns() -> None:
+    class Cutting(FakeEngine):
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            for index, request in enumerate(requests):
+                mass = np.array([0.5, 0.75]) if len(request.token_ids) == 1 else np.array([1.0])
+                yield index, GeneratedSequence(np.full(len(mass), 7), np.zeros(len(mass)), False, 0, kept_mass=mass)
+
+    async def twice(session: Session) -> Trajectory:
+        await session.generate()
+        await session.generate()
+        return session.finish(Score(0.0, is_correct=False), {"tries": 2.0})
+
+    (found,) = run(twice, Cutting(), num_prompts=1, generations=1)
+    assert found.metrics == {"tries": 2.0, "sampling_kept_mass": 0.75}
+    (plain,) = run(twice, FakeEngine(), num_prompts=1, generations=1)
+    assert plain.metrics == {"tries": 2.0}
+
+
 def test_a_function_that_raises_costs_its_trajectory_alone() -> None:
     async def fails_at_times(session: Session) -> Trajectory:
         await session.generate()

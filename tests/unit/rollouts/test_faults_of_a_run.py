@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.errors import EXIT_RUN_FAILED, EnvironmentFailedError, RoutingTapeError
 from nemo_rl_moe.metrics import PhaseClock
@@ -22,9 +23,12 @@ def failed(fault: Fault = Fault.ERROR, message: str = "ValueError: a nine", samp
 SCORED, CUT = trajectory(), trajectory(is_truncated=True)
 
 
-def watch(max_failed: int | None = 1, *, score_truncated: bool = False) -> tuple[FaultWatch, list[str]]:
+def watch(
+    max_failed: int | None = 1, *, score_truncated: bool = False, on_failure: OnFailure = "leave_out"
+) -> tuple[FaultWatch, list[str]]:
     warnings: list[str] = []
-    return FaultWatch(max_failed, score_truncated=score_truncated, warn=warnings.append), warnings
+    found = FaultWatch(max_failed, score_truncated=score_truncated, on_failure=on_failure, warn=warnings.append)
+    return found, warnings
 
 
 def test_the_first_failure_of_each_kind_is_told_at_once() -> None:
@@ -34,11 +38,20 @@ def test_the_first_failure_of_each_kind_is_told_at_once() -> None:
     watched.observe([SCORED, failed(), failed(message="KeyError: 3"), failed(Fault.TIMEOUT, "took longer than 1 s")])
     watched.observe([SCORED, failed(message="IndexError: 4")])
     assert warnings == [
-        "the environment failed to score a response, which gets reward 0: ValueError: a nine (sample line 1); further"
-        " ones are counted as env/num_errors",
-        "the environment failed to score a response, which gets reward 0: took longer than 1 s (sample line 1);"
-        " further ones are counted as env/num_timeouts",
+        "the environment failed to score a response, which is not trained on: ValueError: a nine (sample line 1);"
+        " further ones are counted as env/num_errors (env.on_failure: leave_out)",
+        "the environment failed to score a response, which is not trained on: took longer than 1 s (sample line 1);"
+        " further ones are counted as env/num_timeouts (env.on_failure: leave_out)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("on_failure", "told"), [("lowest", "which gets the lowest reward of its group"), ("zero", "which gets reward 0")]
+)
+def test_what_becomes_of_it_is_told(on_failure: OnFailure, told: str) -> None:
+    watched, warnings = watch(on_failure=on_failure)
+    watched.observe([SCORED, failed()])
+    assert f"failed to score a response, {told}: ValueError: a nine" in warnings[0]
 
 
 def test_a_step_without_any_score_ends_the_run() -> None:
@@ -61,11 +74,16 @@ def test_as_many_steps_in_a_row_as_the_key_says() -> None:
         watched.observe([failed()])
 
 
-def test_null_never_ends_a_run() -> None:
+def test_null_never_ends_a_run_and_tells_once_that_nothing_is_learned() -> None:
     watched, warnings = watch(None)
     for _ in range(50):
         watched.observe([failed()])
-    assert len(warnings) == 1
+    assert len(warnings) == 2
+    assert warnings[1] == (
+        "the environment scored no response of a step or validation: 1 of 1 failed, the first with ValueError: a nine"
+        " (sample line 1); a step of which nothing is scored changes no weights (grpo.max_consecutive_failed_steps:"
+        " null)"
+    )
 
 
 def test_what_was_cut_shows_only_where_it_is_scored_that_the_environment_works() -> None:
@@ -87,7 +105,7 @@ def test_a_worker_shows_its_trajectories_to_the_watch() -> None:
     watched, warnings = watch(2)
     worker = replace(make_worker(FakeEngine(), Raises()), watch=watched.observe)
     assert len(worker.run(prompts(2), 2, SAMPLING, (1,), PhaseClock())) == 4
-    assert len(warnings) == 1
+    assert len(warnings) == 2
     with pytest.raises(EnvironmentFailedError, match="4 of 4 failed"):
         worker.run(prompts(2), 2, SAMPLING, (2,), PhaseClock())
 

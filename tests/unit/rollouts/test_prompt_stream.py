@@ -5,12 +5,12 @@
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import SynchronousSource
-from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+from tests.support.grpo_fakes import LEAVE_OUT, SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
 
 
 def source_of(loader: PromptLoader) -> SynchronousSource:
     config = small_config("grpo.max_num_epochs=2").grpo
-    return SynchronousSource(config, make_worker(FakeEngine(), FakeScorer()), loader, SAMPLING)
+    return SynchronousSource(config, make_worker(FakeEngine(), FakeScorer()), loader, SAMPLING, LEAVE_OUT)
 
 
 def rounds_of(source: SynchronousSource) -> list[list[str]]:

@@ -4,6 +4,7 @@
 
 from collections.abc import Sequence
 
+from nemo_rl_moe.algorithms.grpo import failure_rule
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
@@ -35,7 +36,8 @@ class ScorerOfPrompts(FakeScorer):
 
 def source_of(worker: RolloutWorker, *overrides: str, num_prompts: int = 12) -> SynchronousSource:
     loader = PromptLoader(prompts(num_prompts), 2, seed=0, shuffle=False)
-    return SynchronousSource(small_config("grpo.max_num_epochs=1", *overrides).grpo, worker, loader, SAMPLING)
+    config = small_config("grpo.max_num_epochs=1", *overrides)
+    return SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config))
 
 
 def collect(

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import UserError, tell
+from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.folder import read_logger_run_ids, read_run_id
@@ -54,7 +55,8 @@ def whole_run() -> Path:
     tapes = {step: tape_report([step, 0], anomalies=[late] * (step % 4 == 1)) for step in metrics}
     scores = {step: AdvantageScores((0, 1), torch.randn(2, 4)) for step in metrics}
     counts = random_counts(NUM_STEPS, 2, 4, 50)
-    make_run(folder, metrics, counts, config=CONFIG, samples=samples, tapes=tapes, scores=scores)
+    failures = {step: [FailedResponses("train", 3, 8, "ValueError: no (sample d:1)")] for step in range(2, 11)}
+    make_run(folder, metrics, counts, config=CONFIG, samples=samples, tapes=tapes, scores=scores, failures=failures)
     (folder / "run.json").write_text(json.dumps({"run_id": "abc", "algorithm": "grpo", "created": "2026-01-01"}))
     (folder / "logger_run_ids.json").write_text(json.dumps({"wandb": "abc"}))
     return folder
@@ -156,6 +158,7 @@ _CHANGES: dict[str, tuple[Callable[[random.Random, Path], str], ...]] = {
     "routing.parquet": (_odd_table, _odd_table, _its_bytes, _file_names),
     "experts_by_advantage.parquet": (_odd_table, _odd_table, _its_bytes, _file_names),
     "routing_anomalies.jsonl": (_one_line, _one_line, _its_bytes),
+    "environment_failures.jsonl": (_one_line, _one_line, _its_bytes),
 }
 
 
@@ -178,7 +181,7 @@ def _rewound(folder: Path) -> Callable[[Output], str | None]:
     """What is left of later steps, by Python's own reader, or has gone of earlier ones."""
 
     def difference(output: Output) -> str | None:
-        for name in ("metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl", "environment_failures.jsonl"):
             steps = []
             for line in (folder / name).read_bytes().split(b"\n"):
                 try:

@@ -41,7 +41,9 @@ def load_steps(folder: Path) -> list[int]:
     return read_expert_load(folder).steps.tolist()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "samples.jsonl", "routing_anomalies.jsonl", "environment_failures.jsonl"]
+)
 @pytest.mark.parametrize("torn", ["", '{"step": 1, "te', "\0\0\0"])
 @pytest.mark.parametrize(("step", "kept"), [(-1, 0), (0, 1), (2, 4), (3, 5), (9, 5)])
 def test_lines(name: str, torn: str, step: int, kept: int, tmp_path: Path) -> None:

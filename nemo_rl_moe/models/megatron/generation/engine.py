@@ -230,7 +230,9 @@ class MegatronGenerator:
             padded=self._passes.padded,
             device=self._device,
         )
-        responses = Responses(len(batch), parameters.max_new_tokens, stop)
+        responses = Responses(
+            len(batch), parameters.max_new_tokens, stop, reports_kept_mass=parameters.draws_from_a_part
+        )
         inputs_of_rows = [request.model_inputs[index] for index in batch] if request.model_inputs else []
         cached = self._passes.new_batch(len(batch), len(plan.prompt_tokens), plan.num_pads, inputs_of_rows)
         rows, first_sampled = np.arange(len(batch)), plan.first_sampled.cpu().numpy()
@@ -245,8 +247,8 @@ class MegatronGenerator:
             if routes is not None:
                 routes.add(slot - first_slot, rows)
             chosen = self._choose(logits, plan.uniforms[slot], parameters)
-            token_ids, logprobs = chosen.cpu().numpy()
-            ended = responses.append(rows, token_ids.astype(np.int64), logprobs, slot >= first_sampled)
+            token_ids, logprobs, kept_mass = chosen.cpu().numpy()
+            ended = responses.append(rows, token_ids.astype(np.int64), logprobs, slot >= first_sampled, kept_mass)
             inputs = chosen[0].long()
             if slot < last_prompt:
                 inputs = torch.where(plan.first_sampled > slot, plan.prompt_tokens[slot], inputs)
@@ -272,16 +274,16 @@ class MegatronGenerator:
 
     def _choose(
         self, logits: Float[Tensor, "rows vocabulary"] | None, uniforms: Float[Tensor, " rows"], how: SamplingParameters
-    ) -> Float[Tensor, "2 rows"]:
-        """Token ids and log-probabilities, sampled by one rank for all that hold a part of the model.
+    ) -> Float[Tensor, "3 rows"]:
+        """Token ids, log-probabilities and kept mass, sampled by one rank for all that hold a part of the model.
 
         Rounding can differ between ranks that compute the same, so each sampling for itself could diverge.
         """
         if logits is not None and self._coordinates.reports_loss:
-            # In one tensor, so that one copy to the host and one message will do; float64 holds both exactly.
+            # In one tensor, so that one copy to the host and one message will do; float64 holds all exactly.
             chosen = torch.stack([values.double() for values in sample(logits, uniforms, how)])
         else:
-            chosen = torch.empty(2, len(uniforms), dtype=torch.float64, device=self._device)
+            chosen = torch.empty(3, len(uniforms), dtype=torch.float64, device=self._device)
         if self._model_parallel is not None:
             dist.broadcast(chosen, src=self._sampling_rank, group=self._model_parallel)
         return chosen

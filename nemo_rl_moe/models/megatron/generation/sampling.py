@@ -16,10 +16,11 @@ from nemo_rl_moe.generation.interface import GeneratedSequence, SamplingParamete
 
 
 class SampledTokens(NamedTuple):
-    """One token for each row, and its log-probability in nats before top-k and top-p."""
+    """One token for each row, its log-probability in nats before top-k and top-p, and the mass that they keep."""
 
     token_ids: Int[Tensor, " rows"]
     logprobs: Float[Tensor, " rows"]
+    kept_mass: Float[Tensor, " rows"]
 
 
 def uniform_numbers(seed: int, count: int) -> Float[np.ndarray, " count"]:
@@ -84,9 +85,11 @@ def sample(
     if not greedy and parameters.temperature != 1:
         logits = logits / parameters.temperature
     probs = logits.softmax(-1)
-    token_ids = logits.argmax(-1) if greedy else draw(truncate(probs, parameters.top_k, parameters.top_p), uniforms)
+    weights = probs if greedy else truncate(probs, parameters.top_k, parameters.top_p)
+    token_ids = logits.argmax(-1) if greedy else draw(weights, uniforms)
+    kept_mass = probs.new_ones(len(probs)) if weights is probs else weights.sum(-1)
     # A token that is drawn has a probability above zero: nothing is lost by taking the logarithm last.
-    return SampledTokens(token_ids, probs.gather(-1, token_ids[:, None])[:, 0].log())
+    return SampledTokens(token_ids, probs.gather(-1, token_ids[:, None])[:, 0].log(), kept_mass)
 
 
 @dataclass(frozen=True)
@@ -208,9 +211,13 @@ class Responses:
         num_responses: How many.
         max_new_tokens: Most tokens of each.
         stop: Ends them earlier.
+        reports_kept_mass: Tell which probability top-k and top-p kept.
     """
 
-    def __init__(self, num_responses: int, max_new_tokens: int, stop: StopCondition):
+    def __init__(
+        self, num_responses: int, max_new_tokens: int, stop: StopCondition, *, reports_kept_mass: bool = False
+    ):
+        self._kept_mass = np.ones((num_responses, max_new_tokens), dtype=np.float32) if reports_kept_mass else None
         self._token_ids = np.zeros((num_responses, max_new_tokens), dtype=np.int64)
         self._logprobs = np.zeros((num_responses, max_new_tokens), dtype=np.float32)
         self._lengths = np.zeros(num_responses, dtype=np.int64)
@@ -224,6 +231,7 @@ class Responses:
         token_ids: Int[np.ndarray, " rows"],
         logprobs: Float[np.ndarray, " rows"],
         sampled: Bool[np.ndarray, " rows"],
+        kept_mass: Float[np.ndarray, " rows"] | None = None,
     ) -> Bool[np.ndarray, " rows"]:
         """Adds a token to each response that has not ended.
 
@@ -232,6 +240,7 @@ class Responses:
             token_ids: A token for each row.
             logprobs: Their log-probabilities.
             sampled: False where a row is still at its prompt; its token does not count.
+            kept_mass: Probability of the tokens that each was drawn from.
 
         Returns:
             Which rows have ended.
@@ -241,6 +250,8 @@ class Responses:
         column = self._lengths[growing]
         self._token_ids[growing, column] = token_ids[open_rows]
         self._logprobs[growing, column] = logprobs[open_rows]
+        if self._kept_mass is not None and kept_mass is not None:
+            self._kept_mass[growing, column] = kept_mass[open_rows]
         self._lengths[growing] = column + 1
         self._stopped[growing] = self._stop.ended(self._token_ids[growing], column + 1)
         return self._ended(responses)
@@ -274,6 +285,7 @@ class Responses:
                 is_truncated=not self._stopped[index],
                 weight_version=weight_version,
                 routed_experts=None if routed_experts is None else routed_experts[index],
+                kept_mass=None if self._kept_mass is None else self._kept_mass[index, :length].copy(),
             )
             for index, length in enumerate(self._lengths)
         ]

@@ -133,14 +133,14 @@ def _fuse_adam(optimizer: MegatronOptimizer) -> None:
                 group["fused"] = True
 
 
-def step_if_finite(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tuple[float, bool]:
+def step_if_finite(optimizer: MegatronOptimizer, *, may_update: bool) -> tuple[float, bool]:
     """One optimizer step, unless the loss or the gradient is NaN or infinite. All ranks come to the same decision.
 
     Clipping multiplies by the norm's inverse, so a gradient with one NaN would make every weight NaN.
 
     Args:
         optimizer: With the gradients of a step.
-        loss_is_finite: The same on every rank.
+        may_update: The loss is finite, and of some target; the same on every rank.
 
     Returns:
         The gradient's norm before clipping, the same on every rank, and whether the weights were changed.
@@ -154,7 +154,7 @@ def step_if_finite(optimizer: MegatronOptimizer, *, loss_is_finite: bool) -> tup
         return norm
 
     def update_if_finite() -> bool:
-        return bool(loss_is_finite and math.isfinite(norm) and update())
+        return bool(may_update and math.isfinite(norm) and update())
 
     measure, update = optimizer.get_grad_norm, optimizer.step_with_ready_grads
     optimizer.get_grad_norm, optimizer.step_with_ready_grads = measure_and_keep, update_if_finite

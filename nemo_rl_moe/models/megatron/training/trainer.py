@@ -324,7 +324,10 @@ class MegatronTrainer(MegatronModel):
             done += len(shard.microbatches)
             series.append(self._series(results))
             losses.append(self._sum_over_ranks(series[-1]))
-            grad_norm, is_updated = step_if_finite(self.optimizer, loss_is_finite=math.isfinite(losses[-1]))
+            # Without any target the gradient is that of auxiliary losses alone, and Adam would move on by its momentum.
+            has_targets = shard.global_valid_tokens > 0
+            is_finite = math.isfinite(losses[-1])
+            grad_norm, is_updated = step_if_finite(self.optimizer, may_update=has_targets and is_finite)
             # Its float32 copies of gradients would be held while responses are generated.
             self.optimizer.zero_grad()
             grad_norms.append(grad_norm)
@@ -335,8 +338,9 @@ class MegatronTrainer(MegatronModel):
                 self._expert_bias.count_frozen()
             else:
                 self._expert_bias.restore()
-            skipped_in_a_row = 0 if is_updated else skipped_in_a_row + 1
-            num_skipped += not is_updated
+            is_skipped = has_targets and not is_updated
+            skipped_in_a_row = skipped_in_a_row + 1 if is_skipped else 0
+            num_skipped += is_skipped
         if at_logits is not None:
             gradient_metrics |= at_logits.report()
         self._calls += 1

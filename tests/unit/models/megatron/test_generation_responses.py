@@ -32,3 +32,16 @@ def test_weights_that_are_not_finite_are_not_trained_on(broken: float) -> None:
     responses = grown(([5, 5], [-1.0, broken]))
     with pytest.raises(RuntimeError, match=r"1 of 2 responses .* after 3 optimizer steps"):
         responses.sequences(weight_version=3)
+
+
+@pytest.mark.parametrize(("top_p", "expected"), [(0.9, [[0.5], [0.75, 1.0]]), (1.0, [None, None])])
+def test_kept_mass_is_told_of_each_token_where_something_is_cut(
+    top_p: float, expected: list[list[float] | None]
+) -> None:
+    sampling = SamplingParameters(max_new_tokens=2, top_p=top_p, stop_token_ids=(END,))
+    responses = Responses(2, 2, StopCondition(sampling, None), reports_kept_mass=sampling.draws_from_a_part)
+    for token_ids, kept_mass in (([END, 5], [0.5, 0.75]), ([7, 6], [0.25, 1.0])):
+        every = np.array([True, True])
+        responses.append(np.arange(2), np.array(token_ids), np.array([-1.0, -1.0]), every, np.array(kept_mass))
+    found = [sequence.kept_mass for sequence in responses.sequences(weight_version=0)]
+    assert [None if mass is None else mass.tolist() for mass in found] == expected

@@ -51,7 +51,7 @@ def exact_probabilities(parameters: SamplingParameters) -> np.ndarray:
 )
 def test_frequencies_are_the_probabilities(parameters: SamplingParameters) -> None:
     uniforms = torch.from_numpy(uniform_numbers(7, DRAWS))
-    token_ids, logprobs = sample(LOGITS.expand(DRAWS, -1), uniforms, parameters)
+    token_ids, logprobs, kept_mass = sample(LOGITS.expand(DRAWS, -1), uniforms, parameters)
     expected = exact_probabilities(parameters) * DRAWS
     found = np.bincount(token_ids.numpy(), minlength=len(expected))
     possible = expected > 0
@@ -61,11 +61,15 @@ def test_frequencies_are_the_probabilities(parameters: SamplingParameters) -> No
     # Top-k and top-p choose among tokens, and change no log-probability.
     everything = (LOGITS[0].double() / parameters.temperature).log_softmax(-1)
     torch.testing.assert_close(logprobs.double(), everything[token_ids], rtol=0, atol=1e-6)
+    # What they kept is how much more often than that each token is drawn.
+    mass = everything.exp()[torch.from_numpy(possible)].sum().item()
+    assert kept_mass.tolist() == pytest.approx([mass] * DRAWS, abs=1e-6)
 
 
 def test_greedy_takes_the_first_and_its_logprob_without_temperature() -> None:
-    token_ids, logprobs = sample(LOGITS, torch.zeros(1), SamplingParameters(1, temperature=0.0, top_k=1))
+    token_ids, logprobs, kept_mass = sample(LOGITS, torch.zeros(1), SamplingParameters(1, temperature=0.0, top_k=1))
     assert token_ids.tolist() == [2]
+    assert kept_mass.tolist() == [1.0]
     assert logprobs.item() == pytest.approx(LOGITS.log_softmax(-1)[0, 2].item(), abs=1e-6)
 
 
@@ -82,7 +86,7 @@ def test_a_row_does_not_see_the_others() -> None:
 
 def test_huge_logits() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-1e30, 88.0, -1e30]])
-    token_ids, logprobs = sample(logits, torch.tensor([0.999, 0.0], dtype=torch.float64), SamplingParameters(1))
+    token_ids, logprobs, _ = sample(logits, torch.tensor([0.999, 0.0], dtype=torch.float64), SamplingParameters(1))
     assert token_ids.tolist() == [0, 1]
     assert logprobs.tolist() == [0.0, 0.0]
 
