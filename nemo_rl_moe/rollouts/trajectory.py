@@ -29,6 +29,8 @@ FinishReason = Literal["stop", "length"]
 NOT_SAMPLED = -1
 """Weight version of a token that no model drew."""
 
+OVERLONG_METRIC = "env/num_overlong"
+
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -51,6 +53,7 @@ class Trajectory:
         response_text: What came of it, for the eye.
         fault: Why the environment gave no reward; None where it did.
         fault_message: What went wrong, in one line.
+        overlong: Message about tokens of the environment that did not fit, before which it ended; empty where all did.
         rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
             where the environment gave none.
         routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 a token, as the pass chose
@@ -73,6 +76,7 @@ class Trajectory:
     response_text: str = ""
     fault: Fault | None = None
     fault_message: str = ""
+    overlong: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict)
     routed_experts: StoredRows | None = None
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
@@ -179,9 +183,9 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Metrics of trajectories without regard to their groups; training and validation report the same.
 
     `reward`, `reward_std`, `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens),
-    `truncation_rate`, `mean_turns_per_sample` where any has several turns, the means of the environment's own, and of
-    each named reward `rewards/NAME/mean` and `rewards/NAME/std`, 0 where the environment failed: then the weighted sum
-    of the means is `reward`.
+    `truncation_rate`, `mean_turns_per_sample` where any has several turns, `env/num_overlong` where tokens of the
+    environment did not fit, the means of the environment's own, and of each named reward `rewards/NAME/mean` and
+    `rewards/NAME/std`, 0 where the environment failed: then the weighted sum of the means is `reward`.
     """
     rewards = np.array([trajectory.reward for trajectory in trajectories])
     lengths = np.array([trajectory.num_sampled_tokens for trajectory in trajectories])
@@ -196,6 +200,8 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     turns = [trajectory.num_turns for trajectory in trajectories]
     if max(turns) > 1:
         metrics["mean_turns_per_sample"] = float(np.mean(turns))
+    if num_overlong := sum(bool(trajectory.overlong) for trajectory in trajectories):
+        metrics[OVERLONG_METRIC] = float(num_overlong)
     for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
         found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         metrics[name] = float(np.mean(found))

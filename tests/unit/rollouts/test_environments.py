@@ -32,7 +32,7 @@ async def two_turns(session: Session) -> Trajectory:
 
 
 def run(function, engine=None, num_prompts=2, generations=2, max_tokens=100):  # type: ignore[no-untyped-def]
-    worker = make_worker(engine or FakeEngine(), FakeScorer(), RolloutFunction(function), max_tokens)
+    worker = make_worker(engine or FakeEngine(), FakeScorer(), RolloutFunction(function, "here:function"), max_tokens)
     return worker.run(prompts(num_prompts), generations, SAMPLING, (3, 1), PhaseClock())
 
 
@@ -236,7 +236,7 @@ def test_a_rollout_may_give_rewards_by_name() -> None:
         return session.finish(Score.named(rewards, is_correct=right))
 
     weights = {"accuracy": 2.0, "format": 1.0}
-    worker = make_worker(FakeEngine(), FakeScorer(), RolloutFunction(named), reward_weights=weights)
+    worker = make_worker(FakeEngine(), FakeScorer(), RolloutFunction(named, "here:named"), reward_weights=weights)
     first, second = worker.run(prompts(2), 1, SAMPLING, (3, 1), PhaseClock())
     assert (first.reward, first.rewards, first.is_correct) == (2.5, {"accuracy": 1.0, "format": 0.5}, True)
     assert (second.reward, second.rewards, second.fault) == (0.0, {}, Fault.ERROR)
