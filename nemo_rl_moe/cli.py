@@ -6,12 +6,15 @@ What looks at the routes of a run works without the packages that training needs
 """
 
 import argparse
+import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
+from typing import NoReturn
 
 from nemo_rl_moe import __version__
 from nemo_rl_moe.audit import command as audit_command
@@ -34,6 +37,8 @@ from nemo_rl_moe.report import watch as watch_command
 
 OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert", "verify")
 """Commands that need what the extra `train` installs."""
+LEAVING_S = 15.0
+"""Seconds that a run's main process may take to end when all of its work is done."""
 _OF_FOLDERS = {"report": report_command, "watch": watch_command, "audit": audit_command}
 _EXAMPLES = """\
 examples:
@@ -166,5 +171,19 @@ def _main_of_a_process() -> int:
     return EXIT_FAILURE_TOLD if is_driver and code == EXIT_RUN_FAILED else code
 
 
+def _run_process() -> NoReturn:
+    """Runs a command and ends the process, whatever threads a user's code has left behind in a run.
+
+    A tool that hangs in `asyncio.to_thread` would keep the process for ever: Python waits for such threads at its end.
+    """
+    code = _main_of_a_process()
+    if "--run-id" in sys.argv:
+        sys.stdout.flush()
+        last_resort = threading.Timer(LEAVING_S, os._exit, [code])
+        last_resort.daemon = True
+        last_resort.start()
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(_main_of_a_process())
+    _run_process()

@@ -35,8 +35,10 @@ from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
 from nemo_rl_moe.rollouts.faults import TapeWatch
+from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource, weights_of_each_reward
 from nemo_rl_moe.rollouts.trajectory import (
+    Trajectory,
     group_named_rewards,
     group_rewards,
     group_sampled_tokens,
@@ -81,12 +83,20 @@ def train_grpo(
 
     update_engine(engine, policy, PhaseClock(), refit_check)
     if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
-        found = validate()
-        recorder.record_start(found, {"val": validate.trajectories}, failures_of({"val": validate.trajectories}))
+        validation, responses = validated(validate)
+        if validation:
+            recorder.record_start(validation, responses, failures_of(responses))
+        else:
+            goes_on = False
+            recorder.give_up_step()
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
-            groups = source.next(step, clock)
+            try:
+                groups = source.next(step, clock)
+            except RolloutsGivenUpError:
+                recorder.give_up_step()
+                break
             step += 1
             if source.is_used_up:  # dynamic sampling may come to their end before the last step
                 last_step = step
@@ -110,8 +120,7 @@ def train_grpo(
             if measurements is not None:
                 routing |= measurements.after_refit(clock)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
-        validation = {} if due is None else due()
-        validated = {} if due is None else {"val": due.trajectories}
+        validation, responses = ({}, {}) if due is None else validated(due)
         of_rewards = group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(_scored(groups)))
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
@@ -119,12 +128,21 @@ def train_grpo(
             training=training_metrics(result, of_rewards | divergence | refit_metrics, routing),
             validation=validation,
             sample_ids=batch.sample_ids,
-            samples={"train": groups.trained} | validated,
-            failures=failures_of({"train": groups.generated} | validated),
+            samples={"train": groups.trained} | responses,
+            failures=failures_of({"train": groups.generated} | responses),
         )
         goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
     recorder.finish()
     return RunSummary.of(recorder.state, recorder.stopped_for)
+
+
+def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
+    """Return the metrics of a validation and its trajectories, `val`; nothing where a request to stop gave it up."""
+    try:
+        metrics = validate()
+    except RolloutsGivenUpError:
+        return {}, {}
+    return metrics, {"val": validate.trajectories}
 
 
 def ratio_is_one(config: GRPOMasterConfig) -> bool:

@@ -175,6 +175,8 @@ class StepRecorder:
         self._checkpoints = checkpoints
         self._stop_reason = stop_reason
         self._max_skipped_in_a_row = max_skipped_in_a_row
+        self._first_step = start.step
+        self._last_metrics: Mapping[str, float] = {}
         self.state = start
         self.stopped_for: str | None = None
 
@@ -210,7 +212,7 @@ class StepRecorder:
         """
         self.state = state = self._next_state(outcome)
         self.stopped_for = None if is_last else self._stop_reason()
-        metrics = {**outcome.training, **outcome.validation}
+        metrics = self._last_metrics = {**outcome.training, **outcome.validation}
         saves = False
         if self._checkpoints is not None:
             self._checkpoints.poll()
@@ -228,6 +230,16 @@ class StepRecorder:
         if self._has_diverged:
             raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))
         return not is_last and self.stopped_for is None
+
+    def give_up_step(self) -> None:
+        """Ends the run where a step was given up before it changed the weights: at the step that was recorded last.
+
+        Begins the checkpoint of that one, unless the run has recorded none yet.
+        """
+        self.stopped_for = self._stop_reason()
+        if self._checkpoints is not None and self.state.step > self._first_step:
+            self._checkpoints.start(self.state, self._last_metrics)
+            self._observers.flush()
 
     def finish(self) -> None:
         """Waits until the last checkpoint is whole.

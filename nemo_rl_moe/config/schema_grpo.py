@@ -352,6 +352,10 @@ class EnvironmentConfig(StrictModel):
     rollout: Text | None
     """`package.module:function` of a coroutine that drives a trajectory over several turns; null: one response to the
     prompt, scored by the scorer that `name` names."""
+    rollout_timeout_s: Seconds | None
+    """Seconds that the code and the tools of one trajectory of `rollout` may take; then it has failed, and is counted.
+    Time in which it waits for the model's responses or for `session.score()` does not count, nor that of other
+    trajectories. null: no limit."""
 
     @property
     def is_own(self) -> bool:

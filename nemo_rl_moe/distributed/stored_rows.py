@@ -80,6 +80,11 @@ class StoredRows:
         """Bytes of the rows."""
         return sum(piece.num_rows for piece in self.pieces) * prod(self.row_shape) * np.dtype(self.dtype).itemsize
 
+    def before(self, end: int) -> "StoredRows":
+        """Keep the rows of tokens before a position."""
+        kept = (piece._replace(num_rows=min(piece.num_rows, end - piece.start)) for piece in self.pieces)
+        return replace(self, pieces=tuple(piece for piece in kept if piece.num_rows > 0))
+
     def followed_by(self, later: "StoredRows") -> "StoredRows":
         """These rows, and those of tokens behind them: of a token that was computed twice, the first time counts."""
         more = tuple(piece.since(self.end) for piece in later.pieces if piece.end > self.end)

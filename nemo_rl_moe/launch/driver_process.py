@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_rl_moe.config.schema_run import parse_duration
 from nemo_rl_moe.errors import exit_code_of_signal
@@ -45,14 +45,19 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        self._reason: str | None = None
+        self._reason: signal.Signals | None = None
         self._requested_at: float | None = None
         self._is_graceful = False
         self._former_handlers: dict[signal.Signals, Any] = {}
 
     def reason(self) -> str | None:
         """Name of the signal that asked the run to stop, such as "SIGTERM"; None: none did."""
-        return self._reason
+        return None if self._reason is None else self._reason.name
+
+    def end_now(self) -> None:
+        """Ends the run by the signal that has asked it to stop, as if that had come outside of `graceful`."""
+        if self._reason is not None:
+            _raise(self._reason)
 
     @contextmanager
     def graceful(self) -> Iterator[None]:
@@ -84,14 +89,17 @@ class StopSignals:
                 os._exit(exit_code_of_signal(number))
             return
         self._requested_at = now
-        name = signal.Signals(number).name
         if self._is_graceful:
-            self._reason = name
-            _tell(f"{name}: the run stops after this step; a second one ends it at once")
-        elif number == signal.SIGINT:
-            raise KeyboardInterrupt
+            self._reason = signal.Signals(number)
+            _tell(f"{self._reason.name}: the run stops after this step; a second one ends it at once")
         else:
-            raise SystemExit(exit_code_of_signal(number))
+            _raise(number)
+
+
+def _raise(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(exit_code_of_signal(number))
 
 
 def _tell(message: str) -> None:

@@ -33,11 +33,12 @@ from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
-from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.models.picture_rules import PictureRule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch, TapeWatch
+from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
@@ -195,6 +196,7 @@ def start_rollouts(
     """Starts the environment's workers and the generation engine for the rest of the run."""
     scorer = run.use(running_scorer(config, run.console))
     tokenizer = prepared.model.tokenizer
+    notices = Notices(run.console.message, run.console.warn)
     return RolloutWorker(
         start_engine(config, run, policy, prepared.model, prepared.make_engine),
         scorer,
@@ -209,6 +211,7 @@ def start_rollouts(
             warn=run.console.warn,
         ).observe,
         config.env.reward_weights,
+        RolloutLimits(config.env.rollout_timeout_s, config.env.rollout, run.stop_reason, notices.message, notices.warn),
     )
 
 

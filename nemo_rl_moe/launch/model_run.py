@@ -58,6 +58,10 @@ class ModelRun:
         self._model = prepare_model(self.config.policy, self.console)
         return self._model
 
+    def stop_reason(self) -> str | None:
+        """Return the request to stop that waits for a good moment; None where there is none, or it would not wait."""
+        return None
+
     @property
     def cluster(self) -> RayCluster:
         """Ray, which `start_policy` starts."""

@@ -142,6 +142,10 @@ class TrainingRun(ModelRun):
                 self._cluster.let_die()
             self.console.message(self._ending)
 
+    def stop_reason(self) -> str | None:
+        """Return the request to stop after the present step; None while there is none."""
+        return self._stop_signals.reason()
+
     def prepare_role(self, role: str) -> PreparedModel:
         """Fetches and checks the model of a role beside the policy; after `prepare_model`.
 
@@ -306,6 +310,8 @@ class TrainingRun(ModelRun):
         checkpoint_dir = self._checkpoint_dir(self._folder) if config.checkpointing.enabled else None
         scoring = scoring_lines(self._folder)
         if summary.stopped_for is not None:
+            if summary.num_steps == 0:
+                self._stop_signals.end_now()  # nothing to keep: as before the loop
             self._ending = "\n".join([self._stopped(summary, checkpoint_dir), *scoring])
             return
         weights = None

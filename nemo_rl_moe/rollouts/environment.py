@@ -5,7 +5,7 @@
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,13 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
+ROLLOUT_KEY = "env.rollout"
+_EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
+_RESPONSE, _SCORE = "a response", "a score"
+_ONE_AT_A_TIME = "a session does one thing at a time: await each before the next"
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,8 @@ class Session:
     def __post_init__(self) -> None:
         self.turns: list[Turn] = []
         self._token_ids: list[int] = list(self.prompt.token_ids)
+        self._asked_for: str | None = None
+        self._overlong = ""
         size = len(self._token_ids)
         self._loss_mask, self._logprobs, self._versions = [False] * size, [0.0] * size, [NOT_SAMPLED] * size
         self._routed_experts: StoredRows | None = None
@@ -87,19 +96,26 @@ class Session:
         return len(self._token_ids)
 
     @property
+    def room(self) -> int:
+        """Tokens that still fit; 0 from the first tokens of the environment on that did not."""
+        return 0 if self._overlong else max(0, self.max_tokens - self.num_tokens)
+
+    @property
     def has_room(self) -> bool:
         """True when another token fits."""
-        return self.num_tokens < self.max_tokens
+        return self.room > 0
 
     async def generate(self) -> Turn:
         """Continues the sequence by a response of the model; its tokens are trained on.
 
         Raises:
             ValueError: The sequence is full; see `has_room`.
+            RuntimeError: An earlier response or score is still waited for.
         """
-        room = self.max_tokens - self.num_tokens
-        if room <= 0:
-            raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, at {self.max_tokens} tokens")
+        room = self.room
+        if not room:
+            why = self._overlong or f"at {self.max_tokens} tokens"
+            raise ValueError(f"{self.prompt.sample_id}: the trajectory is full, {why}")
         sampling = self.sampling
         if room < sampling.max_new_tokens:
             sampling = replace(sampling, max_new_tokens=room)
@@ -109,18 +125,18 @@ class Session:
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
         )
-        found = await self.submit_request(request)
+        found = await self._ask_for(_RESPONSE, self.submit_request, request)
         token_ids = tuple(found.token_ids.tolist())
         size = len(token_ids)
         self._token_ids += token_ids
         self._loss_mask += [True] * size
         self._logprobs += found.logprobs.tolist()
         self._versions += np.broadcast_to(np.asarray(found.weight_version), size).tolist()
-        if self._routed_experts is None:
-            self._routed_experts = found.routed_experts
-        elif found.routed_experts is not None:
+        if found.routed_experts is not None:
+            # No pass has seen the last token; an engine may give a row for it all the same, which means nothing.
+            routes = found.routed_experts.before(self.num_tokens - 1)
             # Of earlier tokens the routes stay with which they were drawn.
-            self._routed_experts = self._routed_experts.followed_by(found.routed_experts)
+            self._routed_experts = routes if self._routed_experts is None else self._routed_experts.followed_by(routes)
         if found.kept_mass is not None:
             self._kept_mass += found.kept_mass.tolist()
         turn = Turn(token_ids, response_text(token_ids, self.sampling, self.decode), found.is_truncated)
@@ -128,8 +144,22 @@ class Session:
         return turn
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens of the environment, such as an observation or the next user turn; they are not trained on."""
+        """Adds tokens of the environment, such as an observation or the next user turn; they are not trained on.
+
+        Where they do not fit, none is added: the trajectory is full from then on, and ends as one that was cut.
+
+        Raises:
+            RuntimeError: A response is still waited for, behind which they would stand.
+        """
+        if self._asked_for == _RESPONSE:
+            raise RuntimeError(f"tokens were added while {_RESPONSE} was still waited for; {_ONE_AT_A_TIME}")
         size = len(token_ids)
+        if size > self.max_tokens - self.num_tokens or self._overlong:
+            self._overlong = self._overlong or (
+                f"{size:,} tokens of the environment do not fit behind {self.num_tokens:,} of at most"
+                f" {self.max_tokens:,} (policy.max_total_sequence_length)"
+            )
+            return
         self._token_ids += token_ids
         self._loss_mask += [False] * size
         self._logprobs += [0.0] * size
@@ -144,11 +174,25 @@ class Session:
 
         Args:
             response: What is scored; None: the last response of the model.
+
+        Raises:
+            RuntimeError: There is no response yet, or an earlier request is still waited for.
         """
+        if not self.turns:
+            raise RuntimeError("a score was asked for before the first response; await session.generate() before")
         last = self.turns[-1]
         text = last.text if response is None else response
         item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
-        return await self.submit_item(item)
+        return await self._ask_for(_SCORE, self.submit_item, item)
+
+    async def _ask_for(self, what: str, submit: Callable[[Asked], Awaitable[Answer]], asked: Asked) -> Answer:
+        if self._asked_for is not None:
+            raise RuntimeError(f"{what} was asked for while {self._asked_for} was still waited for; {_ONE_AT_A_TIME}")
+        self._asked_for = what
+        try:
+            return await submit(asked)
+        finally:
+            self._asked_for = None
 
     def finish(self, score: Score, metrics: Mapping[str, float] | None = None) -> Trajectory:
         """The trajectory as it is now.
@@ -168,7 +212,7 @@ class Session:
             weight_versions=np.array(self._versions, dtype=np.int64),
             reward=score.reward,
             is_correct=score.is_correct,
-            finish_reason="length" if self.turns and self.turns[-1].is_truncated else "stop",
+            finish_reason="length" if self._overlong or (self.turns and self.turns[-1].is_truncated) else "stop",
             num_turns=len(self.turns),
             prompt_text=self.prompt.text,
             response_text=self.decode(self._token_ids[len(self.prompt.token_ids) :])
@@ -176,11 +220,21 @@ class Session:
             else "".join(turn.text for turn in self.turns),
             fault=score.fault,
             fault_message=score.message,
+            overlong=self._overlong,
             rewards=dict(score.rewards),
             routed_experts=self._routed_experts,
             model_inputs=dict(self.model_inputs),
             metrics={**(metrics or {}), **kept},
         )
+
+    def failed(self, fault: Fault, message: str) -> Trajectory:
+        """Return the trajectory as it is now, with the reason why it has no score.
+
+        Args:
+            fault: Kind of the failure.
+            message: What went wrong, in one line.
+        """
+        return self.finish(Score(0.0, is_correct=False, fault=fault, message=message))
 
 
 def response_text(token_ids: TokenIds, sampling: SamplingParameters, decode: Decode) -> str:
@@ -215,20 +269,30 @@ class RolloutFunction:
 
     Args:
         function: Makes one trajectory.
+        name: Its name in the configuration.
     """
 
-    def __init__(self, function: Callable[[Session], Awaitable[Trajectory]]):
-        self._function = function
+    def __init__(self, function: Callable[[Session], Awaitable[object]], name: str):
+        self._function, self._name = function, name
 
     async def rollout(self, session: Session) -> Trajectory:
         """Makes one trajectory; where the function raises it ends as it is, with the fault."""
         try:
-            return await self._function(session)
+            return self._checked(await self._function(session), session)
         except Exception as error:
-            return session.finish(Score(0.0, is_correct=False, fault=Fault.ERROR, message=one_line(error)))
+            return session.failed(Fault.ERROR, one_line(error))
 
-
-ROLLOUT_KEY = "env.rollout"
+    def _checked(self, found: object, session: Session) -> Trajectory:
+        """Check what a user's function has returned: its type is not known before."""
+        if not isinstance(found, Trajectory):
+            got = "None" if found is None else f"an object of type {type(found).__name__}"
+            raise TypeError(f"{ROLLOUT_KEY}: {self._name} returned {got}, expected {_EXPECTED}")
+        if found.group_id != session.group_id:
+            raise ValueError(
+                f"{ROLLOUT_KEY}: {self._name} returned a trajectory of {found.group_id} for {session.group_id},"
+                f" expected {_EXPECTED}"
+            )
+        return found
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
@@ -245,7 +309,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             f"{ROLLOUT_KEY}: {config.rollout} is {described(function)}, expected a coroutine function (async def) that"
             " takes a Session and returns its Trajectory"
         )
-    return RolloutFunction(function)
+    return RolloutFunction(function, config.rollout)
 
 
 def _seed_of_turn(seed: int, turn: int) -> int:

@@ -11,7 +11,7 @@ from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.environments.interface import METRIC_NAMES, Fault
 from nemo_rl_moe.errors import EnvironmentFailedError, RoutingTapeError
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
-from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.rollouts.trajectory import OVERLONG_METRIC, Trajectory
 
 KEY = "grpo.max_consecutive_failed_steps"
 _MOST_TOLD = 5
@@ -46,6 +46,7 @@ class FaultWatch:
         self._max_failed, self._score_truncated, self._warn = max_failed, score_truncated, warn
         self._on_failure: OnFailure = on_failure
         self._told: set[Fault] = set()
+        self._has_told_overlong = False
         self._failed_in_a_row = 0
 
     def observe(self, trajectories: Sequence[Trajectory]) -> None:
@@ -57,6 +58,7 @@ class FaultWatch:
         failed = [trajectory for trajectory in trajectories if trajectory.fault is not None]
         for trajectory in failed:
             self._tell_first_of_its_kind(trajectory)
+        self._tell_first_overlong(trajectories)
         if any(self._is_scored(trajectory) for trajectory in trajectories):
             self._failed_in_a_row = 0
         elif failed:  # otherwise all were cut
@@ -71,6 +73,16 @@ class FaultWatch:
         self._warn(
             f"the environment failed to score a response, {_CONSEQUENCES[self._on_failure]}: {_described(trajectory)};"
             f" further ones are counted as {METRIC_NAMES[fault]} (env.on_failure: {self._on_failure})"
+        )
+
+    def _tell_first_overlong(self, trajectories: Sequence[Trajectory]) -> None:
+        first = next((trajectory for trajectory in trajectories if trajectory.overlong), None)
+        if first is None or self._has_told_overlong:
+            return
+        self._has_told_overlong = True
+        self._warn(
+            f"{first.overlong}: none of them is added, and the trajectory ends there, as one that was cut (sample"
+            f" {first.sample_id}); further ones are counted as {OVERLONG_METRIC}"
         )
 
     def _end_if_one_too_many(self, failed: Sequence[Trajectory], num_responses: int) -> None:

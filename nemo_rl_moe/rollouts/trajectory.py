@@ -29,6 +29,8 @@ FinishReason = Literal["stop", "length"]
 NOT_SAMPLED = -1
 """Weight version of a token that no model drew."""
 
+OVERLONG_METRIC = "env/num_overlong"
+
 
 @dataclass(frozen=True)
 class Trajectory:
@@ -51,6 +53,7 @@ class Trajectory:
         response_text: What came of it, for the eye.
         fault: Why the environment gave no reward; None where it did.
         fault_message: What went wrong, in one line.
+        overlong: Message about tokens of the environment that did not fit, before which it ended; empty where all did.
         rewards: Several rewards by name, of which `reward` is the weighted sum; empty where there is one number, and
             where the environment gave none.
         routed_experts: Experts of each token in each MoE layer, `[moe_layers, topk]` int16 a token, as the pass chose
@@ -73,6 +76,7 @@ class Trajectory:
     response_text: str = ""
     fault: Fault | None = None
     fault_message: str = ""
+    overlong: str = ""
     rewards: Mapping[str, float] = field(default_factory=dict)
     routed_experts: StoredRows | None = None
     model_inputs: Mapping[str, ModelInput] = field(default_factory=dict)
@@ -185,10 +189,10 @@ def rollout_metrics(
     """Metrics of trajectories without regard to their groups; training and validation report the same.
 
     `accuracy`, `mean_gen_tokens_per_sample`, `max_gen_tokens_per_sample` (sampled tokens), `truncation_rate`,
-    `mean_turns_per_sample` where any has several turns, and the means of the environment's own are of all trajectories:
-    one that could not be scored is not right. `reward`, `reward_std`, and of each named reward `rewards/NAME/mean` and
-    `rewards/NAME/std`, are of those whose rewards count, and are left out where none does. The weighted sum of the
-    named means is `reward`.
+    `mean_turns_per_sample` where any has several turns, `env/num_overlong` where tokens of the environment did not fit,
+    and the means of the environment's own are of all trajectories: one that could not be scored is not right. `reward`,
+    `reward_std`, and of each named reward `rewards/NAME/mean` and `rewards/NAME/std`, are of those whose rewards count,
+    and are left out where none does. The weighted sum of the named means is `reward`.
 
     Args:
         trajectories: All of them.
@@ -204,6 +208,8 @@ def rollout_metrics(
     turns = [trajectory.num_turns for trajectory in trajectories]
     if max(turns) > 1:
         metrics["mean_turns_per_sample"] = float(np.mean(turns))
+    if num_overlong := sum(bool(trajectory.overlong) for trajectory in trajectories):
+        metrics[OVERLONG_METRIC] = float(num_overlong)
     for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
         found = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         metrics[name] = float(np.mean(found))

@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tests of whole GRPO runs share: prompts, settings, and the command that a user types."""
 
+import asyncio
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,21 @@ async def ask_twice(session: Session) -> Trajectory:
     second = await session.generate()
     digits = sum(character.isdigit() for character in first.text + second.text)
     return session.finish(Score(digits / 16, is_correct=digits > 4), {"env/num_digits": float(digits)})
+
+
+HANG_FILE = "hang"
+"""While a file of this name is in the working folder, `ask_twice_or_hang` hangs: "await", "block" or "thread"."""
+
+
+async def ask_twice_or_hang(session: Session) -> Trajectory:
+    """`ask_twice`, with a tool that hangs in one of four trajectories."""
+    hang = Path(HANG_FILE)
+    if session.seed % 4 == 0 and hang.exists():
+        how = hang.read_text()
+        if how == "block":
+            time.sleep(3600)
+        await (asyncio.to_thread(time.sleep, 3600) if how == "thread" else asyncio.sleep(3600))
+    return await ask_twice(session)
 
 
 def command(overrides: list[str], exemplar: Path = EXEMPLAR) -> list[str]:

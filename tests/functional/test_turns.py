@@ -4,6 +4,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,28 @@ def test_trajectories_of_two_turns_are_trained_on(tmp_path: Path) -> None:
     assert all("+1=" in sample["response"] for sample in samples)
     assert len({sample["response"].split("+1=")[0][-1] for sample in samples}) > 1, "the questions differ"
     assert {sample["weight_version"] for sample in samples} == {0, 1}
+
+
+@pytest.mark.parametrize("how", ["await", "block"])
+def test_a_tool_that_hangs_costs_its_trajectories_alone(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(grpo_runs.HANG_FILE).write_text(how)
+    data = grpo_runs.make_prompts(tmp_path / "data", 12)
+    turns = {
+        "env__rollout": "tests.functional.grpo_runs:ask_twice_or_hang",
+        "env__rollout_timeout_s": 2.0,
+        "policy__generation__max_new_tokens": 6,
+        "grpo__max_num_steps": 1,
+        "data__validation": None,
+    }
+    done = grpo_runs.run_here(
+        grpo_runs.settings(tmp_path, data, **turns, **sft_runs.only_jsonl()), Path(os.curdir).absolute()
+    )
+    assert done.returncode == 0, done.stderr
+    (told,) = [line for line in done.stdout.splitlines() if "failed to score" in line]
+    assert "took longer than env.rollout_timeout_s=2 (at grpo_runs.py:" in told
+    (step,) = read_metrics(sft_runs.only_run_folder(tmp_path) / METRICS_FILE_NAME)
+    assert 0 < step.metrics["train/env/num_timeouts"] < 16
+    assert math.isfinite(step.metrics["train/loss"])

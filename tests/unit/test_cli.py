@@ -208,3 +208,15 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert caught.value.code == 0
         printed = capsys.readouterr().out
         assert all(word in printed for word in words)
+
+
+def test_a_thread_that_never_ends_does_not_keep_a_run() -> None:
+    program = (
+        "import sys, threading, time\n"
+        "from nemo_rl_moe import cli\n"
+        "threading.Thread(target=time.sleep, args=(3600,)).start()\n"
+        "cli.main, cli.LEAVING_S = lambda: 3, 0.2\n"
+        "cli._run_process()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, "--run-id", "x"], timeout=120, check=False)
+    assert done.returncode == 3

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loop of GRPO over fakes: what it does in which order, and what it logs once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,12 +20,14 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.loggers.console import train_line
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.rollouts.faults import TapeWatch
+from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
@@ -531,3 +533,55 @@ def test_a_run_that_is_stopped_and_resumed_does_what_one_that_never_stopped_does
     batches = [*first.policy.batches, *second.policy.batches]
     assert [batch.input_ids.tolist() for batch in batches] == [b.input_ids.tolist() for b in whole.policy.batches]
     assert second.summary.first_validation == whole.summary.first_validation
+
+
+def loop_given_up_at(generation: int, *overrides: str, start: LoopState | None = None) -> Loop:
+    """A loop that is asked to stop, and whose rollouts hang, at a generation counted from 1, validations included."""
+
+    asked: list[str] = []
+
+    class GivenUp(FakeEngine):
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            if len(self.requests) + 1 == generation:
+                asked.append("SIGTERM")
+                raise RolloutsGivenUpError("SIGTERM: they hang")
+            yield from super().generate(requests)
+
+    class Stopped(Loop):
+        def _stop_reason(self) -> str | None:
+            return asked[-1] if asked else None
+
+    config = small_config("grpo.max_num_epochs=4", "grpo.max_num_steps=5", *overrides)
+    return Stopped(config, engine_class=GivenUp, start=start or LoopState())
+
+
+def test_a_step_that_is_given_up_leaves_the_one_before_it_saved() -> None:
+    loop = loop_given_up_at(3)
+    assert loop.diary[-3:] == ["log 2", "save 2", "finish"]
+    assert (loop.summary.num_steps, loop.summary.stopped_for) == (2, "SIGTERM")
+    whole = Loop(loop.config)
+    rest = Loop(loop.config, start=loop.checkpoints.states[-1])
+    batches = [*loop.policy.batches, *rest.policy.batches]
+    assert [batch.input_ids.tolist() for batch in batches] == [b.input_ids.tolist() for b in whole.policy.batches]
+
+
+def test_a_step_whose_validation_is_given_up_is_recorded_without_it() -> None:
+    loop = loop_given_up_at(3, "grpo.val_period=2")
+    assert loop.steps == [1, 2]
+    assert loop.logger.steps_with("val/reward") == []
+    assert [(step, split) for step, split, _ in loop.samples] == [(1, "train"), (2, "train")]
+    assert loop.diary[-3:] == ["save 2", "log 2", "finish"]
+
+
+@pytest.mark.parametrize("generation", [1, 2])
+def test_before_the_first_step_nothing_is_saved(generation: int) -> None:
+    loop = loop_given_up_at(generation, "grpo.val_at_start=true")
+    assert (loop.summary.num_steps, loop.summary.stopped_for) == (0, "SIGTERM")
+    assert not loop.policy.batches
+    assert not loop.checkpoints.states
+
+
+def test_what_a_run_has_gone_on_from_is_not_saved_again() -> None:
+    loop = loop_given_up_at(1, start=LoopState(step=2, batches_taken=2))
+    assert (loop.summary.num_steps, loop.summary.stopped_for) == (2, "SIGTERM")
+    assert not loop.checkpoints.states

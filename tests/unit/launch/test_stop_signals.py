@@ -32,7 +32,8 @@ try:
             while stop.reason() is None:
                 time.sleep(0.02)
             say(f"asked by {stop.reason()}")
-            sys.stdin.readline()
+            if sys.stdin.readline() == "end now\\n":
+                stop.end_now()
         say("saved")
 except KeyboardInterrupt:
     say("KeyboardInterrupt")
@@ -62,10 +63,10 @@ def next_line(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().rstrip()
 
 
-def go_on(process: subprocess.Popen[str]) -> str:
+def go_on(process: subprocess.Popen[str], how: str = "") -> str:
     """Lets the program leave the place where it waits, and returns what it says next."""
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(f"{how}\n")
     process.stdin.flush()
     return next_line(process)
 
@@ -93,6 +94,18 @@ def test_in_the_loop_the_second_one_ends_it_at_once(program: subprocess.Popen[st
         program.wait(1.2)  # it waits for its stdin
     program.send_signal(signal.SIGTERM)
     assert program.wait(LIMIT_S) == 143
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_loop_that_has_nothing_to_keep_ends_as_if_it_had_not_begun(
+    program: subprocess.Popen[str], number: signal.Signals, code: int
+) -> None:
+    go_on(program)
+    assert go_on(program) == "in the loop"
+    program.send_signal(number)
+    assert next_line(program) == f"asked by {number.name}"
+    go_on(program, "end now")
+    assert program.wait(LIMIT_S) == code
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -17,7 +17,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.environment import RolloutFunction, Session, SingleTurn, make_environment
-from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, training_batch
+from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory, rollout_metrics, training_batch
 from tests.support.grpo_fakes import END_TOKEN, SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
 
 
@@ -32,7 +32,7 @@ async def two_turns(session: Session) -> Trajectory:
 
 
 def run(function, engine=None, num_prompts=2, generations=2, max_tokens=100):  # type: ignore[no-untyped-def]
-    worker = make_worker(engine or FakeEngine(), FakeScorer(), RolloutFunction(function), max_tokens)
+    worker = make_worker(engine or FakeEngine(), FakeScorer(), RolloutFunction(function, "here:function"), max_tokens)
     return worker.run(prompts(num_prompts), generations, SAMPLING, (3, 1), PhaseClock())
 
 
@@ -254,8 +254,136 @@ def test_a_rollout_may_give_rewards_by_name() -> None:
         return session.finish(Score.named(rewards, is_correct=right))
 
     weights = {"accuracy": 2.0, "format": 1.0}
-    worker = make_worker(FakeEngine(), FakeScorer(), RolloutFunction(named), reward_weights=weights)
+    worker = make_worker(FakeEngine(), FakeScorer(), RolloutFunction(named, "here:named"), reward_weights=weights)
     first, second = worker.run(prompts(2), 1, SAMPLING, (3, 1), PhaseClock())
     assert (first.reward, first.rewards, first.is_correct) == (2.5, {"accuracy": 1.0, "format": 0.5}, True)
     assert (second.reward, second.rewards, second.fault) == (0.0, {}, Fault.ERROR)
     assert second.fault_message.endswith("did you mean accuracy?")
+
+
+def messages_of(function, **changes):  # type: ignore[no-untyped-def]
+    return [trajectory.fault_message for trajectory in run(function, generations=1, **changes)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [(None, "None"), (1.0, "an object of type float"), (Score(1.0, True), "an object of type Score")],
+)
+def test_what_a_function_must_return_is_told(returned: object, got: str) -> None:
+    async def forgets(session: Session) -> object:
+        await session.generate()
+        return session.finish(Score(1.0, is_correct=True)) if session.prompt.sample_id == "train:0" else returned
+
+    assert messages_of(forgets) == [
+        "",
+        f"TypeError: env.rollout: here:function returned {got}, expected the Trajectory that session.finish(score) of"
+        " its own session makes",
+    ]
+
+
+def test_a_trajectory_of_another_session_is_refused() -> None:
+    made: list[Trajectory] = []
+
+    async def returns_the_first(session: Session) -> Trajectory:
+        await session.generate()
+        made.append(session.finish(Score(1.0, is_correct=True)))
+        return made[0]
+
+    first, second = messages_of(returns_the_first)
+    assert first == ""
+    assert second.startswith("ValueError: env.rollout: here:function returned a trajectory of train:0#0 for train:1#1,")
+
+
+def test_a_second_request_while_one_is_waited_for_is_an_error_of_that_trajectory() -> None:
+    async def asks_at_once(session: Session) -> Trajectory:
+        await session.generate()
+        if session.prompt.sample_id == "train:1":
+            await asyncio.gather(session.generate(), session.generate())
+        await session.generate()
+        return session.finish(Score(1.0, is_correct=True))
+
+    assert messages_of(asks_at_once) == [
+        "",
+        "RuntimeError: a response was asked for while a response was still waited for; a session does one thing at a"
+        " time: await each before the next",
+    ]
+
+
+def test_tokens_added_while_a_response_is_waited_for_are_an_error_too() -> None:
+    async def adds_meanwhile(session: Session) -> Trajectory:
+        response = asyncio.ensure_future(session.generate())
+        await asyncio.sleep(0)
+        session.append([7])
+        await response
+        return session.finish(Score(1.0, is_correct=True))
+
+    assert all(
+        "tokens were added while a response was still waited for" in text for text in messages_of(adds_meanwhile)
+    )
+
+
+def test_a_score_needs_a_response() -> None:
+    async def scores_first(session: Session) -> Trajectory:
+        return session.finish(await session.score())
+
+    assert all("a score was asked for before the first response" in text for text in messages_of(scores_first))
+
+
+def test_a_function_may_give_up_waiting_for_a_response() -> None:
+    async def in_no_hurry(session: Session) -> Trajectory:
+        response = asyncio.ensure_future(session.generate())
+        await asyncio.sleep(0)
+        response.cancel()
+        await asyncio.wait([response])
+        await session.generate()
+        return session.finish(Score(1.0, is_correct=True))
+
+    engine = FakeEngine()
+    assert messages_of(in_no_hurry, engine=engine) == ["", ""]
+    assert [len(request.prompts) for request in engine.requests] == [2], "what nobody waits for is not generated"
+
+
+def test_an_answer_that_does_not_fit_ends_the_trajectory() -> None:
+    async def long_answer(session: Session) -> Trajectory:
+        await session.generate()
+        before = session.num_tokens
+        session.append([7] * (10_000 if session.prompt.sample_id == "train:1" else session.room))
+        assert (session.has_room, session.room) == (False, 0)
+        if session.prompt.sample_id == "train:1":
+            assert session.num_tokens == before, "nothing of it is trained behind"
+            with pytest.raises(ValueError, match="the trajectory is full, 10,000 tokens of the environment"):
+                await session.generate()
+            session.append([7])
+        return session.finish(await session.score())
+
+    fits, cut = run(long_answer, generations=1, max_tokens=80)
+    assert (len(fits.token_ids), fits.overlong, fits.finish_reason) == (80, "", "stop")
+    assert cut.overlong == (
+        f"10,000 tokens of the environment do not fit behind {len(cut.token_ids)} of at most 80"
+        " (policy.max_total_sequence_length)"
+    )
+    assert (cut.finish_reason, cut.fault) == ("length", None), "it is scored"
+    assert rollout_metrics([fits, cut])["env/num_overlong"] == 1.0
+    assert "env/num_overlong" not in rollout_metrics([fits])
+
+
+@pytest.mark.parametrize("last_row", [[], [-1], [77]])
+def test_a_row_for_the_last_token_means_nothing(last_row: list[int]) -> None:
+    """No pass has seen that token: of the next response's routes those of it count."""
+
+    class Routed(FakeEngine):
+        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+            for index, request in enumerate(requests):
+                fed = len(request.token_ids) + 1
+                routes = np.array([*range(fed), *last_row], dtype=np.int16).reshape(-1, 1, 1)
+                yield index, GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, StoredRows.of(routes))
+
+    async def asks_twice(session: Session) -> Trajectory:
+        await session.generate()
+        await session.generate()
+        return session.finish(Score(0.0, is_correct=False))
+
+    (found,) = run(asks_twice, Routed(), num_prompts=1, generations=1)
+    batch = training_batch([found], torch.zeros(1, 1), 0, leave_out_truncated=False).fetched(list)
+    size = len(found.token_ids)
+    assert batch.columns["routed_experts"].values[0, :, 0, 0].tolist() == [*range(size - 1), -1]

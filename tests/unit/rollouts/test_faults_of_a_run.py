@@ -54,6 +54,19 @@ def test_what_becomes_of_it_is_told(on_failure: OnFailure, told: str) -> None:
     assert f"failed to score a response, {told}: ValueError: a nine" in warnings[0]
 
 
+def test_the_first_answer_that_does_not_fit_is_told_with_its_numbers() -> None:
+    watched, warnings = watch()
+    long = [
+        replace(SCORED, overlong=f"{size} tokens of the environment do not fit", sample_id="p:3") for size in (9, 8)
+    ]
+    watched.observe([SCORED, *long])
+    watched.observe(long)
+    assert warnings == [
+        "9 tokens of the environment do not fit: none of them is added, and the trajectory ends there, as one that was"
+        " cut (sample p:3); further ones are counted as env/num_overlong"
+    ]
+
+
 def test_a_step_without_any_score_ends_the_run() -> None:
     watched, warnings = watch()
     with pytest.raises(EnvironmentFailedError) as error:

@@ -1,0 +1,70 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A run whose tool hangs says so, stops when it is asked to, and goes on as if nothing had happened."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
+from tests.functional import grpo_runs, run_kills, sft_runs
+
+START_LIMIT_S = 240.0
+END_LIMIT_S = 120.0
+NUM_STEPS = 5
+
+
+def command(folder: Path, data: Path) -> list[str]:
+    changes: dict[str, Any] = {
+        "env__rollout": "tests.functional.grpo_runs:ask_twice_or_hang",
+        "env__rollout_timeout_s": None,
+        "policy__generation__max_new_tokens": 6,
+        "grpo__max_num_steps": NUM_STEPS,
+        "data__validation": None,
+        "checkpointing__save_period": 2,
+        "checkpointing__metric_name": None,
+        "checkpointing__resume": "auto",
+        "checkpointing__checkpoint_dir": folder / "checkpoints",
+        **sft_runs.only_jsonl(),
+    }
+    return grpo_runs.command(grpo_runs.settings(folder, data, **changes))
+
+
+def run_to_the_end(folder: Path, data: Path) -> str:
+    with run_kills.running(command(folder, data), folder) as run:
+        assert run.wait_for_end(START_LIMIT_S + END_LIMIT_S) == 0, run.printed + run.errors
+        return run.printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["await", "block", "thread"])
+def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Path) -> None:
+    data = grpo_runs.make_prompts(tmp_path / "data", 24)
+    unharmed, struck = tmp_path / "unharmed", tmp_path / "struck"
+    run_to_the_end(unharmed, data)
+    with run_kills.running(command(struck, data), struck) as run:
+        run.wait_for_text("step 2/", START_LIMIT_S)
+        (struck / grpo_runs.HANG_FILE).write_text(how)
+        run.wait_for_text("rollouts: no progress for ", START_LIMIT_S)
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait_for_end(END_LIMIT_S) == 0, run.printed + run.errors
+        run.wait_until_nothing_runs(0.0)
+        printed = run.printed
+    (struck / grpo_runs.HANG_FILE).unlink()
+    metrics = sft_runs.only_run_folder(struck) / METRICS_FILE_NAME
+    last = read_metrics(metrics)[-1].step
+    assert 2 <= last < NUM_STEPS
+    assert "warning: SIGTERM: this step is given up, as no trajectory has gone on for 10 s; waited for " in printed
+    assert (
+        f"stopped after step {last} of {NUM_STEPS} (SIGTERM); saved to {struck / f'checkpoints/step_{last}'}" in printed
+    )
+    assert "Traceback" not in printed
+
+    assert f"step_{last}" in run_to_the_end(struck, data), "it goes on from there"
+    names = sorted(path.name for path in (unharmed / "checkpoints/final").glob("*.safetensors"))
+    assert names
+    for name in names:
+        expected, found = (folder / "checkpoints/final" / name for folder in (unharmed, struck))
+        assert found.read_bytes() == expected.read_bytes(), "the weights of a run that nothing happened to"
