@@ -123,7 +123,7 @@ class SynchronousSource:
         self._start()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Generates until there are enough groups for a step.
+        """Generates until there are enough groups for a step, and lets the engine sleep.
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the
@@ -145,6 +145,7 @@ class SynchronousSource:
                 group = trajectories[index * num_generations : (index + 1) * num_generations]
                 # Without dynamic sampling every group is taken as it comes.
                 (informative if differ or not config.use_dynamic_sampling else zero_variance).append(group)
+        self._worker.engine.sleep()  # the trainer takes over, and new weights come behind it
         groups = [*informative, *zero_variance][: config.num_prompts_per_step]
         return RolloutGroups(
             trained=[trajectory for group in groups for trajectory in group],

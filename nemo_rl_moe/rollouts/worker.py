@@ -86,7 +86,7 @@ class RolloutWorker:
         seed_key: Sequence[int],
         clock: PhaseClock,
     ) -> list[Trajectory]:
-        """Trajectories of each prompt, group after group.
+        """Trajectories of each prompt, group after group. The engine stays awake: the source of a step lets it sleep.
 
         Args:
             prompts: At least one.
@@ -101,10 +101,7 @@ class RolloutWorker:
         """
         seeds = np.random.SeedSequence(list(seed_key)).generate_state(len(prompts) * num_generations, np.uint64)
         self.engine.wake()
-        try:
-            trajectories = _run_to_the_end(self._run(prompts, num_generations, sampling, seeds.tolist(), clock))
-        finally:
-            self.engine.sleep()
+        trajectories = _run_to_the_end(self._run(prompts, num_generations, sampling, seeds.tolist(), clock))
         self.watch(trajectories)
         return trajectories
 
