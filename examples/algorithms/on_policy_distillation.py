@@ -62,8 +62,8 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
         return
     policy = run.start_policy()
     teacher = run.start_role("teacher", teacher_model)
-    worker = start_rollouts(config, run, policy, prepared)
     run.restore()
+    worker = start_rollouts(config, run, policy, prepared)
     source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failure_rule(config))
     distillation = Distillation(config, policy, teacher, worker.engine, source, pad_token_id(prepared.model.tokenizer))
     run.end(distillation.train(run.open()))

@@ -20,9 +20,10 @@ from nemo_rl_moe.config.schema_grpo import (
     GRPOConfig,
     PolicyGradientLossConfig,
     PromptDataConfig,
+    generating,
 )
 from nemo_rl_moe.config.schema_policy import PolicyConfig
-from nemo_rl_moe.config.schema_run import CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE, CheckpointingConfig, ClusterConfig, DataConfig, LoggerConfig
 
 
 def _sigmoid_is_dpo(value: Any) -> Any:
@@ -131,3 +132,10 @@ class GRPOMasterConfig(MasterConfig):
     def updates_per_step(self) -> int:
         """Optimizer steps of one step, each on its own part of the responses."""
         return self.responses_per_step // self.policy.train_global_batch_size
+
+
+def engines_share_gpus(config: MasterConfig) -> bool:
+    """Return whether engines with a copy of the weights run on the GPUs of the policy."""
+    generates = generating(config.policy)
+    has_engines = generates is not None and generates.generation.backend != "megatron"
+    return has_engines and config.cluster.gpus_per_node > 0 and GENERATION_ROLE not in config.cluster.roles

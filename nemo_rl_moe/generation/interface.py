@@ -192,7 +192,10 @@ class GenerationEngine(Protocol):
         ...
 
     def sleep(self) -> None:
-        """Frees what only generation needs, while training runs; nothing where there is nothing to free."""
+        """Frees what only generation needs, when a step's responses are there; nothing where there is nothing to free.
+
+        What weights are freed too, `update_weights` brings again: it follows before the next step's responses.
+        """
         ...
 
     def wake(self) -> None:

@@ -34,6 +34,7 @@ from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
+from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.picture_rules import PictureRule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
@@ -93,8 +94,8 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     if run.is_complete:
         return
     policy = run.start_policy()
+    run.restore()  # before engines share its GPUs
     worker = start_rollouts(config, run, policy, prepared)
-    run.restore()
     recorder = run.open()
     failures = failure_rule(config)
     source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failures)
@@ -150,12 +151,19 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
 def start_engine(
     config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, model: PreparedModel, make_engine: EngineFactory
 ) -> GenerationEngine:
-    """Starts the generation engine for the rest of the run; one that keeps a copy of the weights has none yet."""
+    """Starts the generation engine for the rest of the run; one that keeps a copy of the weights has none yet.
+
+    The policy makes room before, as an engine wants its whole share of a GPU when it starts; then it sleeps until it
+    gets weights.
+    """
+    policy.prepare_for_generation(PhaseClock())
     own_cluster = run.start_places(GENERATION_ROLE) if GENERATION_ROLE in config.cluster.roles else None
     setup = EngineSetup(
         config, run.cluster, model.source, model.hf_config, model.tokenizer, policy, run.console.warn, own_cluster
     )
-    return run.use(running_engine(make_engine, setup, run.console))
+    engine = run.use(running_engine(make_engine, setup, run.console))
+    engine.sleep()
+    return engine
 
 
 def make_routing_measurements(

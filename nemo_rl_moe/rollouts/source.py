@@ -133,7 +133,7 @@ class SynchronousSource:
         self._start()
 
     def next(self, step: int, clock: PhaseClock) -> RolloutGroups:
-        """Generates until there are enough groups for a step.
+        """Generates until there are enough groups for a step, and lets the engine sleep.
 
         Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476, section 3.2) replaces zero-variance groups by those of
         further prompts. After `dynamic_sampling_max_gen_batches` rounds, or when no prompts are left, they fill up the
@@ -162,6 +162,7 @@ class SynchronousSource:
                     informative.append(group)
                 else:
                     (zero_variance if takes_part[index] else left_out).append(group)
+        self._worker.engine.sleep()  # the trainer takes over, and new weights come behind it
         groups = [*informative, *zero_variance, *left_out][: config.num_prompts_per_step]
         return RolloutGroups(
             trained=[trajectory for group in groups for trajectory in group],

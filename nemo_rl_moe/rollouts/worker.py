@@ -105,7 +105,7 @@ class RolloutWorker:
         seed_key: Sequence[int],
         clock: PhaseClock,
     ) -> list[Trajectory]:
-        """Trajectories of each prompt, group after group.
+        """Trajectories of each prompt, group after group. The engine stays awake: the source of a step lets it sleep.
 
         Args:
             prompts: At least one.
@@ -122,12 +122,9 @@ class RolloutWorker:
         seeds = np.random.SeedSequence(list(seed_key)).generate_state(len(prompts) * num_generations, np.uint64)
         thread = ThreadTime(self.limits.clock)
         self.engine.wake()
-        try:
-            with RolloutWatch(self.limits, thread) as watch:
-                call = _Call(self, sampling, clock, thread, watch)
-                trajectories = _run_to_the_end(call.run(prompts, num_generations, seeds.tolist()))
-        finally:
-            self.engine.sleep()
+        with RolloutWatch(self.limits, thread) as watch:
+            call = _Call(self, sampling, clock, thread, watch)
+            trajectories = _run_to_the_end(call.run(prompts, num_generations, seeds.tolist()))
         self.watch(trajectories)
         return trajectories
 

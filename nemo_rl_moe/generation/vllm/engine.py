@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from nemo_rl_moe.generation.registry import EngineSetup
 
 _PROGRESS = "progress"
+PARTS = ("weights", "kv_cache")
+"""Parts of an engine's memory that are given back while it sleeps, as vLLM names them."""
 POLL_S = 2.0
 """Seconds between questions to engines from which nothing has come."""
 
@@ -89,6 +91,7 @@ class _Engine:
         results: Its stream of answers; None while it has nothing to do.
         progress: Its steps when it was last asked.
         since: When they last grew.
+        asleep: Parts of its memory that are given back.
     """
 
     number: int
@@ -96,6 +99,7 @@ class _Engine:
     results: Any = None
     progress: int = -1
     since: float = 0.0
+    asleep: set[str] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -150,16 +154,16 @@ class VllmEngine:
         self._refit = refit
         self._warn = warn
         self._version: int | None = None
-        self._is_asleep = False
         self._engines: list[_Engine] = []
         self._num_started = 0
         self._start_missing()
 
     def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """Continuations as they finish.
+        """Continuations as they finish; engines without weights get those that the policy has.
 
         Raises:
-            GenerationError: Engines fail again and again, or pictures and image tokens of a request do not go together.
+            GenerationError: Engines fail again and again, one of them sleeps, or pictures and image tokens of a request
+                do not go together.
             ValueError: A request has inputs beside its tokens, and the model takes text alone.
         """
         self._check_inputs(requests)
@@ -169,6 +173,7 @@ class VllmEngine:
             if self._version is None or not self._engines:
                 self._refit(self)
             num_before = len(self._engines)
+            self._require_awake()
             yield from self._answers(waiting)
             lives -= num_before - len(self._engines)
             if lives < 0:
@@ -271,9 +276,11 @@ class VllmEngine:
             model_inputs: Of each sequence, as of a `GenerationRequest`; none at all where all are text.
 
         Raises:
-            GenerationError: An engine died or does not answer; another one takes its place with the next weights.
+            GenerationError: An engine has no weights, or died, or does not answer; another one takes the place of such
+                a one with the next weights.
         """
-        self._wake("kv_cache")  # a paused engine would wait for it for ever
+        self._wake("kv_cache")
+        self._require_awake()
         calls = [(engine, engine.actor.score.remote(sequences, temperature, *model_inputs)) for engine in self._engines]
         scores: list[list[Float[np.ndarray, " tokens"]]] = []
         problem = None
@@ -335,28 +342,47 @@ class VllmEngine:
         self._version = version
 
     def sleep(self) -> None:
-        """Frees the GPUs that are the trainer's too; on a CPU there is nothing to free."""
-        if self._settings.on_gpus and self._placement.is_shared and not self._is_asleep:
-            self._ask_all("sleep")
-            self._is_asleep = True
+        """Frees the GPUs that are the trainer's too, of the weights as well: the next ones are needed to generate."""
+        if not (self._settings.on_gpus and self._placement.is_shared):
+            return
+        for part in PARTS:  # vLLM leaves an engine as it is that sleeps in part
+            self._wake(part, [engine for engine in self._engines if engine.asleep != set(PARTS)])
+        for engine, _ in self._ask("sleep", [engine for engine in self._engines if not engine.asleep]):
+            engine.asleep = set(PARTS)
+        self._version = None
 
     def wake(self) -> None:
         """Takes the memory of the key-value cache again; that of the weights is taken when they come."""
-        if self._is_asleep:
-            self._wake("kv_cache")
-            self._is_asleep = False
+        self._wake("kv_cache")
 
-    def _wake(self, part: str) -> None:
-        if self._is_asleep:
-            self._ask_all("wake", part)
+    def _wake(self, part: str, engines: Sequence[_Engine] | None = None) -> None:
+        """Takes the memory of a part again, of all engines or of some, where it is given back."""
+        asleep = [engine for engine in (self._engines if engines is None else engines) if part in engine.asleep]
+        for engine, _ in self._ask("wake", asleep, part):
+            engine.asleep.remove(part)
 
-    def _ask_all(self, method: str, *arguments: Any) -> None:
-        """Calls a method of every engine; those that die or do not answer are given up."""
-        for engine, call in [(each, getattr(each.actor, method).remote(*arguments)) for each in self._engines]:
+    def _require_awake(self) -> None:
+        """Asks the engines themselves: one that sleeps in part would take requests and answer none of them.
+
+        Raises:
+            GenerationError: One sleeps.
+        """
+        for engine, parts in self._ask("asleep", self._engines):
+            if parts:
+                raise GenerationError(
+                    f"{engine.name} cannot generate: asleep are {', '.join(parts)}; expected wake() and, after sleep(),"
+                    " new weights before"
+                )
+
+    def _ask(self, method: str, engines: Sequence[_Engine], *arguments: Any) -> list[tuple[_Engine, Any]]:
+        """Calls a method of engines; what each that answers returns. Those that die or do not answer are given up."""
+        answers = []
+        for engine, call in [(each, getattr(each.actor, method).remote(*arguments)) for each in engines]:
             try:
-                ray.get(call, timeout=self._stall_timeout_s)
+                answers.append((engine, ray.get(call, timeout=self._stall_timeout_s)))
             except RayError as error:
                 self._give_up(engine, reason_of(error))
+        return answers
 
     def shutdown(self) -> None:
         """Ends the actors; those that do not answer leave the model's files for the next one to remove."""

@@ -143,6 +143,30 @@ def forget_packed_experts(model: nn.Module) -> None:
 
 
 @dataclass
+class StepCount:
+    """Number of steps in which an engine's model ran."""
+
+    value: int = 0
+
+
+def count_steps(engine: Any, count: StepCount) -> None:
+    """Has an engine count its steps with tokens; one whose scheduler is paused makes others, at once and for ever."""
+    execute = engine.model_executor.execute_model
+
+    def counted(scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        count.value += scheduled.total_num_scheduled_tokens > 0
+        return execute(scheduled, *args, **kwargs)
+
+    engine.model_executor.execute_model = counted
+
+
+def sleeping_parts(engine: Any) -> list[str]:
+    """Tags of an engine's memory that is given back, and `scheduler` where that is paused."""
+    parts = sorted(engine.model_executor.sleeping_tags)
+    return [*parts, "scheduler"] if engine.is_sleeping() else parts
+
+
+@dataclass
 class PromptTemperature:
     """Temperature of the log-probs of prompt tokens, which belong to no sampling."""
 

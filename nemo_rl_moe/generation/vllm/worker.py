@@ -21,6 +21,7 @@ from nemo_rl_moe.distributed.node_tools import folder_of_this_process
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
+from nemo_rl_moe.generation.vllm import releases
 from nemo_rl_moe.generation.vllm.images import PicturePrompts, PictureSettings, as_loader_expects, register
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
@@ -78,7 +79,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         outlive_requests_to_stop()
         sys.path += [folder for folder in search_path if folder not in sys.path]
         self._settings = settings
-        self._num_steps = 0
+        self._steps = releases.StepCount()
         self._stored: list[Any] = []
         self._engine: Any = None
         self._folder: Path | None = None
@@ -92,8 +93,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return None
 
     def _start(self) -> None:
-        from nemo_rl_moe.generation.vllm import releases
-
         settings = self._settings
         releases.set_environment(on_gpus=settings.on_gpus)
         if not settings.on_gpus:
@@ -145,6 +144,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
             )
         )
         self._engine.collective_rpc(_prepare, args=(settings.max_tokens if settings.captures_routes else None,))
+        releases.count_steps(self._engine, self._steps)
 
     def close(self) -> None:
         """Removes the model's files; the process is killed afterwards."""
@@ -156,8 +156,8 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return os.getpid()
 
     def num_steps(self) -> int:
-        """Steps of the engine so far: one that generates makes progress."""
-        return self._num_steps
+        """Steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
+        return self._steps.value
 
     def generate(
         self, requests: Mapping[int, GenerationRequest], version: int
@@ -172,7 +172,6 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         try:
             while self._engine.has_unfinished_requests():
                 outputs = self._engine.step()
-                self._num_steps += 1
                 if finished := [output for output in outputs if output.finished]:
                     numbers = [int(output.request_id) for output in finished]
                     yield list(zip(numbers, self._sequences(finished, requests, version), strict=True))
@@ -249,7 +248,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         return next((problem for problem in problems if problem is not None), None)
 
     def sleep(self) -> None:
-        """Frees the memory of weights and key-value cache, on GPUs: the next weights come from the trainer."""
+        """Frees the memory of weights and key-value cache, on GPUs; the weights are lost."""
         if self._settings.on_gpus:
             self._engine.sleep(level=2)
 
@@ -258,9 +257,12 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         if self._settings.on_gpus:
             self._engine.wake_up(tags=[part])
 
+    def asleep(self) -> list[str]:
+        """Parts that sleep by vLLM's own account: while there are any, it takes requests and answers none."""
+        return releases.sleeping_parts(self._engine)
+
 
 def _prepare(worker: Any, captured_tokens: int | None) -> None:
-    from nemo_rl_moe.generation.vllm import releases
     from nemo_rl_moe.generation.vllm.routes import RouteRecorder
 
     worker.prompt_temperature = releases.report_logprobs_at_temperature(worker.model_runner)
@@ -283,8 +285,6 @@ def _set_prompt_temperature(worker: Any, temperature: float) -> None:
 
 
 def _receive(worker: Any, spec: TransportSpec, first_receiver: int, pictures: PictureSettings | None) -> str | None:
-    from nemo_rl_moe.generation.vllm import releases
-
     runner = worker.model_runner
 
     def load(tensors: Iterator[NamedTensor]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
 from nemo_rl_moe.distributed.batch import (
@@ -100,6 +100,7 @@ class MegatronPolicy(ModelWorkers):
         generates = generating(config.policy)
         self._weight_transport = "files" if generates is None else generates.generation.weight_transport
         self._num_failed_transfers = 0
+        self._engines_share_gpus = engines_share_gpus(config)
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
         """One optimizer step for each global batch in `batch`."""
@@ -178,9 +179,14 @@ class MegatronPolicy(ModelWorkers):
         return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
     def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Moves the optimizer's state to the host, and frees gradients, where the configuration says so."""
+        """Moves the optimizer's state to the host, and frees gradients, where the configuration says so.
+
+        Engines on the same GPUs get what the ranks' allocators keep of the step before, whatever is moved.
+        """
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
+        if self._engines_share_gpus:
+            self._workers.call_all("empty_cache")
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
         """The same before log-probability passes."""
@@ -290,6 +296,7 @@ class MegatronPolicy(ModelWorkers):
         problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
         for problem in filter(None, problems):
             raise problem
+        self._is_offloaded = False  # ranks have it back
         self.weight_version = self._workers.call_all("weight_version")[0]
 
     def _transfer_folder(self) -> Path:

@@ -215,6 +215,12 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         """Moves it back."""
         self._trainer.onload_optimizer()
 
+    def empty_cache(self) -> None:
+        """Gives the device's memory back that torch's allocator keeps for later."""
+        import torch
+
+        torch.cuda.empty_cache()
+
     def weight_version(self) -> int:
         """Optimizer steps that changed the weights since the start of training."""
         return self._trainer.num_updates

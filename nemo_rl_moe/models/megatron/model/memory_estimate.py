@@ -277,11 +277,15 @@ class WorkerMemory:
         return self.optimizer.state if self.is_moved else 0
 
     @property
-    def peak_at_least(self) -> int:
-        """Lower bound of the peak: in a backward pass, in the optimizer step, or while generating."""
+    def while_training_at_least(self) -> int:
+        """Lower bound of the peak of training: in a backward pass, or in the optimizer step."""
         in_a_step = self.optimizer.float32_gradients + self.optimizer.float32_moments
-        training = self.always + max(self.activations_at_least, in_a_step)
-        return max(training, self.while_generating + self.key_value_cache)
+        return self.always + max(self.activations_at_least, in_a_step)
+
+    @property
+    def peak_at_least(self) -> int:
+        """Lower bound of the peak of tensors: while training, or while generating."""
+        return max(self.while_training_at_least, self.while_generating + self.key_value_cache)
 
 
 def worker_memory(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, stage: int) -> WorkerMemory:

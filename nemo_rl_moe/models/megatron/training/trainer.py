@@ -217,6 +217,7 @@ class MegatronModel:
         finally:
             # The ranks bring each tensor together: one that stopped early would keep the others waiting.
             deque(tensors, maxlen=0)
+            torch.cuda.empty_cache()  # of the tensors that were brought together: the engine's cache comes next
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.

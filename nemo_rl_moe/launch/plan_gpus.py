@@ -1,0 +1,178 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Lines of a plan on the GPUs of a run: engines of vLLM, the memory of a GPU at each moment, and whether it fits."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, engines_share_gpus
+from nemo_rl_moe.distributed.accelerators import Target
+from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, bytes_on_the_way, engine_memory
+from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, worker_memory
+from nemo_rl_moe.models.megatron.model.memory_moments import (
+    KEPT_BYTES,
+    PROCESS_BYTES,
+    EngineShare,
+    Moment,
+    fullest,
+    moments,
+    smallest_device,
+)
+
+# isort: split
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+UNITS = {"GB": 10**9, "MB": 10**6}
+_GPU_SIZES_GB = (80, 141)
+
+
+def has_engine_beside(config: MasterConfig) -> bool:
+    """Return whether engines of vLLM run on the trainer's GPUs."""
+    return (
+        isinstance(config, GRPOMasterConfig)
+        and config.policy.generation.backend == "vllm"
+        and engines_share_gpus(config)
+    )
+
+
+def moment_lines(
+    config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
+) -> list[str]:
+    """Return lines on the memory of the fullest GPU at each moment of a run, with its parts."""
+    size = _GPU_SIZES_GB[0] if target is None else target.card.memory_gb
+    found = moments_of_the_fullest(config, transformer, hf_config, size * UNITS["GB"])
+    heads = ["trainer", "engine", "processes", "sum"]
+    cells = [
+        [f"{part / UNITS['GB']:.2f}" for part in (moment.trainer, moment.engine, moment.processes, moment.total)]
+        for moment in found
+    ]
+    width = max(map(len, heads))
+    label_width = max(len(moment.name) for moment in found)
+    table = [
+        f"  {label:<{label_width}}  " + "  ".join(f"{cell:>{width}}" for cell in row)
+        for label, row in zip(["", *(moment.name for moment in found)], [heads, *cells], strict=True)
+    ]
+    estimates = (
+        f"  estimates: CUDA's context and NCCL, {PROCESS_BYTES / UNITS['GB']:g} GB a process; what an engine keeps"
+        f" besides while it sleeps, {KEPT_BYTES / UNITS['GB']:g} GB"
+    )
+    return [f"Memory of a GPU with {size} GB at each moment, at least, in GB:", *table, estimates]
+
+
+def fit_line(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target) -> str:
+    """Return the line on the target's memory: how much of it the fullest moment leaves, of what is counted."""
+    memory = target.card.memory_gb * UNITS["GB"]
+    moment = fullest(moments_of_the_fullest(config, transformer, hf_config, memory))
+    of_it = f"the {target.card.memory_gb} GB of each {target.card.name}"
+    needed = f"{moment.total / UNITS['GB']:.2f} GB {moment.name}"
+    if moment.total > memory:
+        return f"{target}: does not fit: {needed} are more than {of_it}"
+    if _engines_lack_room(config, transformer, hf_config, memory):
+        return f"{target}: does not fit: an engine's weights and a cache are more than its share of {of_it}"
+    return f"{target}: fits, with {1 - moment.total / memory:.0%} of {of_it} to spare: {needed}"
+
+
+def moments_of_the_fullest(
+    config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int
+) -> list[Moment]:
+    """Return the moments of the pipeline stage whose GPUs are the fullest, on cards with so many bytes."""
+    engine = None
+    if isinstance(config, GRPOMasterConfig) and has_engine_beside(config):
+        share = int(config.policy.generation.vllm.gpu_memory_utilization * memory)
+        engine = EngineShare(engine_memory(config, transformer, hf_config), share)
+    by_stage = [moments(worker, engine) for worker in _workers(config, transformer, hf_config)]
+    return max(by_stage, key=lambda found: fullest(found).total)
+
+
+def _workers(config: MasterConfig, transformer: TransformerConfig, hf_config: Any) -> list[WorkerMemory]:
+    stages = range(transformer.pipeline_model_parallel_size)
+    return [worker_memory(config, transformer, hf_config, stage) for stage in stages]
+
+
+def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int) -> bool:
+    """Return whether vLLM's engines, on the trainer's GPUs or their own, lack room for their weights and a cache."""
+    if not isinstance(config, GRPOMasterConfig) or config.policy.generation.backend != "vllm":
+        return False
+    utilization = config.policy.generation.vllm.gpu_memory_utilization
+    return engine_memory(config, transformer, hf_config).cache(memory, utilization) <= 0
+
+
+def engine_lines(
+    config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
+) -> list[str]:
+    """Lines on the engines of `backend: vllm`: their places, their memory, and what lies beside them meanwhile."""
+    chosen, longest = config.policy.generation.vllm, config.policy.max_total_sequence_length
+    memory = engine_memory(config, transformer, hf_config)
+    on_the_way = bytes_on_the_way(config, transformer, hf_config)
+    on_gpus = config.cluster.gpus_per_node > 0
+    unit = "GB" if memory.weights >= 10**8 else "MB"
+
+    def shown(value: float) -> str:
+        return f"{value / UNITS[unit]:.2f}"
+
+    number, ranks = num_engines(config), chosen.tensor_parallel_size
+    gpus = f", of {ranks} {'GPU' if ranks == 1 else 'GPUs'} each" if on_gpus else ""
+    rows = [
+        ("engines", f"{number}{gpus}"),
+        (f"weights of each rank ({chosen.dtype or config.policy.precision})", shown(memory.weights)),
+        (f"key-value cache of a sequence, {longest} tokens", shown(memory.cache_of_a_token * longest)),
+    ]
+    if on_gpus:
+        workers = _workers(config, transformer, hf_config) if has_engine_beside(config) else []
+        rows += _device_rows(chosen.gpu_memory_utilization, memory, workers, longest, target)
+    else:
+        rows.append(
+            (
+                "key-value cache of each engine (policy.generation.vllm.cpu_cache_gib)",
+                shown(chosen.cpu_cache_gib * 2**30),
+            )
+        )
+    where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
+    rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
+    heading = f"Engines of vLLM, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"
+    return [heading, *aligned(rows), "  not counted: the engines' activations and buffers"]
+
+
+def _device_rows(
+    utilization: float, memory: EngineMemory, workers: Sequence[WorkerMemory], longest: int, target: Target | None
+) -> list[tuple[str, str]]:
+    """Return rows on a GPU of an engine, in GB.
+
+    Args:
+        utilization: Share that the engine may take.
+        memory: Memory of the engine's rank.
+        workers: Ranks of the trainer that share its GPU, one for each pipeline stage; empty: none does.
+        longest: Tokens of the longest sequence.
+        target: Machines that it is for; None: any.
+    """
+    rows = [("a GPU's share for its engine (policy.generation.vllm.gpu_memory_utilization)", f"{utilization:g}")]
+    least = memory.fits_from(0, utilization)
+    if workers:
+        least = max(smallest_device(worker, memory, utilization) for worker in workers)
+        held = max(worker.while_generating for worker in workers)
+        rows += [
+            ("beside it while it generates: held by the trainer, in GB", f"{held / UNITS['GB']:.2f}"),
+            ("kept while it sleeps, an estimate, in GB", f"{(PROCESS_BYTES + KEPT_BYTES) / UNITS['GB']:.2f}"),
+            ("GPUs on which both fit, from so many GB on", f"{least / 1e9:.0f}" if math.isfinite(least) else "none"),
+        ]
+    for size in _GPU_SIZES_GB if target is None else (target.card.memory_gb,):
+        cache = memory.cache(size * UNITS["GB"], utilization)
+        fits = size * UNITS["GB"] >= least and cache > 0
+        sequences = f", {cache // (memory.cache_of_a_token * longest):,} such sequences"
+        value = f"{cache / UNITS['GB']:.2f}{sequences}" if fits else "they do not fit"
+        rows.append((f"GPUs with {size} GB: key-value cache, in GB", value))
+    return rows
+
+
+def num_engines(config: GRPOMasterConfig) -> int:
+    """Engines of `backend: vllm`: as many as are asked for, or as the GPUs give; one on CPUs."""
+    chosen, cluster = config.policy.generation.vllm, config.cluster
+    places = cluster.gpus_per_node // chosen.tensor_parallel_size * cluster.num_nodes if cluster.gpus_per_node else 1
+    return chosen.num_engines or places
+
+
+def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return rows of a label and a value below each other."""
+    width = max(len(label) for label, _ in rows)
+    return [f"  {label:<{width}}  {value}" for label, value in rows]

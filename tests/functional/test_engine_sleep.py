@@ -1,0 +1,242 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that sleep while the trainer has their GPUs, in GRPO's own loop: a stand-in keeps vLLM's rules of sleep."""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from nemo_rl_moe.algorithms.grpo import train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.checkpoints.state import LoopState
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.generation.refit import refit
+from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
+from nemo_rl_moe.generation.vllm.worker import VllmSettings
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.rollouts.source import SynchronousSource
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.weight_sync.folder import FolderTransport
+from tests.conftest import REPOSITORY_ROOT
+from tests.support.clusters import cluster_config
+from tests.support.grpo_fakes import (
+    PAD_TOKEN,
+    SAMPLING,
+    FakePolicy,
+    FakeScorer,
+    ListLogger,
+    make_worker,
+    prompts,
+    small_config,
+)
+from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
+from tests.support.vllm_engines import FREE, SentWeights, generated, requests
+
+STAND_IN = REPOSITORY_ROOT / "tests/support/vllm_stand_in"
+FIRST_WEIGHTS = 20
+"""Value of the weights of version 0, and of the tokens that they draw; that of each later version is one more."""
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RayCluster, Path]]:
+    """A Ray whose processes import the stand-in, and the file of what engines do."""
+    log = tmp_path_factory.mktemp("engines") / "events.txt"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        path = [str(STAND_IN), str(REPOSITORY_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        patch.setenv("PYTHONPATH", os.pathsep.join(path))
+        patch.setenv("VLLM_STAND_IN_LOG", str(log))
+        cluster = RayCluster(cluster_config(1, 0, 2))
+        yield cluster, log
+        cluster.shutdown()
+
+
+class SendingPolicy(FakePolicy):
+    """A policy whose weights are one number, of its version."""
+
+    def weight_transport(  # type: ignore[override]
+        self, *, altered: bool = False, then: Callable[[], object] = lambda: None
+    ) -> FolderTransport:
+        number = torch.full((4,), float(FIRST_WEIGHTS + self.weight_version))
+        return SentWeights({"weights": number}, self.weight_version).weight_transport(then=then)
+
+
+@dataclass
+class Engines:
+    """One engine on a GPU of the trainer's, and what it has done.
+
+    Attributes:
+        cluster: A started Ray.
+        log: File of events.
+        policy: Has the weights.
+        stall_timeout_s: Of the engine.
+    """
+
+    cluster: RayCluster
+    log: Path
+    policy: SendingPolicy = field(default_factory=SendingPolicy)
+    stall_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        self.log.write_text("")
+        self.warnings: list[str] = []
+        machine: Any = SimpleNamespace(
+            placement_group=self.cluster.placement_group, config=SimpleNamespace(gpus_per_node=1, num_nodes=1)
+        )
+        self.engine = VllmEngine(
+            VllmSettings(
+                model_files={},
+                decodes_text=False,
+                dtype="bfloat16",
+                max_tokens=64,
+                max_sequences=None,
+                seed=0,
+                on_gpus=True,
+                tensor_parallel_size=1,
+                expert_parallel=False,
+                gpu_memory_utilization=0.5,
+                cpu_cache_gib=1,
+                num_threads=1,
+            ),
+            num_engines=1,
+            start_timeout_s=120.0,
+            stall_timeout_s=self.stall_timeout_s,
+            placement=Placement(machine, 1),
+            refit=lambda engine: refit(engine, self.policy),
+            warn=self.warnings.append,
+        )
+
+    def events(self) -> list[str]:
+        """What the engine has done so far."""
+        return self.log.read_text().splitlines()
+
+    def __enter__(self) -> "Engines":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.engine.shutdown()
+
+
+def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[tuple[int, str], set[int]]:
+    """GRPO's own loop, source, validation and rollouts; the weights that drew the tokens of each step and split."""
+    drawn: dict[tuple[int, str], set[int]] = {}
+
+    def note(step: int, split: str, trajectories: list[Trajectory]) -> None:
+        drawn[step, split] = {int(token) for each in trajectories for token in each.token_ids[each.loss_mask]}
+
+    engine: Any = engines.engine
+    worker = make_worker(engine, FakeScorer())
+    loader = PromptLoader(prompts(7), config.grpo.num_prompts_per_step, config.grpo.seed, shuffle=True)
+    engine.sleep()  # as a run begins
+    train_grpo(
+        config,
+        engines.policy,
+        engine,
+        SynchronousSource(config.grpo, worker, loader, SAMPLING),
+        Validator(config.grpo, worker, prompts(2, "val"), SAMPLING),
+        PAD_TOKEN,
+        make_recorder(ListLogger(), [], note, DiaryOfCheckpoints(), start=start),
+    )
+    return drawn
+
+
+def step_events(weights: int, *answers: int) -> list[str]:
+    """A refit, then answers to so many requests at a time, then sleep."""
+    return [
+        *("wake weights", f"load {weights}", "wake kv_cache"),
+        *(f"answer {count} with {weights}" for count in answers),
+        "sleep 2",
+    ]
+
+
+DYNAMIC = ("grpo.use_dynamic_sampling=true", "grpo.dynamic_sampling_max_gen_batches=2", "grpo.max_num_epochs=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "start", "steps"),
+    [
+        # Rollouts are six requests; a validation before them four, with the same weights.
+        (["grpo.val_at_start=true"], 0, [(4, 6), (6,)]),
+        (["grpo.val_period=1"], 0, [(6,), (4, 6)]),
+        ([*DYNAMIC], 0, [(6, 6), (6, 6)]),
+        ([*DYNAMIC, "grpo.val_at_start=true", "grpo.val_period=1"], 0, [(4, 6, 6), (4, 6, 6)]),
+        (["grpo.val_at_start=true"], 1, [(6,)]),
+    ],
+    ids=["validation at the start", "periodic validation", "dynamic sampling", "all of them", "resume"],
+)
+def test_engines_have_weights_whenever_the_loop_generates(
+    place: tuple[RayCluster, Path], overrides: list[str], start: int, steps: list[tuple[int, ...]]
+) -> None:
+    config = small_config("grpo.max_num_steps=2", *overrides)
+    with Engines(*place) as engines:
+        drawn = train(engines, config, LoopState(step=start, batches_taken=start))
+        events = engines.events()
+    assert engines.warnings == []
+    expected = [event for n, answers in enumerate(steps) for event in step_events(FIRST_WEIGHTS + n, *answers)]
+    after_the_last = ["wake weights", f"load {FIRST_WEIGHTS + len(steps)}"]
+    if "grpo.val_period=1" in overrides:
+        after_the_last += ["wake kv_cache", f"answer 4 with {FIRST_WEIGHTS + len(steps)}"]
+    assert events == ["start", "sleep 2", *expected, *after_the_last], (
+        "asleep once a step, one transfer of weights each"
+    )
+    assert {step: weights for (step, split), weights in drawn.items() if split == "train"} == {
+        start + n + 1: {FIRST_WEIGHTS + n} for n in range(len(steps))
+    }
+
+
+def test_weights_that_sleep_has_discarded_are_sent_before_engines_generate(place: tuple[RayCluster, Path]) -> None:
+    """A loop of one's own that lets engines sleep between two rollouts, and sends nothing."""
+    with Engines(*place) as engines:
+        engine: Any = engines.engine
+        update_engine(engine, engines.policy, PhaseClock())
+        for _ in range(2):
+            engine.wake()
+            assert {int(found.token_ids[0]) for found in generated(engine, requests(3))} == {FIRST_WEIGHTS}
+            engine.sleep()
+            engine.sleep()
+        # New weights arrive while it sleeps, and it sleeps again before it has generated.
+        refit(engine, engines.policy)
+        engine.sleep()
+        assert engines.events()[-3:] == ["load 20", "wake kv_cache", "sleep 2"]
+        assert not [event for event in engines.events() if event.startswith(("sleep:", "wake:"))]
+
+
+def test_an_engine_that_sleeps_is_not_asked(place: tuple[RayCluster, Path]) -> None:
+    with Engines(*place) as engines:
+        engine: Any = engines.engine
+        refit(engine, engines.policy)
+        engine.sleep()
+        asleep = r"^vLLM engine 0 cannot generate: asleep are {}; expected wake\(\) and, after sleep\(\), new weights"
+        # Weights come by themselves, the cache does not.
+        with pytest.raises(GenerationError, match=asleep.format("kv_cache, scheduler")):
+            generated(engine, requests(1))
+        engine.sleep()
+        with pytest.raises(GenerationError, match=asleep.format("weights, scheduler")):
+            engine.score([[1, 2]], 1.0)
+        engine.wake()
+        refit(engine, engines.policy)
+        assert len(generated(engine, requests(1))) == 1
+        assert engines.warnings == []
+
+
+def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that falls asleep of itself is given up after the stall limit, and another one answers."""
+    with Engines(*place, stall_timeout_s=5.0) as engines:
+        engine: Any = engines.engine
+        refit(engine, engines.policy)
+        assert len(generated(engine, requests(2))) == 2
+        assert engine.num_steps() == FREE.max_new_tokens
+        ray.get(engine._engines[0].actor.sleep.remote())
+        monkeypatch.setattr(engine, "_require_awake", lambda: None)
+        assert len(generated(engine, requests(2))) == 2
+        assert engines.warnings == ["vLLM engine 0 made no step for 5 s; engines are started anew"]

@@ -1,0 +1,196 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM without a model: its rules of sleeping, waking and pausing (0.32), for tests of what an engine is asked for.
+
+- `sleep` pauses the scheduler and ends what is unfinished; level 1 keeps the weights, level 2 discards them. An engine
+  that sleeps already, if only in part, stays as it is.
+- `wake_up` with a tag that does not sleep does nothing. The scheduler goes on when no tag sleeps any more.
+- `step` of a paused scheduler returns an empty list at once, and the requests stay unfinished.
+
+Weights are one number, that of the first tensor that was loaded; each token is that number. What happens is appended to
+the file that the environment variable `VLLM_STAND_IN_LOG` names, a line each.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from torch import nn
+
+from vllm.sampling_params import SamplingParams as SamplingParams
+
+TAGS = ("weights", "kv_cache")
+NO_MEMORY = "CUDA error: an illegal memory access was encountered"
+
+
+def log(line: str) -> None:
+    """Appends a line to the file of events, where there is one."""
+    if path := os.environ.get("VLLM_STAND_IN_LOG"):
+        with Path(path).open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+
+class EngineArgs:
+    """Any arguments."""
+
+    def __init__(self, **arguments: Any):
+        self.arguments = arguments
+
+
+@dataclass
+class SchedulerOutput:
+    """Tokens of one step."""
+
+    total_num_scheduled_tokens: int
+
+
+class Runner:
+    """The runner of a model of one number.
+
+    Args:
+        sleeping_tags: Tags whose memory is given back.
+
+    Attributes:
+        weights: The number; None: discarded, or never loaded.
+    """
+
+    def __init__(self, sleeping_tags: set[str]) -> None:
+        self._sleeping_tags = sleeping_tags
+        self.weights: int | None = None
+        self.sampler = SimpleNamespace(forward=lambda *args: None, compute_logprobs=lambda logits: logits)
+        self._model = nn.Module()
+
+    def get_model(self) -> nn.Module:
+        """A model without modules."""
+        return self._model
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, Any]]) -> None:
+        """Takes all tensors, into the memory of the old ones."""
+        if "weights" in self._sleeping_tags:
+            raise RuntimeError(NO_MEMORY)
+        tensors = [tensor for _, tensor in weights_iterator]
+        self.weights = int(tensors[0].flatten()[0])
+        log(f"load {self.weights}")
+
+
+class Executor:
+    """The workers of an engine, of which there is one.
+
+    Attributes:
+        worker: The worker.
+        sleeping_tags: Tags whose memory is given back.
+        is_sleeping: True while there are any.
+    """
+
+    def __init__(self) -> None:
+        self.sleeping_tags: set[str] = set()
+        self.worker = SimpleNamespace(rank=0, model_runner=Runner(self.sleeping_tags))
+        self.is_sleeping = False
+
+    def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
+        """Calls a function of the worker."""
+        return [method(self.worker, *args)]
+
+    def execute_model(self, scheduled: SchedulerOutput, non_block: bool = False) -> None:
+        """Computes nothing; without weights or a cache a GPU would raise."""
+        if self.sleeping_tags:
+            raise RuntimeError(NO_MEMORY)
+
+    def sleep(self, level: int) -> None:
+        """Gives all memory back."""
+        if self.is_sleeping:
+            log("sleep: already sleeping")
+            return
+        if level == 2:
+            self.worker.model_runner.weights = None
+        self.sleeping_tags.update(TAGS)
+        self.is_sleeping = True
+        log(f"sleep {level}")
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Takes the memory of tags."""
+        if not self.is_sleeping:
+            log("wake: not sleeping")
+            return
+        for tag in tags:
+            if tag not in self.sleeping_tags:
+                log(f"wake: {tag} is not asleep")
+                return
+        self.sleeping_tags.difference_update(tags)
+        self.is_sleeping = bool(self.sleeping_tags)
+        log(f"wake {' '.join(tags)}")
+
+
+class LLMEngine:
+    """An engine whose core is in this process."""
+
+    def __init__(self) -> None:
+        self.model_executor = Executor()
+        self._is_paused = False
+        self._unfinished: dict[str, tuple[int, int]] = {}
+        log("start")
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "LLMEngine":
+        """An engine without weights, awake."""
+        return cls()
+
+    def collective_rpc(self, method: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
+        """As of the executor."""
+        return self.model_executor.collective_rpc(method, args)
+
+    def add_request(self, request_id: str, prompt: Any, params: SamplingParams) -> None:
+        """Queues a request, also of a paused scheduler."""
+        self._unfinished[request_id] = (0, params.max_tokens)
+
+    def has_unfinished_requests(self) -> bool:
+        """True while some are not answered."""
+        return bool(self._unfinished)
+
+    def step(self) -> list[Any]:
+        """One token more of each request; the finished ones."""
+        if self._is_paused:
+            return []
+        self.model_executor.execute_model(SchedulerOutput(len(self._unfinished)), non_block=True)
+        weights = self.model_executor.worker.model_runner.weights
+        if weights is None:
+            raise RuntimeError("tokens of discarded weights are asked for")
+        self._unfinished = {name: (done + 1, longest) for name, (done, longest) in self._unfinished.items()}
+        finished = {name: done for name, (done, longest) in self._unfinished.items() if done == longest}
+        self._unfinished = {name: state for name, state in self._unfinished.items() if name not in finished}
+        if finished:
+            log(f"answer {len(finished)} with {weights}")
+        return [output_of(name, weights, length) for name, length in finished.items()]
+
+    def sleep(self, level: int = 1) -> None:
+        """Pauses the scheduler, ends what is unfinished, gives memory back."""
+        self._is_paused = True
+        self._unfinished.clear()
+        self.model_executor.sleep(level)
+
+    def wake_up(self, tags: Iterable[str]) -> None:
+        """Takes memory; the scheduler goes on when all of it is there."""
+        self.model_executor.wake_up(tags)
+        if not self.model_executor.is_sleeping:
+            self._is_paused = False
+
+    def is_sleeping(self) -> bool:
+        """True while the scheduler is paused or memory is given back."""
+        return self._is_paused or self.model_executor.is_sleeping
+
+    def reset_encoder_cache(self) -> None:
+        """Nothing is kept."""
+
+
+def output_of(request_id: str, token: int, length: int) -> Any:
+    """A finished request: as many times the same token."""
+    completion = SimpleNamespace(
+        token_ids=[token] * length,
+        logprobs=[{token: SimpleNamespace(logprob=0.0)}] * length,
+        finish_reason="length",
+    )
+    prompt_logprobs = None
+    return SimpleNamespace(request_id=request_id, outputs=[completion], finished=True, prompt_logprobs=prompt_logprobs)
