@@ -1,12 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-# A machine with GPUs: torch for CUDA from PyPI, this project and Transformer Engine, all pinned. It has not been built yet:
-# no machine with Docker was at hand.
+# A machine with GPUs: torch and vLLM for CUDA from PyPI, this project and Transformer Engine, all pinned. It has not been
+# built yet: no machine with Docker was at hand.
 #   docker build --tag nemo-rl-moe .
 #   docker run --gpus all --ipc=host --rm nemo-rl-moe make test-gpu
-# The base has the compiler and cuDNN's headers that Transformer Engine is compiled with. Its CUDA must have the first
-# number of torch's own build (torch.version.cuda): another base by --build-arg BASE=...
-ARG BASE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
+# The base has no CUDA: its libraries, compiler and headers come from pip, and Transformer Engine would load a cuDNN of the
+# system's before torch's. The host needs NVIDIA's driver 580 or newer and its container toolkit.
+ARG BASE=ubuntu:24.04
 FROM ${BASE}
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends build-essential git make python3 python3-dev python3-venv \

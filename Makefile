@@ -51,7 +51,7 @@ help: ## list these targets
 
 install: $(STAMP) ## make or update .venv, with all that the demo and the tests need
 
-gpu: $(GPU_STAMP) ## Transformer Engine in .venv, compiled against its torch, which must be a build for CUDA
+gpu: $(GPU_STAMP) ## make or update .venv for GPUs: torch and vLLM for CUDA 13, and Transformer Engine compiled against that torch
 
 vllm: $(VLLM_STAMP) ## vLLM for CPUs in .venv, as an engine for rollouts (policy.generation.backend: vllm)
 
@@ -159,29 +159,32 @@ docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's sch
 clean: ## remove the environments and caches; data, logs and results stay
 	rm -rf $(VENV) $(OTHER_VENV) $(TRL_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
 
-$(STAMP): pyproject.toml constraints.txt
+define MAKE_VENV
 	@[ -n "$(PYTHON)" ] || { echo "error: no Python >= 3.11 with the modules venv and ensurepip is on the path;" \
 		"name one: make PYTHON=/path/to/python3.11" >&2; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { echo \
 		"error: PYTHON=$(PYTHON) is not Python >= 3.11 with the modules venv and ensurepip" >&2; exit 2; }
 	@$(VENV)/bin/python -m pip --version >/dev/null 2>&1 || { echo "[install] making $(VENV) with $$($(PYTHON) --version)"; \
 		$(PYTHON) -m venv --clear $(VENV); }
+endef
+
+$(STAMP): pyproject.toml constraints.txt
+	$(MAKE_VENV)
 	@echo "[install] 1/2: $(TORCH) (a few hundred megabytes or more)"
 	@$(PIP_INSTALL) --constraint constraints.txt $(TORCH_PIP_ARGUMENTS) '$(TORCH)'
 	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and the test tools (some minutes)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
 	@rm -f $(VENV)/.installed-* && touch $@
 
-# Without build isolation, so that it is compiled against the torch that is here; these are what its build needs.
-$(GPU_STAMP): $(STAMP) constraints-gpu.txt
-	@cuda=$$($(VENV)/bin/python -c 'import torch; print((torch.version.cuda or "").split(".")[0])'); \
-		[ -n "$$cuda" ] || { echo "error: the torch in $(VENV) is a build for CPUs; Transformer Engine needs one for CUDA:" \
-		"make clean, then make install TORCH_PIP_ARGUMENTS='--index-url URL'" >&2; exit 2; }; \
-		echo "[install] Transformer Engine for CUDA $$cuda (compiles for many minutes)"; \
-		$(PIP_INSTALL) ninja packaging pybind11 setuptools wheel && \
-		$(PIP_INSTALL) --no-build-isolation --constraint constraints.txt --constraint constraints-gpu.txt \
-		"transformer-engine[core_cu$$cuda,pytorch]"
-	@touch $@
+# All in the releases of a file of its own: vLLM takes some older than those of constraints.txt, and one torch alone. These
+# are the lines of docs/gpu.md. With them the project is installed, so that no other target does it again.
+$(GPU_STAMP): pyproject.toml constraints-gpu.txt
+	$(MAKE_VENV)
+	@echo "[gpu] torch for CUDA, then vLLM, this project and the test tools (10 GB, some minutes)"
+	@$(PIP_INSTALL) --constraint constraints-gpu.txt $(TORCH_PIP_ARGUMENTS) torch
+	@$(PIP_INSTALL) --constraint constraints-gpu.txt --editable '.[test,vllm]'
+	@$(VENV)/bin/python -m nemo_rl_moe.models.megatron.install_transformer_engine --constraint constraints-gpu.txt
+	@rm -f $(VENV)/.installed-* && touch $(STAMP) $@
 
 $(VLLM_STAMP): $(STAMP)
 	@$(VENV)/bin/python -m nemo_rl_moe.generation.vllm.install_cpu --constraint constraints.txt

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_rl_moe.config.schema_run import ClusterConfig
 from nemo_rl_moe.distributed.local_ray import LocalRay, preserved_handlers
 from nemo_rl_moe.distributed.node_tools import chosen_threads, usable_cores
+from nemo_rl_moe.distributed.usable_gpus import problem_with_gpus
 from nemo_rl_moe.errors import ConfigurationError, WorkerDiedError
 
 JOIN_TIMEOUT_S = 10.0
@@ -89,7 +90,8 @@ class RayCluster:
         num_threads: Threads of each worker, as the environment's `OMP_NUM_THREADS` says; None: it says nothing.
 
     Raises:
-        ConfigurationError: The cluster cannot be reached or lacks resources; names them. Or `OMP_NUM_THREADS` is none.
+        ConfigurationError: The cluster cannot be reached or lacks resources; names them. Or torch cannot use the GPUs
+            of a machine; says why. Or `OMP_NUM_THREADS` is none.
         WorkerDiedError: A local Ray does not start.
     """
 
@@ -107,6 +109,8 @@ class RayCluster:
                 raise ConfigurationError(problems)
             self.is_local = config.num_nodes == 1 and len(nodes) == 1
             self._reserve(placement_timeout_s)
+            if config.gpus_per_node:
+                self._require_usable_gpus()
         except BaseException:
             self.shutdown()
             raise
@@ -123,8 +127,13 @@ class RayCluster:
         """False when Ray has been stopped or its servers have died: a call to it might wait for ever."""
         return ray.is_initialized() and self.failure is None
 
-    def call_on_each_machine(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+    def call_on_each_machine(self, function: Callable[..., Any], *args: Any, with_gpus: bool = False) -> list[Any]:
         """Calls a function once on every machine of the run, each in a process of its own.
+
+        Args:
+            function: Any.
+            args: Its arguments.
+            with_gpus: The process gets all GPUs of the run on its machine, which no worker may hold.
 
         Raises:
             WorkerDiedError: One of them died, or the function raised.
@@ -132,7 +141,12 @@ class RayCluster:
         calls = []
         for bundle in range(self.config.num_nodes):
             strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
-            task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            task = ray.remote(function).options(
+                num_cpus=0,
+                num_gpus=self.config.gpus_per_node if with_gpus else 0,
+                max_retries=0,
+                scheduling_strategy=strategy,
+            )
             calls.append(task.remote(*args))
         try:
             return list(ray.get(calls))
@@ -156,6 +170,12 @@ class RayCluster:
         elif self._has_joined:
             ray.shutdown()
         self._local_ray, self._has_joined = None, False
+
+    def _require_usable_gpus(self) -> None:
+        """Refuses GPUs that torch cannot use: Megatron-Core's workers would run on the CPUs without a word."""
+        problems = [problem for problem in self.call_on_each_machine(problem_with_gpus, with_gpus=True) if problem]
+        if problems:
+            raise ConfigurationError(problems)
 
     def _connect(self) -> None:
         if ray.is_initialized():

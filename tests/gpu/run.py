@@ -77,7 +77,7 @@ def _missing(module: str, cure: str) -> Callable[[], str | None]:
 NEEDS: dict[str, Callable[[], str | None]] = {
     "gpu": _no_gpu,
     "transformer_engine": _missing("transformer_engine", "make gpu"),
-    "vllm": _missing("vllm", "pip install 'nemo-rl-moe[vllm]'"),
+    "vllm": _missing("vllm", "make gpu"),
     "flash_attn": _missing("flash_attn", "pip install --no-build-isolation flash-attn"),
 }
 """What a check may need, and why it is not here."""

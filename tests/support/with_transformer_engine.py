@@ -65,6 +65,9 @@ def prepare() -> list[str]:
             del sys.modules[name]
     sys.path.insert(0, str(STAND_IN))
     importlib.invalidate_caches()
+    # A process on CPUs hides the package, but for one that is imported before.
+    sys.modules.pop("transformer_engine", None)
+    importlib.import_module("transformer_engine")
     from nemo_rl_moe.models.megatron.model import transformer_config
 
     # The configuration is that of a GPU, in every field; how Megatron-Core runs on a host stays corrected.

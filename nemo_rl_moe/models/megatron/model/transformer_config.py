@@ -15,6 +15,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.install_transformer_engine import problem_with_extension
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.model.model_overrides import read_overrides
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, transformer_config_fields
@@ -98,19 +99,23 @@ def has_transformer_engine() -> bool:
 
 
 def require_transformer_engine() -> None:
-    """Refuses to train on an accelerator without Transformer Engine.
+    """Refuses to train on an accelerator without Transformer Engine, or with one that was compiled for another torch.
 
     Survives a machine with GPUs on which the package was installed as for CPUs: Megatron-Core 0.16.1 then fails in the
     first MoE layer with a NameError (`te_general_gemm`).
 
     Raises:
-        ConfigurationError: There is an accelerator and no Transformer Engine.
+        ConfigurationError: There is an accelerator and no Transformer Engine that loads.
     """
-    if not cpu_backend.ACTIVE and not has_transformer_engine():
+    if cpu_backend.ACTIVE:
+        return
+    if not has_transformer_engine():
         raise ConfigurationError(
             "cluster.gpus_per_node: training on GPUs needs Transformer Engine, which is not installed: "
-            "pip install --no-build-isolation 'nemo-rl-moe[gpu]'; or train on CPUs with gpus_per_node=0"
+            "make gpu; or train on CPUs with gpus_per_node=0"
         )
+    if problem := problem_with_extension():
+        raise ConfigurationError(f"cluster.gpus_per_node: {problem}; or train on CPUs with gpus_per_node=0")
 
 
 def _transformer_engine_version() -> tuple[int, ...]:

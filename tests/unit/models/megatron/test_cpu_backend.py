@@ -4,6 +4,7 @@
 
 import importlib.machinery
 import importlib.metadata
+import os
 import subprocess
 import sys
 import types
@@ -14,12 +15,16 @@ import torch
 
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.cpu_backend import SourceEdit
+from tests.support.with_transformer_engine import STAND_IN
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has an accelerator")
 
 
-def run_python(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
+def run_python(program: str, *, first_on_path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    folders = [str(folder) for folder in (first_on_path, Path.cwd()) if folder is not None]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
 
 
 def test_with_an_accelerator_nothing_is_touched() -> None:
@@ -73,6 +78,22 @@ def test_without_an_accelerator_it_is_on() -> None:
     event = torch.cuda.Event()
     event.record()
     assert event.query() is True
+
+
+def test_an_installed_transformer_engine_is_left_alone() -> None:
+    """Of the real package Megatron-Core takes the optimizer wherever it imports, and that one asks for a GPU."""
+    program = """
+import importlib.util, os
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+assert importlib.util.find_spec("transformer_engine") is not None, "the stand-in is installed"
+from tests.support.tiny_model import tiny_policy
+from tests.support.training_run import RunSettings, train_run
+(loss, _) = train_run(RunSettings(tiny_policy())).losses
+assert 3.0 < loss < 6.0, loss
+assert importlib.util.find_spec("transformer_engine") is None
+"""
+    done = run_python(program, first_on_path=STAND_IN)
+    assert done.returncode == 0, done.stderr
 
 
 def test_device_random_state_is_the_hosts() -> None:

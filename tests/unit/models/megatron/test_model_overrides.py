@@ -10,6 +10,7 @@ import torch
 
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron import cpu_backend
+from nemo_rl_moe.models.megatron.model import transformer_config
 from nemo_rl_moe.models.megatron.model.releases import MEGATRON_VERSION, mark_duplicated_weights
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, require_transformer_engine
 from nemo_rl_moe.models.policy.model_workers import _environment
@@ -72,6 +73,11 @@ def test_gpus_without_transformer_engine_are_refused(monkeypatch: pytest.MonkeyP
     with pytest.raises(ConfigurationError, match="training on GPUs needs Transformer Engine, which is not installed"):
         require_transformer_engine()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    problem: str | None = "Transformer Engine was compiled for another torch"
+    monkeypatch.setattr(transformer_config, "problem_with_extension", lambda: problem)
+    with pytest.raises(ConfigurationError, match=f"^cluster.gpus_per_node: {problem}; or train on CPUs"):
+        require_transformer_engine()
+    problem = None
     require_transformer_engine()
 
 

@@ -31,6 +31,8 @@ class FusedAdam(torch.optim.Optimizer):
             params,
             {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay},
         )
+        # As the real one does: it cannot be made in a process on CPUs.
+        self._dummy_overflow_buf = torch.tensor([0], dtype=torch.int, device="cuda")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:

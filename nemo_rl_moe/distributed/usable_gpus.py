@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Whether torch can use a machine's GPUs: Ray hands out all that the machine has, also those that torch cannot use."""
+
+import os
+import re
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from nemo_rl_moe.errors import one_line
+
+LOWEST_DRIVER = {12: 525, 13: 580}
+"""Oldest branch of NVIDIA's driver for builds of a CUDA release, by the release's first number."""
+
+_KERNEL_MODULE = Path("/proc/driver/nvidia/version")
+_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def installed_driver() -> str | None:
+    """Return the version of this machine's NVIDIA driver; None without one."""
+    with suppress(OSError):
+        if found := re.search(r"\s(\d{3,}(?:\.\d+)+)\s", _KERNEL_MODULE.read_text().partition("\n")[0] + " "):
+            return found[1]
+    with suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(_QUERY, capture_output=True, text=True, check=True, timeout=60).stdout
+        if found := re.match(r"\s*(\d{3,}(?:\.\d+)+)\s", answer):
+            return found[1]
+    return None
+
+
+def problem_with_driver(cuda: str, driver: str | None) -> str | None:
+    """Return why a driver cannot run what is built for a CUDA release, such as `13.0`; None where it can."""
+    lowest = LOWEST_DRIVER.get(int(cuda.partition(".")[0]))
+    needed = f"CUDA {cuda} needs NVIDIA's driver" + (f" {lowest} or newer" if lowest else "")
+    if driver is None:
+        return f"{needed}, and this machine has none"
+    if lowest and int(driver.partition(".")[0]) < lowest:
+        return f"{needed}, and this machine has {driver}"
+    return None
+
+
+def problem_with_gpus() -> str | None:
+    """Return why torch cannot use the GPUs that CUDA_VISIBLE_DEVICES names, in one line; None where it can."""
+    import torch
+
+    if torch.cuda.is_available():
+        return None
+    driver = installed_driver()
+    if torch.version.cuda is None:
+        why = f"torch {torch.__version__} is a build for CPUs (NVIDIA's driver here: {driver or 'none'})"
+        cure = "install its build for CUDA (make gpu)"
+    else:
+        why = f"torch {torch.__version__} is built for CUDA: " + (
+            problem_with_driver(torch.version.cuda, driver) or f"with NVIDIA's driver {driver} {_reason_of_torch()}"
+        )
+        cure = "install another driver, or a torch that is built for this one"
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return (
+        f"cluster.gpus_per_node: Ray has given the GPUs {gpus} of {socket.gethostname()} to this run, but torch cannot"
+        f" use them: {why}; {cure}; nearest: cluster.gpus_per_node=0, which trains on CPUs"
+    )
+
+
+def _reason_of_torch() -> str:
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"it finds no device ({one_line(error)})"
+    return "it finds no device"

@@ -1,0 +1,138 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Compilation of Transformer Engine against the torch of this environment, and the check that it still is that torch.
+
+`make gpu` runs it. Its extension for torch comes as sources only. They are compiled by what pip installs: NVIDIA's
+compiler and headers of the CUDA release of torch. A CUDA toolkit is not needed, and one that is there is not used: its
+cuDNN may be another than torch's.
+"""
+
+import argparse
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from email.parser import HeaderParser
+from pathlib import Path
+
+from nemo_rl_moe.distributed.usable_gpus import installed_driver, problem_with_driver
+from nemo_rl_moe.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, one_line, tell
+
+CUDA = "13"
+"""First number of the CUDA release that the compiler's packages are for; torch's must be the same."""
+BUILD_TOOLS = ("ninja", "packaging", "pybind11", "setuptools", "wheel")
+COMPILER = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-cuda-cccl")
+ENGINE = f"transformer-engine[core_cu{CUDA},pytorch]"
+EXTENSION = "transformer-engine-torch"
+REPAIR = "compile it anew: make gpu"
+
+_BUILD_PREFIX = "0_torch_"
+"""Beginning of the wheel's build number, which must be a digit. A wheel's own metadata goes when the package goes."""
+
+
+def build_environment(environment: Mapping[str, str], site_packages: Path) -> dict[str, str]:
+    """Return the environment variables to compile the extension with.
+
+    Args:
+        environment: Those of this process.
+        site_packages: Folder of the installed packages.
+    """
+    nvidia = site_packages / "nvidia"
+    toolkit = nvidia / f"cu{CUDA}"
+    # With a compiler, Transformer Engine looks for headers of other packages nowhere.
+    headers = [str(nvidia / package / "include") for package in ("cudnn", "nccl")]
+    return {
+        **environment,
+        "CUDA_HOME": str(toolkit),
+        "PATH": os.pathsep.join([str(toolkit / "bin"), environment.get("PATH", os.defpath)]),
+        "CPATH": os.pathsep.join([*headers, *filter(None, [environment.get("CPATH")])]),
+        # Else it asks for a wheel on the internet first.
+        "NVTE_PYTORCH_FORCE_BUILD": "TRUE",
+    }
+
+
+def compile_command(pip: Sequence[str], limits: Sequence[str], torch_version: str) -> list[str]:
+    """Return pip's call that compiles and installs Transformer Engine, and notes for which torch.
+
+    Args:
+        pip: Beginning of a call of pip.
+        limits: Arguments of pip that choose the releases.
+        torch_version: Version of torch with its build, such as `2.13.0+cu130`.
+    """
+    note = f"--config-settings=--build-option=--build-number={_BUILD_PREFIX}{torch_version}"
+    # Not from pip's cache, which may hold the extension as compiled for another torch.
+    return [*pip, "install", "--no-build-isolation", "--no-cache-dir", note, *limits, ENGINE]
+
+
+def torch_of_extension() -> str | None:
+    """Return the version of torch that the installed extension was compiled for; None where that is not known."""
+    try:
+        text = importlib.metadata.distribution(EXTENSION).read_text("WHEEL")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    build = HeaderParser().parsestr(text or "").get("Build", "")
+    return build.removeprefix(_BUILD_PREFIX) if build.startswith(_BUILD_PREFIX) else None
+
+
+def problem_with_extension() -> str | None:
+    """Return why the installed Transformer Engine cannot be used with the torch that is here; None where it can.
+
+    Survives another torch that was installed afterwards. Megatron-Core takes an extension that does not load for none
+    at all, and fails in the first layer with experts.
+    """
+    import torch
+
+    compiled_for = torch_of_extension()
+    if compiled_for not in (None, torch.__version__):
+        return f"Transformer Engine was compiled for torch {compiled_for}, found torch {torch.__version__}; {REPAIR}"
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except Exception as error:
+        return f"Transformer Engine does not load with torch {torch.__version__} ({one_line(error)}); {REPAIR}"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Install the compiler, then compile and install Transformer Engine.
+
+    Args:
+        arguments: Words of the command; None: those of this process.
+
+    Returns:
+        The exit code.
+    """
+    parser = argparse.ArgumentParser(description="Compile Transformer Engine against the torch that is installed.")
+    parser.add_argument("--constraint", type=Path, help="file with the releases of packages, for pip")
+    parsed = parser.parse_args(arguments)
+    import torch
+
+    if torch.version.cuda is None or torch.version.cuda.partition(".")[0] != CUDA:
+        tell(f"torch {torch.__version__} is no build for CUDA {CUDA}, which Transformer Engine is compiled for here")
+        return EXIT_BAD_INPUT
+    driver = installed_driver()
+    # An image for machines with GPUs may be made on one without.
+    if driver is not None and (problem := problem_with_driver(torch.version.cuda, driver)):
+        tell(f"torch {torch.__version__} cannot use the GPUs of this machine: {problem}")
+        return EXIT_BAD_INPUT
+    limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--no-input"]
+    environment = build_environment(os.environ, Path(sysconfig.get_path("purelib")))
+    print("[gpu] 1/2: the compiler and headers of CUDA", flush=True)
+    subprocess.run([*pip, "install", *limits, *BUILD_TOOLS, *COMPILER], check=True)
+    if torch_of_extension() != torch.__version__:
+        subprocess.run([*pip, "uninstall", "--yes", EXTENSION], check=True)
+    print(f"[gpu] 2/2: Transformer Engine for torch {torch.__version__} (compiles for many minutes)", flush=True)
+    subprocess.run(compile_command(pip, limits, torch.__version__), check=True, env=environment)
+    if driver is None:
+        print("[gpu] this machine has no NVIDIA driver, so nothing has been loaded", flush=True)
+    elif problem := problem_with_extension():
+        tell(problem)
+        return EXIT_RUN_FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
