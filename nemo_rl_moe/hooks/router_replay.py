@@ -24,13 +24,14 @@ from torch import Tensor, nn
 from nemo_rl_moe.audit.auditor import AuditedStep
 from nemo_rl_moe.hooks.recorder import as_numbers
 from nemo_rl_moe.metrics import with_prefix
+from nemo_rl_moe.moe.expected_agreement import unexplained_disagreement
 from nemo_rl_moe.moe.load_balance_metrics import load_balance_metrics
 from nemo_rl_moe.moe.load_balance_tracking import ForwardWatcher, watch_model
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.recorder import sum_over_ranks
 from nemo_rl_moe.moe.replay import UNKNOWN, RoutedTokens, TapeRoutes, in_order, margins
 from nemo_rl_moe.moe.routers import RouterKind, RouterLayer, moe_layer_indices, routed_experts, router_kind
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies, foreign_tape
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeLedger, TapeReport, agreement_metrics, row_anomalies
 from nemo_rl_moe.shapes import Bool, Int
 
@@ -196,17 +197,16 @@ class RouterReplayAudit:
         """Anomalies of all ranks; a collective operation."""
         found = row_anomalies(totals, self._layers) + _not_taken(totals, self._layers)
         found += _other_recomputed(recomputed, self._layers)
-        mine = self._identity()
+        mine = self._identity(totals)
         everyone: list[list[TapeAnomaly]] = [mine]
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyone = [[] for _ in range(dist.get_world_size())]
             dist.all_gather_object(everyone, mine)
         kinds = {(anomaly.kind, anomaly.layer): anomaly for of_rank in reversed(everyone) for anomaly in of_rank}
         found += kinds.values()
-        kappa = agreement_metrics(totals, self._layers, per_layer=False).get("routing/slot_kappa")
-        return found or foreign_tape(kappa)
+        return found or unexplained_disagreement(totals, self._layers)
 
-    def _identity(self) -> list[TapeAnomaly]:
+    def _identity(self, totals: LedgerTotals) -> list[TapeAnomaly]:
         """Of this rank's sampled sequences, the layers of all stages side by side; a collective operation of them."""
         of_stages = [self._sampled]
         if self._place.stages is not None:
@@ -220,7 +220,7 @@ class RouterReplayAudit:
         tape, live = np.stack(found, 1)
         rank = dist.get_rank() if dist.is_initialized() else 0
         names = [f"{sequence} of pass {number} on rank {rank}" for number, sequence in keys]
-        return find_anomalies(TapeSample(tape, live), self._num_experts, self._layers, names)
+        return find_anomalies(TapeSample(tape, live), self._num_experts, self._layers, names, totals.of_experts)
 
 
 class _Seen(NamedTuple):

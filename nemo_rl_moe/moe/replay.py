@@ -61,12 +61,18 @@ def all_of(planes: Bool[Tensor, "topk *layers tokens"]) -> Bool[Tensor, "*layers
     return planes.view(torch.uint8).amin(0).view(torch.bool)
 
 
+def named_too(
+    some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
+) -> Int[Tensor, "topk *layers tokens"]:
+    """Return 1 for each expert of some rows that another row names too, 0 for the others."""
+    return (some[:, None] == others).view(torch.uint8).amax(1)
+
+
 def num_in_common(
     some: Int[Tensor, "topk *layers tokens"], others: Int[Tensor, "topk *layers tokens"]
 ) -> Int[Tensor, "*layers tokens"]:
     """Experts of each of some rows that another row names too; all of them where usable rows are the same set."""
-    in_others = (some[:, None] == others).view(torch.uint8).amax(1)
-    return in_others.sum(0, dtype=torch.uint8)
+    return named_too(some, others).sum(0, dtype=torch.uint8)
 
 
 class LayerRoutes(NamedTuple):

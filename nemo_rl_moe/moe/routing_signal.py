@@ -11,13 +11,15 @@ from typing import Literal
 
 from nemo_rl_moe.moe.running_level import RunningLevel
 
-RoutingKind = Literal["low_agreement", "float32_flips", "missing_rows", "frozen_expert_bias"]
+RoutingKind = Literal["low_agreement", "float32_flips", "clear_choices_differ", "missing_rows", "frozen_expert_bias"]
 LIVE_AGREEMENT = "train/moe/routing/live_agreement"
 FLOAT32_FLIPS = "train/moe/routing/float32_flips_share"
 MISSING_SHARE = "train/moe/routing/rows_missing_in_one_rank"
 MISSING_RANK = "train/moe/routing/rank_with_missing_rows"
 FROZEN_LAYERS = "train/moe/expert_bias_frozen_layers"
-METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
+CLEAR_DIFFERING = "train/moe/routing/clear_rows_differing_share"
+CLEAR_LAYER = "train/moe/routing/clear_rows_differing_layer"
+METRICS = (LIVE_AGREEMENT, FLOAT32_FLIPS, CLEAR_DIFFERING, CLEAR_LAYER, MISSING_SHARE, MISSING_RANK, FROZEN_LAYERS)
 """Keys that `RoutingSignal` reads."""
 LEAST_DROP = 0.02
 """Of live agreement: right runs drift less from one step to the next."""
@@ -77,6 +79,12 @@ class RoutingSignal:
                 f"rollout and training choose other experts in {flips:.2%} of the rows since step {{}}, though both"
                 " have the same weights in float32, where near ties alone differ: one of them computes in another"
                 " number format (its router, say), or the routes are not those of these tokens"
+            )
+        if CLEAR_DIFFERING in metrics:
+            found["clear_choices_differ"] = (
+                f"routers of layer {metrics.get(CLEAR_LAYER, -1):.0f} would choose other experts than the rollout in"
+                f" {metrics[CLEAR_DIFFERING]:.1%} of their clearest choices since step {{}}, where rounding and a few"
+                " updates change near ties alone: weights or routes of rollout and training differ"
             )
         if MISSING_SHARE in metrics:
             rank = int(metrics.get(MISSING_RANK, -1))

@@ -10,16 +10,20 @@ from nemo_rl_moe.moe.tape_identity import AnomalyKind, TapeAnomaly
 WrongRoutesKind = Literal[
     "malformed_routes",
     "routes_of_another_layer",
+    "permuted_expert_ids",
     "routes_of_another_token",
     "routes_of_another_sequence",
+    "unrelated_routes",
     "repeated_routes",
     "routes_lost_in_one_rank",
 ]
 WRONG_ROUTES: dict[AnomalyKind, WrongRoutesKind] = {
     "rows": "malformed_routes",
     "layer": "routes_of_another_layer",
+    "ids": "permuted_expert_ids",
     "token": "routes_of_another_token",
     "sequence": "routes_of_another_sequence",
+    "unrelated": "unrelated_routes",
     "repeated": "repeated_routes",
     "rank": "routes_lost_in_one_rank",
 }

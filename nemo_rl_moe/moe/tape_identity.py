@@ -4,28 +4,32 @@
 
 Counts cannot tell: rows of another layer, of the token before or of another sequence look like any others. So the tape
 of a few sequences is compared with the live routes of every layer, of the tokens beside, and of the other sequences.
-Where the right partner does not win, the finding says which one does.
+Where the right partner does not win, the finding says which one does. A partner wins that agrees beyond chance: where
+none does, the cause is another one, such as expert ids that are renumbered.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from nemo_rl_moe.moe.expert_ids import ExpertCounts, Renumbering, find_renumbering
 from nemo_rl_moe.shapes import Float, Int
 
-AnomalyKind = Literal["rows", "layer", "token", "sequence", "repeated", "rank"]
+AnomalyKind = Literal["rows", "layer", "ids", "token", "sequence", "unrelated", "repeated", "rank"]
 SHIFTS = (-1, 0, 1)
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
+_MOST_LAYERS = 4
 _OWN = 0.5
 """Ownership, less the lead of a partner that wins, below which a sequence's routes count as somebody else's."""
 
 
-_LEAST_KAPPA = 0.5
-"""Rollouts of weights that are many updates older agree in more than 0.8."""
+LEAST_KAPPA = 0.5
+"""Agreement beyond chance of routes that belong together. Rollouts of weights that are many updates older agree in more
+than 0.8, rows of another layer, token or sequence with their right partner in more than 0.9."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,9 @@ class TapeAnomaly:
     """Rows that belong elsewhere.
 
     Attributes:
-        kind: Of another layer, token or sequence; rows that hold what no router chooses, or that stand more than once;
-            rows of one data-parallel rank.
+        kind: Of another layer, token or sequence; with ids that mean other experts; of a layer that agrees with
+            nothing; rows that hold what no router
+            chooses, or that stand more than once; rows of one data-parallel rank.
         text: Description, plain text.
         layer: Global index of the layer whose rows they are; None: several layers, or all.
     """
@@ -82,6 +87,23 @@ class _OneHot:
         self.tape, self.live = self.both
         self.num_named, self.has_live = usable[0] * np.float32(self.topk), usable[1]
 
+    def forget(self, layers: Sequence[int]) -> None:
+        """Makes the tape's rows of some layers unknown."""
+        self.tape[:, :, layers] = 0
+        self.num_named[:, :, layers] = 0
+
+
+class _Overlap(NamedTuple):
+    """Agreement of the tape's rows with several partners.
+
+    Attributes:
+        share: Of the tape's experts that the partner's routers would choose.
+        chance: The same as the experts' popularity alone makes it.
+    """
+
+    share: Float[np.ndarray, "rows partners"]
+    chance: Float[np.ndarray, "rows partners"]
+
 
 def _may_belong_elsewhere(hot: _OneHot) -> bool:
     """False where every layer and every sequence agrees with its own routes so far that no partner can win."""
@@ -95,13 +117,17 @@ def layer_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "la
 
     NaN in rows of layers of which nothing is known.
     """
-    return _layer_overlap(_OneHot(sample, num_experts))
+    return _layer_overlap(_OneHot(sample, num_experts)).share
 
 
-def _layer_overlap(hot: _OneHot) -> Float[np.ndarray, "layers layers"]:
+def _layer_overlap(hot: _OneHot) -> _Overlap:
     tape, live = (of.transpose(2, 0, 1, 3) for of in (hot.tape, hot.live))
-    tape = (tape * hot.has_live.transpose(2, 0, 1)[..., None]).reshape(len(tape), -1)
-    return _share(tape @ live.reshape(len(live), -1).T, tape.sum(1, keepdims=True))
+    tape = tape * hot.has_live.transpose(2, 0, 1)[..., None]
+    popularity = _share(live.sum((1, 2)), hot.has_live.sum((0, 1))[:, None])
+    flat = tape.reshape(len(tape), -1)
+    known = flat.sum(1, keepdims=True)
+    matches = flat @ live.reshape(len(live), -1).T
+    return _Overlap(_share(matches, known), _share(tape.sum((1, 2)) @ popularity.T, known))
 
 
 def shift_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences shifts"]:
@@ -109,28 +135,34 @@ def shift_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "se
 
     A tape whose routes are one token late has those of the token before: the shift -1 wins.
     """
-    return _shift_overlap(_OneHot(sample, num_experts))
+    return _shift_overlap(_OneHot(sample, num_experts)).share
 
 
-def _shift_overlap(hot: _OneHot) -> Float[np.ndarray, "sequences shifts"]:
+def _shift_overlap(hot: _OneHot) -> _Overlap:
     length, columns = hot.tape.shape[1], []
     for shift in SHIFTS:
         # Places whose partner lies in the window too, and these partners.
         here, there = slice(max(0, -shift), length - max(0, shift)), slice(max(0, shift), length - max(0, -shift))
         matches = (hot.tape[:, here] * hot.live[:, there]).sum((1, 2, 3))
         columns.append(_share(matches, (hot.num_named[:, here] * hot.has_live[:, there]).sum((1, 2))))
-    return np.stack(columns, 1)
+    # A sequence's experts are as popular at the places beside.
+    of_own = _sequence_overlap(hot).chance.diagonal()
+    return _Overlap(np.stack(columns, 1), np.repeat(of_own[:, None], len(SHIFTS), 1))
 
 
 def sequence_overlap(sample: TapeSample, num_experts: int) -> Float[np.ndarray, "sequences sequences"]:
     """Share of the tape's experts in sequence `i` that the routers would choose for sequence `j` at the same place."""
-    return _sequence_overlap(_OneHot(sample, num_experts))
+    return _sequence_overlap(_OneHot(sample, num_experts)).share
 
 
-def _sequence_overlap(hot: _OneHot) -> Float[np.ndarray, "sequences sequences"]:
+def _sequence_overlap(hot: _OneHot) -> _Overlap:
     number = len(hot.tape)
     matches = hot.tape.reshape(number, -1) @ hot.live.reshape(number, -1).T
-    return _share(matches, hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T)
+    known = hot.num_named.reshape(number, -1) @ hot.has_live.reshape(number, -1).T
+    popularity = np.nan_to_num(_share(hot.live.sum(1), hot.has_live.sum(1)[..., None]))
+    named = hot.tape.sum(1).reshape(number, -1)
+    chance = _share(named @ popularity.reshape(number, -1).T, named.sum(1, keepdims=True))
+    return _Overlap(_share(matches, known), chance)
 
 
 def ownership(
@@ -169,39 +201,76 @@ def _share(matches: Float[np.ndarray, "*shape"], known: Float[np.ndarray, "*shap
 
 
 def find_anomalies(
-    sample: TapeSample, num_experts: int, layers: Sequence[int], sequences: Sequence[str] = ()
+    sample: TapeSample,
+    num_experts: int,
+    layers: Sequence[int],
+    sequences: Sequence[str] = (),
+    counts: Int[np.ndarray, "kinds layers experts"] | None = None,
 ) -> list[TapeAnomaly]:
-    """Rows of the tape that belong to another layer, token or sequence.
+    """Rows of the tape that belong to another layer, token or sequence, or whose ids mean other experts.
 
-    A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share.
+    A partner wins when its overlap is above that of the right one by 0.1 and by 6 standard errors of a share, and
+    beyond chance above 0.5.
 
     Args:
         sample: Of the tape and of the live routes of the same tokens.
         num_experts: Routed experts of a layer.
         layers: Global indices of the MoE layers.
         sequences: Names of the sampled sequences, for the texts; their numbers otherwise.
+        counts: How often the tape, the routers and both name each expert, over all rows; None: those of the sample.
     """
     names = list(sequences) or [str(number) for number in range(len(sample.tape))]
     hot = _OneHot(sample, num_experts)
+    found: list[TapeAnomaly] = []
+    elsewhere: list[int] = []
+    if _may_belong_elsewhere(hot):
+        by_layer = _layer_overlap(hot)
+        for place, other in _winners(by_layer, np.arange(len(layers)), (hot.num_named > 0).sum((0, 1))):
+            text = f"layer {layers[place]} carries layer {layers[other]}'s routes"
+            compared = _compared(by_layer.share[place], place, other)
+            found.append(TapeAnomaly("layer", f"{text}: {compared}", int(layers[place])))
+            elsewhere.append(place)
+    hot.forget(elsewhere)
+    renumbered = _renumbered(hot, counts)
+    found += _of_ids(renumbered, layers)
+    hot.forget(list(renumbered))  # rows of other layers and ids agree with nothing else either
+    return found + _of_tokens_and_sequences(hot, names)
+
+
+def _renumbered(hot: _OneHot, counts: Int[np.ndarray, "kinds layers experts"] | None) -> dict[int, Renumbering]:
+    """Places of the layers whose expert ids are renumbered, with how."""
+    if counts is None:
+        both = (hot.tape * hot.has_live[..., None], hot.live * (hot.num_named > 0)[..., None])
+        counts = np.stack([of.sum((0, 1)) for of in (*both, hot.tape * hot.live)]).round().astype(np.int64)
+    found = {}
+    for place in range(hot.tape.shape[2]):
+        of_layer = find_renumbering(hot.tape[:, :, place], hot.live[:, :, place], ExpertCounts(*counts[:, place]))
+        if of_layer is not None:
+            found[place] = of_layer
+    return found
+
+
+def _of_ids(renumbered: Mapping[int, Renumbering], layers: Sequence[int]) -> list[TapeAnomaly]:
+    """One anomaly for all layers whose ids are renumbered: the cause is one."""
+    texts = [f"layer {layers[place]}: {of_layer.text}" for place, of_layer in renumbered.items()]
+    if len(texts) == 1:
+        return [TapeAnomaly("ids", texts[0], int(layers[next(iter(renumbered))]))]
+    more = f"; and {len(texts) - _MOST_LAYERS} more layers" if len(texts) > _MOST_LAYERS else ""
+    return [TapeAnomaly("ids", "; ".join(texts[:_MOST_LAYERS]) + more)] if texts else []
+
+
+def _of_tokens_and_sequences(hot: _OneHot, names: Sequence[str]) -> list[TapeAnomaly]:
     if not _may_belong_elsewhere(hot):
         return _strangers(hot, names, named=set())
-    rows = (sample.tape >= 0).all(-1)
     found: list[TapeAnomaly] = []
-    by_layer = _layer_overlap(hot)
-    for place, other in _winners(by_layer, np.arange(len(layers)), rows.sum((0, 1))):
-        text = f"layer {layers[place]} carries layer {layers[other]}'s routes"
-        compared = _compared(by_layer[place], place, other)
-        found.append(TapeAnomaly("layer", f"{text}: {compared}", int(layers[place])))
-    if found:  # rows of other layers agree with nothing else either
-        return found
-    per_sequence = rows.sum((1, 2))
+    per_sequence = (hot.num_named > 0).sum((1, 2))
     by_shift = _shift_overlap(hot)
     shifted = dict(_winners(by_shift, np.full(len(names), SHIFTS.index(0)), per_sequence))
     for shift, word in ((-1, "late"), (1, "early")):
         late = [place for place, winner in shifted.items() if SHIFTS[winner] == shift]
         if late:
             of = "" if len(late) == len(names) else f" in sequence{'s' if len(late) > 1 else ''} {_named(late, names)}"
-            compared = _compared(by_shift[late[0]], SHIFTS.index(0), SHIFTS.index(shift))
+            compared = _compared(by_shift.share[late[0]], SHIFTS.index(0), SHIFTS.index(shift))
             found.append(TapeAnomaly("token", f"routes are one token {word}{of}: {compared}"))
     by_sequence = _sequence_overlap(hot)
     swapped = {
@@ -211,7 +280,7 @@ def find_anomalies(
     }
     for place, other in swapped.items():
         text = f"sequence {names[place]} carries the routes of sequence {names[other]}"
-        found.append(TapeAnomaly("sequence", f"{text}: {_compared(by_sequence[place], place, other)}"))
+        found.append(TapeAnomaly("sequence", f"{text}: {_compared(by_sequence.share[place], place, other)}"))
     found += _strangers(hot, names, named=shifted.keys() | swapped.keys())
     return found
 
@@ -220,7 +289,7 @@ def _strangers(hot: _OneHot, names: Sequence[str], named: AbstractSet[int]) -> l
     """Sequences, but those that are named already, whose routes belong to none that was sampled."""
     values, rows = _ownership(hot)
     with np.errstate(invalid="ignore"):
-        strange = np.flatnonzero(values < _OWN - _lead(rows))
+        strange = np.flatnonzero(values < _OWN - least_lead(rows))
     found = [place for place in strange.tolist() if place not in named]
     if not found:
         return []
@@ -232,13 +301,13 @@ def _strangers(hot: _OneHot, names: Sequence[str], named: AbstractSet[int]) -> l
 
 def _agreement_of(hot: _OneHot, places: Sequence[int]) -> tuple[str, str]:
     """Mean agreement of some sequences' tapes with their own live routes, and with those of all other sequences."""
-    overlap = _sequence_overlap(hot)[places]
+    overlap = _sequence_overlap(hot).share[places]
     is_own = np.zeros(overlap.shape, dtype=bool)
     is_own[np.arange(len(places)), places] = True
     return f"{np.nanmean(overlap[is_own]):.3f}", f"{np.nanmean(overlap[~is_own]):.3f}"
 
 
-def _lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
+def least_lead(counts: Int[np.ndarray, "*rows"]) -> Float[np.ndarray, "*rows"]:
     """Difference of two shares of so many rows that counts: 0.1, and six standard errors of a share."""
     lead: Float[np.ndarray, "*rows"] = np.maximum(_LEAST_LEAD, _SIGMAS * 0.5 / np.sqrt(np.maximum(counts, 1)))
     return lead
@@ -250,21 +319,23 @@ def foreign_tape(slot_kappa: float | None) -> list[TapeAnomaly]:
     Args:
         slot_kappa: Of all rows of the step; None where none is usable.
     """
-    if slot_kappa is None or slot_kappa >= _LEAST_KAPPA:
+    if slot_kappa is None or slot_kappa >= LEAST_KAPPA:
         return []
     text = f"the routes are not those of these tokens: beyond chance they agree in {slot_kappa:.3f} of the experts"
-    return [TapeAnomaly("sequence", f"{text}, right ones in more than {_LEAST_KAPPA}")]
+    return [TapeAnomaly("sequence", f"{text}, right ones in more than {LEAST_KAPPA}")]
 
 
 def _winners(
-    overlap: Float[np.ndarray, "rows partners"], right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
+    overlap: _Overlap, right: Int[np.ndarray, " rows"], counts: Int[np.ndarray, " rows"]
 ) -> list[tuple[int, int]]:
     """Rows that another partner than the right one wins, with this partner."""
-    rows = np.arange(len(overlap))
+    share, chance = overlap
+    rows = np.arange(len(share))
     # Where nothing is known no partner wins.
-    best = np.where(np.isnan(overlap), -1.0, overlap).argmax(1)
+    best = np.where(np.isnan(share), -1.0, share).argmax(1)
+    beyond_chance = share[rows, best] - chance[rows, best] >= LEAST_KAPPA * (1 - chance[rows, best])
     with np.errstate(invalid="ignore"):
-        wins = overlap[rows, best] - overlap[rows, right] > _lead(counts)
+        wins = beyond_chance & (share[rows, best] - share[rows, right] > least_lead(counts))
     return [(row, int(best[row])) for row in np.flatnonzero(wins).tolist()]
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_rl_moe.moe.recorder import sum_over_ranks
-from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, all_of, in_planes, num_in_common
+from nemo_rl_moe.moe.replay import RoutedTokens, TapeRoutes, all_of, in_planes, named_too, num_in_common
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
 from nemo_rl_moe.shapes import Bool, Float, Int
@@ -60,6 +60,7 @@ class TapeLedger:
         rows: A row for each MoE layer, a column for each `Row`.
         tape_experts: How often the tape's usable rows name each expert, by layer.
         live_experts: How often the routers would choose each, for the same tokens.
+        agreed_experts: How often they would choose an expert that the tape names, for the same token.
         margins: Usable rows by class of the router's margin, `[layers, classes, 2]`: all, and those that differ.
         tokens: Tokens of each microbatch, by its number: `_COMPARED` where a layer had a usable row, `_DIFFERS` where
             the router of any would choose other experts.
@@ -69,8 +70,8 @@ class TapeLedger:
         self._num_experts = num_experts
         counted = {"dtype": torch.long, "device": device}
         self.rows: Int[Tensor, "layers kinds"] = torch.zeros(num_layers, len(Row), **counted)  # type: ignore[call-overload]
-        self._experts = torch.zeros(2 * num_layers * num_experts, **counted)  # type: ignore[call-overload]
-        self.tape_experts, self.live_experts = self._experts.view(2, num_layers, num_experts)
+        self._experts = torch.zeros(3 * num_layers * num_experts, **counted)  # type: ignore[call-overload]
+        self.tape_experts, self.live_experts, self.agreed_experts = self._experts.view(3, num_layers, num_experts)
         self.margins: Int[Tensor, "layers classes 2"] = torch.zeros(num_layers, len(MARGIN_EDGES) + 1, 2, **counted)  # type: ignore[call-overload]
         self.tokens: dict[int, Int[Tensor, " tokens"]] = {}
         self._edges = torch.tensor(MARGIN_EDGES, device=device)[:, None, None]
@@ -111,14 +112,17 @@ class TapeLedger:
         self._find_places(layers)
         kinds: dict[Row, Tensor] = dict(classify_rows(routes, fed))
         usable, named = kinds[Row.USABLE], [routes.planes]
+        counts = [usable.view(torch.uint8).expand(routes.planes.shape)]
         live = None
         if seen:
             live = in_planes(torch.stack([of_layer.live for of_layer in seen]).transpose(0, 1), self._num_experts)
-            kinds |= self._compare(tokens, layers, routes, live, usable, seen)
-            named.append(live)
+            agreed = named_too(routes.planes, live) * usable
+            kinds |= self._compare(tokens, layers, routes, live, agreed.sum(0, dtype=torch.uint8), usable, seen)
+            named += [live, routes.planes]
+            counts += [counts[0], agreed]
         # What stands in a row that does not count is no place.
         places = torch.stack(named).clamp_(0, self._num_experts - 1) + self._places_of_experts[: len(named)]
-        self._experts.scatter_add_(0, places.view(-1), usable.long().expand(places.shape).reshape(-1))
+        self._experts.scatter_add_(0, places.view(-1), torch.stack(counts).view(-1).long())
         of_kinds = torch.stack([kinds[kind].view(torch.uint8) for kind in Row if kind in kinds])
         # In 32 bits, which takes a twentieth of 64 on a CPU.
         counted = of_kinds.sum(-1, dtype=torch.int32).long()
@@ -131,11 +135,11 @@ class TapeLedger:
         layers: Int[Tensor, " layers"],
         routes: TapeRoutes,
         live: Int[Tensor, "topk layers tokens"],
+        slots: Int[Tensor, "layers tokens"],
         usable: Bool[Tensor, "layers tokens"],
         seen: Sequence[RoutedTokens],
     ) -> dict[Row, Tensor]:
         """Rows, and slots of each row, in which routers and tape agree; counts margins and tokens."""
-        slots = num_in_common(routes.planes, live) * usable
         live_same = taken_same = slots == len(live)
         if any(of_layer.taken is not of_layer.live for of_layer in seen):
             taken = in_planes(torch.stack([of_layer.taken for of_layer in seen]).transpose(0, 1), self._num_experts)
@@ -163,8 +167,8 @@ class TapeLedger:
         if layers is self._last_layers:
             return
         self._last_layers = layers
-        # By the tape first, then by the routers.
-        of_kinds = torch.arange(2, device=layers.device)[:, None]
+        # By the tape first, then by the routers, then by both.
+        of_kinds = torch.arange(3, device=layers.device)[:, None]
         self._places_of_experts = ((of_kinds * len(self.rows) + layers) * self._num_experts)[:, None, :, None]
 
     def reduced(self, stages: dist.ProcessGroup | None = None) -> "LedgerTotals":
@@ -184,9 +188,8 @@ class TapeLedger:
             tells = dist.get_rank(stages) == 0
         # A mark is 0, that of what is compared, or with it that of what differs. In 32 bits as in `add`.
         tokens = torch.stack([marks >= _COMPARED, marks >= _DIFFERS]).sum(1, dtype=torch.int32) * int(tells)
-        parts = [self.rows, self.tape_experts, self.live_experts, self.margins, tokens]
-        rows, tape, live, margins, tokens = (part.long() for part in sum_over_ranks(parts, self.rows.device))
-        return LedgerTotals(rows, tape, live, margins, tokens)
+        parts = [self.rows, self.tape_experts, self.live_experts, self.agreed_experts, self.margins, tokens]
+        return LedgerTotals(*(part.long() for part in sum_over_ranks(parts, self.rows.device)))
 
 
 @dataclass(frozen=True)
@@ -195,14 +198,20 @@ class LedgerTotals:
 
     Attributes:
         tokens: Those with a usable row in any layer, and those of them of which any router would choose other experts.
-        rows, tape_experts, live_experts, margins: As those of `TapeLedger`.
+        rows, tape_experts, live_experts, agreed_experts, margins: As those of `TapeLedger`.
     """
 
     rows: Int[Tensor, "layers kinds"]
     tape_experts: Int[Tensor, "layers experts"]
     live_experts: Int[Tensor, "layers experts"]
+    agreed_experts: Int[Tensor, "layers experts"]
     margins: Int[Tensor, "layers classes 2"]
     tokens: Int[Tensor, " 2"]
+
+    @property
+    def of_experts(self) -> Int[np.ndarray, "kinds layers experts"]:
+        """How often tape, routers and both name each expert."""
+        return torch.stack([self.tape_experts, self.live_experts, self.agreed_experts]).numpy()
 
     @property
     def rows_differing(self) -> float:

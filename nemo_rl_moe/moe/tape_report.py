@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies, foreign_tape
+from nemo_rl_moe.moe.expected_agreement import clear_differences, unexplained_disagreement
+from nemo_rl_moe.moe.tape_identity import TapeAnomaly, TapeSample, find_anomalies
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, Row, TapeReport, agreement_metrics, row_anomalies
 from nemo_rl_moe.moe.tape_ranks import missing_in_one_rank, rank_anomalies, rank_name
 from nemo_rl_moe.moe.tape_repeats import repeat_anomalies
@@ -77,8 +78,11 @@ def tape_report(
     """
     anomalies = [*more_anomalies, *row_anomalies(totals, layers), *checked.anomalies(len(layers))]
     if sample is not None:
-        anomalies += find_anomalies(sample, num_experts, layers, sequences)
+        anomalies += find_anomalies(sample, num_experts, layers, sequences, totals.of_experts)
     metrics = agreement_metrics(totals, layers, per_layer=per_layer) | checked.metrics()
-    anomalies = anomalies or foreign_tape(metrics.get("routing/slot_kappa"))
+    if not anomalies:
+        anomalies += unexplained_disagreement(totals, layers)
+    if not anomalies:
+        metrics |= clear_differences(totals, layers)
     metrics["routing/anomalies"] = float(len(anomalies))
     return TapeReport(layers, totals, metrics, tuple(anomalies))

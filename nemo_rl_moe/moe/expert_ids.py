@@ -1,0 +1,252 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Expert ids that mean other experts: captured ids of a layer that are a permutation of the ids of its router.
+
+An engine that reports physical ids of an expert-parallel load balancer in place of logical ones permutes a whole layer;
+weights that were converted with two experts exchanged permute two ids. Every row is well-shaped, the loads look alike,
+and no other layer, token or sequence agrees better. But one renumbering of the ids makes the layer agree.
+
+Partners are looked for among ids that seldom agree over all rows of the step, and named where two halves of a sample,
+of different sequences, find the same ones.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_rl_moe.shapes import Bool, Float, Int
+
+_MOST_KAPPA = 0.75
+"""Agreement of an id beyond chance, over all rows, above which it is not renumbered."""
+_LEAST_AFTER = 0.75
+_LEAST_LEAD, _SIGMAS = 0.1, 6.0
+_CLEAR_LEAD = 0.5
+"""Gain of a few ids of a permutation that needs no number of rows of their own."""
+_LEAST_ROWS, _MOST_AGREED = 36, 0.25
+"""Of two ids that are known to be exchanged by their counts alone."""
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Renumbering:
+    """Permutation of the expert ids of one layer.
+
+    Attributes:
+        router_ids: From captured ids to those of the router, where they differ and are known.
+        before: Share of a sample's captured experts that the router would choose.
+        after: Share of them that it would choose once they are renumbered; None where the sample has too few rows.
+    """
+
+    router_ids: Mapping[int, int]
+    before: float
+    after: float | None
+
+    @property
+    def text(self) -> str:
+        """Description, to stand behind the name of the layer."""
+        named = [f"{captured}->{own}" for captured, own in sorted(self.router_ids.items())]
+        more = [f"and {len(named) - _MOST_NAMED} more"] if len(named) > _MOST_NAMED else []
+        text = f"captured expert ids are a permutation of the router's ({', '.join(named[:_MOST_NAMED] + more)})"
+        if self.after is None:
+            return f"{text}: the router chooses these in {self.before:.3f} of their rows"
+        return f"{text}: agreement {self.before:.3f} becomes {self.after:.3f} under it"
+
+
+@dataclass(frozen=True)
+class ExpertCounts:
+    """Counts of one layer over all rows of a step.
+
+    Attributes:
+        captured: How often the captured routes name each expert.
+        live: How often the router would choose each, for the same tokens.
+        agreed: How often both do.
+    """
+
+    captured: Int[np.ndarray, " experts"]
+    live: Int[np.ndarray, " experts"]
+    agreed: Int[np.ndarray, " experts"]
+
+    def seldom_agree(self, topk: int) -> tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]:
+        """Return the captured ids that the router seldom chooses too, and the router's ids that are seldom captured."""
+        rows = max(self.captured.sum() / topk, 1)
+        found = []
+        for counts, others in ((self.captured, self.live), (self.live, self.captured)):
+            chance = np.minimum(others / rows, 1)
+            # Cohen's kappa of an id, without its denominator.
+            is_low = self.agreed - chance * counts < _MOST_KAPPA * (1 - chance) * counts
+            found.append(np.flatnonzero(is_low))
+        return found[0], found[1]
+
+    def exchanged(self) -> dict[int, int]:
+        """Return two ids that are never the same where all others are, and as frequent as each other's; or nothing."""
+        often = np.minimum(self.captured, self.live)
+        (found,) = np.nonzero((often >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * often))
+        others = np.delete(np.stack([self.agreed, self.captured]), found, 1).sum(1)
+        if len(found) != 2 or others[0] < _LEAST_AFTER * others[1]:
+            return {}
+        captured, live = self.captured[found], self.live[found][::-1]
+        if (np.abs(captured - live) > _LEAST_LEAD * live).any():
+            return {}
+        one, other = found.tolist()
+        return {one: other, other: one}
+
+
+def find_renumbering(
+    captured: Float[np.ndarray, "sequences tokens experts"],
+    live: Float[np.ndarray, "sequences tokens experts"],
+    counts: ExpertCounts,
+) -> Renumbering | None:
+    """Return the renumbering of the ids of one layer that explains how they disagree; None without one.
+
+    Args:
+        captured: Captured routes of a sample, a row of 0 and 1 for each token; 0 throughout where they are unknown.
+        live: What the router would choose, likewise.
+        counts: Over all rows of the step.
+    """
+    known = captured.any(-1) & live.any(-1)
+    if not known.any():
+        return None
+    topk = round(float(captured[known][0].sum()))
+    ids = counts.seldom_agree(topk)
+    if not all(map(len, ids)):
+        return None
+    of_halves = [_Together.of(captured[half], live[half], ids) for half in _halves(known)]
+    together = _Together.sum(of_halves)
+    router_ids = together.partners()
+    for half in of_halves:
+        of_half = half.partners()
+        router_ids = {one: other for one, other in router_ids.items() if of_half.get(one) == other}
+    router_ids = _explained(router_ids, together, counts)
+    if router_ids:
+        return Renumbering(router_ids, *_agreement(captured[known], live[known], router_ids))
+    if router_ids := counts.exchanged():
+        moved = list(router_ids)
+        return Renumbering(router_ids, float(counts.agreed[moved].sum() / counts.captured[moved].sum()), None)
+    return None
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Numbers of rows of a sample in which a captured id and one of the router stand together.
+
+    Attributes:
+        ids: The captured ids, and those of the router.
+        both: Rows that have the one captured, and the router choose the other.
+        captured: Rows of each captured id.
+        live: Rows of each of the router's.
+        itself: Rows of each captured id in which the router chooses the same.
+        itself_live: Rows in which the router chooses the captured id.
+    """
+
+    ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]
+    both: Float[np.ndarray, "some others"]
+    captured: Float[np.ndarray, " some"]
+    live: Float[np.ndarray, " others"]
+    itself: Float[np.ndarray, " some"]
+    itself_live: Float[np.ndarray, " some"]
+
+    @classmethod
+    def of(
+        cls,
+        captured: Float[np.ndarray, "rows experts"],
+        live: Float[np.ndarray, "rows experts"],
+        ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]],
+    ) -> "_Together":
+        """Count the rows of a part of a sample."""
+        named, chosen, same = captured[:, ids[0]], live[:, ids[1]], live[:, ids[0]]
+        return cls(ids, named.T @ chosen, named.sum(0), chosen.sum(0), (named * same).sum(0), same.sum(0))
+
+    @classmethod
+    def sum(cls, parts: list["_Together"]) -> "_Together":
+        """Add up the counts of several parts."""
+        names = ("both", "captured", "live", "itself", "itself_live")
+        return cls(parts[0].ids, *(np.sum([getattr(part, name) for part in parts], 0) for name in names))
+
+    def partners(self) -> dict[int, int]:
+        """Return each captured id that goes with another one of the router, each the other's only best.
+
+        What counts is the share of the rows of either that both have: a popular expert stands beside every other one.
+        """
+        overlap = _overlap(self.both, self.captured[:, None], self.live)
+        itself = _overlap(self.itself, self.captured, self.itself_live)
+        best = (overlap == overlap.max(1, keepdims=True)) & (overlap == overlap.max(0))
+        best &= overlap > itself[:, None] + _LEAST_LEAD
+        only = best & (_num_highest(overlap, 1)[:, None] == 1) & (_num_highest(overlap, 0) == 1)
+        return {int(self.ids[0][row]): int(self.ids[1][column]) for row, column in zip(*np.nonzero(only), strict=True)}
+
+    def shares(self, router_ids: Mapping[int, int]) -> tuple[float, float]:
+        """Return the share of some captured ids' rows in which the router chooses their partner, and their rows."""
+        rows = np.searchsorted(self.ids[0], list(router_ids))
+        columns = np.searchsorted(self.ids[1], list(router_ids.values()))
+        total = float(self.captured[rows].sum())
+        return float(self.both[rows, columns].sum()) / total, total
+
+
+def _overlap(both: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Rows that both have over rows that either has."""
+    overlap: np.ndarray = both / np.maximum(some + others - both, 1)
+    return overlap
+
+
+def _num_highest(values: Float[np.ndarray, "some others"], axis: int) -> Int[np.ndarray, " rest"]:
+    found: Int[np.ndarray, " rest"] = (values == values.max(axis, keepdims=True)).sum(axis)
+    return found
+
+
+def _halves(known: Bool[np.ndarray, "sequences tokens"]) -> tuple[Bool[np.ndarray, "sequences tokens"], ...]:
+    """Split known rows by sequence, so that what one text repeats is in one half; a single sequence by its tokens."""
+    numbers = np.cumsum(known.any(1))[:, None] if known.any(1).sum() > 1 else np.arange(known.shape[1])
+    return known & (numbers % 2 == 0), known & (numbers % 2 == 1)
+
+
+def _explained(router_ids: Mapping[int, int], together: _Together, counts: ExpertCounts) -> dict[int, int]:
+    """Return the part of a renumbering that makes the ids agree; empty where that is no more than chance."""
+    found: dict[int, int] = {}
+    for chain in _chains(router_ids):
+        after, rows = together.shares(chain)
+        gain = after - _agreed_share(chain, counts)
+        if gain >= _CLEAR_LEAD or gain >= _lead(rows):
+            found |= chain
+    if not found:
+        return {}
+    after, rows = together.shares(found)
+    is_explained = after >= _LEAST_AFTER and after - _agreed_share(found, counts) >= _lead(rows)
+    return found if is_explained else {}
+
+
+def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:
+    """Share of the rows of ids and of their partners, of all rows of the step, that agree as they stand."""
+    ids = sorted(router_ids.keys() | set(router_ids.values()))
+    return float(counts.agreed[ids].sum() / max(counts.captured[ids].sum(), 1))
+
+
+def _lead(rows: float) -> float:
+    """Difference of two shares of so many rows that counts, at least six standard errors of a share."""
+    return max(_LEAST_LEAD, _SIGMAS * 0.5 / rows**0.5)
+
+
+def _chains(router_ids: Mapping[int, int]) -> Iterator[dict[int, int]]:
+    """Yield the cycles of a permutation of which a part is known, and the pieces of cycles."""
+    left = dict(router_ids)
+    targets = set(router_ids.values())
+    for start in sorted(router_ids, key=lambda one: (one in targets, one)):  # a piece from its beginning
+        chain: dict[int, int] = {}
+        one = start
+        while one in left:
+            chain[one] = left.pop(one)
+            one = chain[one]
+        if chain:
+            yield chain
+
+
+def _agreement(
+    captured: Float[np.ndarray, "rows experts"], live: Float[np.ndarray, "rows experts"], router_ids: Mapping[int, int]
+) -> tuple[float, float]:
+    """Share of the captured experts that the router would choose, as they stand and renumbered."""
+    renumbered = captured.copy()
+    moved = list(router_ids)
+    renumbered[:, sorted({*moved, *router_ids.values()})] = 0
+    renumbered[:, list(router_ids.values())] = captured[:, moved]
+    total = captured.sum()
+    return float((captured * live).sum() / total), float((renumbered * live).sum() / total)
