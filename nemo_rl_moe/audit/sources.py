@@ -25,7 +25,15 @@ from nemo_rl_moe.run_folder.tape_folder import (
     steps_of,
     writers_of,
 )
-from nemo_rl_moe.run_folder.tape_sequences import EXPERTS, UNKNOWN, TapeDescription, TapeRows, TapeSequence, rows_of
+from nemo_rl_moe.run_folder.tape_sequences import (
+    EXPERTS,
+    UNKNOWN,
+    TapeDescription,
+    TapeRows,
+    TapeSequence,
+    rows_of,
+    sequences_of,
+)
 
 AUTO, TAPE = "auto", "tape"
 FORMATS = (AUTO, TAPE, *ADAPTERS)
@@ -68,18 +76,16 @@ def open_source(
     Raises:
         DataError: There is nothing that can be read.
     """
-    is_tape = (path / DESCRIPTION_FILE).is_file()
-    if not is_tape and kind in (AUTO, TAPE) and training is None and (path / TAPE_FOLDER / DESCRIPTION_FILE).is_file():
-        path = path / TAPE_FOLDER  # of a run's folder
-    if kind == TAPE or (kind == AUTO and (path / DESCRIPTION_FILE).is_file()):
+    tape = _tape_folder(path) if kind in (AUTO, TAPE) else None
+    if tape is not None or kind == TAPE:
         if training is not None:
             raise DataError(f"--training {training}: is for other formats; a tape has columns of its own for training")
-        return _tape(path, chosen)
+        return _tape(tape or path, chosen)
     for name, place in (("", path), ("--training ", training)):
         if place is not None and not place.exists():
-            raise DataError(f"{name}{place}: there is no such file or folder")
+            raise DataError(f"{name}{place}: there is no such file or folder{_format_hint(place)}")
     files = _Files(path, kind, model, chosen)
-    converted = _Converted(files, None if training is None else _Files(training, AUTO, model, None))
+    converted = _Converted(files, None if training is None else _training_files(training, model))
     description = converted.description()
     return Source(
         description,
@@ -90,9 +96,19 @@ def open_source(
     )
 
 
+def _tape_folder(path: Path) -> Path | None:
+    """Return the tape folder at a path or in the folder of a run; None without any."""
+    return next((found for found in (path, path / TAPE_FOLDER) if (found / DESCRIPTION_FILE).is_file()), None)
+
+
+def _format_hint(path: Path) -> str:
+    """Say that formats are named by an option, where one was given as a path."""
+    return f"; for a format: --format {path}" if str(path) in FORMATS else ""
+
+
 def _tape(folder: Path, chosen: Steps | None) -> Source:
     if not folder.is_dir():
-        raise DataError(f"{folder}: is no folder")
+        raise DataError(f"{folder}: is no folder{_format_hint(folder)}")
     description = read_description(folder)
     steps = _only(steps_of(folder), chosen, folder)
     read = {step: partial(read_step, description, step, paths) for step, paths in steps.items()}
@@ -172,6 +188,43 @@ class _Files:
                 yield found
 
 
+class _CapturedRoutes:
+    """Sequences of a tape folder, read as those of other files are.
+
+    Args:
+        folder: The tape's.
+        model: Experts of the model.
+
+    Raises:
+        DataError: It is of another model.
+    """
+
+    def __init__(self, folder: Path, model: RouterShape | None):
+        self.path, self._description = folder, read_description(folder)
+        self.steps = _only(steps_of(folder), None, folder)
+        layers = self._description.layers
+        if model is not None and layers != model.moe_layers:
+            raise DataError(
+                f"--training {folder}: has routes of the layers {_numbers(layers)}, expected "
+                f"{_numbers(model.moe_layers)} as --model says"
+            )
+
+    def read(self, step: int) -> Iterator[list[TapeSequence]]:
+        """Read the sequences of a step, a few at a time."""
+        for rows in read_step(self._description, step, self.steps[step]):
+            yield sequences_of(rows)
+
+
+def _numbers(layers: Sequence[int]) -> str:
+    return ", ".join(map(str, layers)) or "none"
+
+
+def _training_files(path: Path, model: RouterShape | None) -> _Files | _CapturedRoutes:
+    """Return the files of the training's side, of any format."""
+    tape = _tape_folder(path)
+    return _Files(path, AUTO, model, None) if tape is None else _CapturedRoutes(tape, model)
+
+
 def _kind_of(file: Path) -> str | None:
     return recognised(load(file))
 
@@ -188,7 +241,7 @@ class _Converted:
         training: Of the training's side; None: what it is lies in `files`.
     """
 
-    def __init__(self, files: _Files, training: _Files | None):
+    def __init__(self, files: _Files, training: _Files | _CapturedRoutes | None):
         self._files, self._training, self._model = files, training, files.model
         self.notices: list[str] = []
 
@@ -274,7 +327,9 @@ class _Partners:
         fitted: Brings a sequence to the layers of the tape.
     """
 
-    def __init__(self, files: _Files, step: int, fitted: Callable[[TapeSequence, Path], TapeSequence]):
+    def __init__(
+        self, files: _Files | _CapturedRoutes, step: int, fitted: Callable[[TapeSequence, Path], TapeSequence]
+    ):
         self._path, self._missing, self._joined = files.path, 0, 0
         steps: Sequence[int] = (step,) if step in files.steps else list(files.steps) if len(files.steps) == 1 else ()
         self._columns: dict[bytes, list[Mapping[str, np.ndarray]]] = {}

@@ -134,3 +134,17 @@ def rows_of(description: TapeDescription, step: int, sequences: Sequence[TapeSeq
         columns,
         np.array(rewards, dtype=np.float32) if len(rewards) == len(sequences) else None,
     )
+
+
+def sequences_of(rows: TapeRows) -> list[TapeSequence]:
+    """Return the sequences that rows of a tape are made of."""
+    ends = np.cumsum(rows.lengths)
+    return [
+        TapeSequence(
+            name,
+            int(length),
+            {column: values[end - length : end] for column, values in rows.columns.items()},
+            None if rows.rewards is None else float(rows.rewards[number]),
+        )
+        for number, (name, length, end) in enumerate(zip(rows.names, rows.lengths, ends, strict=True))
+    ]

@@ -3,12 +3,14 @@
 """verl: a `DataProto` that was saved, padded on both sides.
 
 Layout of release 0.9.1, and the same in 0.7: `verl/protocol.py` (`DataProto.save_to_disk`, a pickle around a
-consolidated `TensorDict`), `verl/experimental/agent_loop/agent_loop.py` (prompts padded on the left, responses on the
-right, `routed_experts` of all places, 0 where the engine gave none), `verl/trainer/ppo/ray_trainer.py` (columns that
-follow). What `trainer.rollout_data_dir` writes holds texts alone.
+consolidated `TensorDict`, or around arrays by `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy`),
+`verl/experimental/agent_loop/agent_loop.py` (prompts padded on the left, responses on the right, `routed_experts` of
+all places, 0 where the engine gave none), `verl/trainer/ppo/ray_trainer.py` (columns that follow). What
+`trainer.rollout_data_dir` writes holds texts alone.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from nemo_rl_moe.audit.adapters.inert_pickle import Inert, read_pickle
 from nemo_rl_moe.audit.adapters.layout import padded_column, real_tokens, sequence, token_rewards
 from nemo_rl_moe.audit.adapters.router_shape import RouterShape
-from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.errors import DataError, one_line
 from nemo_rl_moe.run_folder.tape_sequences import TapeSequence
 
 _COLUMNS = {
@@ -68,13 +70,36 @@ def _batch_of_proto(content: Inert, where: str) -> tuple[Mapping[str, Any], Any]
     """Tensors of a `DataProto` by name, and the names of its prompts, if it has any."""
     try:
         packed, others, _ = content.state
-        made = read_pickle(packed, where) if isinstance(packed, bytes) else packed
-        description, storage = made.args[:2]
-        leaves = {
-            name: storage[first:last].view(getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
-            for name, (dtype, shape, first, last, *_) in description["leaves"].items()
-        }
+        if isinstance(packed, tuple):
+            leaves = _of_arrays(packed)
+        else:
+            leaves = _of_storage(read_pickle(packed, where) if isinstance(packed, bytes) else packed)
         names = others.get("uid")
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
-        raise DataError(f"{where}: a DataProto whose tensors are no consolidated TensorDict: {error}") from error
+        raise DataError(f"{where}: a DataProto whose tensors cannot be read: {one_line(error)}") from error
     return leaves, None if names is None else names.values
+
+
+def _of_storage(made: Inert) -> dict[str, torch.Tensor]:
+    """Read a consolidated `TensorDict`: all tensors in one storage, each filled up to a multiple of 8 bytes."""
+    description, storage = made.args[:2]
+    leaves = description["leaves"].items()
+    return {name: _tensor(storage[first:last], dtype, shape) for name, (dtype, shape, first, last, *_) in leaves}
+
+
+def _of_arrays(packed: tuple[Any, ...]) -> dict[str, torch.Tensor]:
+    """Read what `VERL_DATAPROTO_SERIALIZATION_METHOD=numpy` makes of a batch: the bytes of each tensor as an array."""
+    _, _, encoded = packed
+    found = {}
+    for name, (dtype, shape_or_pieces, *content) in encoded.items():
+        if content:  # a nested tensor, which has a layout and its pieces, is none of a padded batch
+            found[name] = _tensor(torch.from_numpy(content[0].values.copy()), dtype, shape_or_pieces)
+    return found
+
+
+def _tensor(content: torch.Tensor, dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Tensor at the beginning of some bytes, whatever fills them up behind it."""
+    kind = getattr(torch, dtype.removeprefix("torch."), None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"got {dtype!r}, expected a type of numbers")
+    return content[: prod(shape) * kind.itemsize].view(kind).reshape(shape)
