@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         seconds = {
-            **{f"plan_{name}": best(lambda batching=batching: _plan(batching)) for name, batching in BATCHING.items()},
+            **{f"plan_{name}": best(partial(_plan, batching)) for name, batching in BATCHING.items()},
             f"read_{EXAMPLES}_examples": best(_reading(Path(folder) / "short.jsonl", EXAMPLES * ["1+1="])),
             "read_a_line_of_a_megabyte": best(_reading(Path(folder) / "long.jsonl", ["1+1=", "1" * MEGABYTE])),
             "watch_a_step": best(_watching()),
