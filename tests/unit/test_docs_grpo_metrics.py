@@ -43,7 +43,7 @@ def training_keys() -> set[str]:
 
 def step_metrics() -> dict[str, float]:
     """Of the responses of a step with dynamic sampling."""
-    rollouts = [trajectory(reward=1.0, rewards={"NAME": 1.0}), trajectory()]
+    rollouts = [trajectory(reward=1.0, rewards={"NAME": 1.0}), replace(trajectory(), overlong="9 tokens do not fit")]
     groups = RolloutGroups(trained=rollouts, generated=rollouts, num_generations=2, num_rounds=2, num_filled=0)
     batch = training_batch(rollouts, torch.zeros(1, 2, dtype=torch.float64), PAD_TOKEN, leave_out_truncated=False)
     return group_metrics(groups) | advantage_metrics(batch)
