@@ -3,6 +3,7 @@
 """Environments: they drive a trajectory from its prompt to its reward, in one turn or several."""
 
 import inspect
+from asyncio import CancelledError
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
@@ -279,7 +280,7 @@ class RolloutFunction:
         """Makes one trajectory; where the function raises it ends as it is, with the fault."""
         try:
             return self._checked(await self._function(session), session)
-        except Exception as error:
+        except (Exception, CancelledError) as error:  # a tool's own cancellation; of the run's, nobody reads this
             return session.failed(Fault.ERROR, one_line(error))
 
     def _checked(self, found: object, session: Session) -> Trajectory:

@@ -145,7 +145,7 @@ class RolloutWatch:
 
     def _giving_up(self) -> str:
         return (
-            f"{self._limits.stop_reason()}: this step is given up, as no trajectory has gone on for {STOP_GRACE_S:g} s;"
+            f"{self._limits.stop_reason()}: rollouts are given up, as no trajectory has gone on for {STOP_GRACE_S:g} s;"
             f" waited for {self._described(self._unfinished())}"
         )
 
@@ -208,8 +208,10 @@ class RolloutWatch:
         quiet_s = self._time.now() - self._progress_at
         if quiet_s < self._next_notice_s:
             return
-        self._next_notice_s *= 2
         unfinished = self._unfinished()
+        if not unfinished:
+            return
+        self._next_notice_s *= 2
         self._limits.message(
             f"rollouts: no progress for {quiet_s:.0f} s; {len(self._timers) - len(unfinished)} of {len(self._timers)}"
             f" trajectories have ended or wait for the others; running: {self._described(unfinished)}"

@@ -55,12 +55,12 @@ class RunningTrajectory:
 
     @property
     def has_ended(self) -> bool:
-        """True when its trajectory is there."""
+        """Return whether its trajectory is there."""
         return self._failed is not None or (self._task.done() and not self.timer.is_over)
 
     @property
     def is_running(self) -> bool:
-        """True while it has neither ended nor waits for a pool."""
+        """Return whether it has neither ended nor waits for a pool."""
         return not self.has_ended and (self._asked is None or self._asked.done())
 
     def expire(self, reason: str) -> None:
@@ -76,7 +76,7 @@ class RunningTrajectory:
 
     @property
     def trajectory(self) -> Trajectory:
-        """What has come of it; when it has ended."""
+        """Return what has come of it; when it has ended."""
         return self._failed if self._failed is not None else self._task.result()
 
     def _end(self, task: "asyncio.Task[Trajectory]") -> None:

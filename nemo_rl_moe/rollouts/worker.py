@@ -224,7 +224,7 @@ class _Call:
         while True:
             self._watch.check_request_to_stop()
             for each in started:
-                if self._watch.has_expired(each.timer) and not each.has_ended:
+                if not each.has_ended and self._watch.has_expired(each.timer):
                     each.expire(self._worker.limits.timeout_text(each.timer.ended_at or each.timer.where()))
             if not any(each.is_running for each in started):
                 for each in started:

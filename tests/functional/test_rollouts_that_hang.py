@@ -56,7 +56,7 @@ def test_a_request_to_stop_keeps_all_steps_that_are_done(how: str, tmp_path: Pat
     metrics = sft_runs.only_run_folder(struck) / METRICS_FILE_NAME
     last = read_metrics(metrics)[-1].step
     assert 2 <= last < NUM_STEPS
-    assert "warning: SIGTERM: this step is given up, as no trajectory has gone on for 10 s; waited for " in printed
+    assert "warning: SIGTERM: rollouts are given up, as no trajectory has gone on for 10 s; waited for " in printed
     assert (
         f"stopped after step {last} of {NUM_STEPS} (SIGTERM); saved to {struck / f'checkpoints/step_{last}'}" in printed
     )

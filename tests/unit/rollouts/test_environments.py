@@ -151,6 +151,16 @@ def test_a_function_that_raises_costs_its_trajectory_alone() -> None:
     assert found[1].loss_mask.any(), "what was generated is there"
 
 
+def test_a_tool_that_cancels_its_trajectory_costs_it_alone() -> None:
+    async def is_cancelled(session: Session) -> Trajectory:
+        await session.generate()
+        if session.prompt.sample_id == "train:1":
+            raise asyncio.CancelledError("gone")
+        return session.finish(Score(1.0, is_correct=True))
+
+    assert messages_of(is_cancelled) == ["", "CancelledError: gone"]
+
+
 def test_an_environment_may_wait_for_something_else() -> None:
     async def with_a_tool(session: Session) -> Trajectory:
         await session.generate()
