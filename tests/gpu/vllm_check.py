@@ -1,6 +1,10 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A short run of GRPO with rollouts by vLLM on the trainer's own GPU: weights arrive, and so do the routed experts."""
+"""A short run of GRPO with rollouts by vLLM on the trainer's own GPU: weights arrive, and so do the routed experts.
+
+Between two transfers of weights the engine generates several times: each step is validated, before the first one too,
+and random weights get no reward, so that dynamic sampling takes a second round.
+"""
 
 import subprocess
 import tempfile
@@ -14,16 +18,19 @@ from tests.gpu.checks import Failed
 
 NUM_STEPS = 3
 _MISSING = "train/moe/routing/rows_missing_share"
+_VALIDATED = "val/accuracy"
 
 
 def overrides(folder: Path, *, rehearse: bool) -> list[str]:
     """The run's settings; a rehearsal lets the trainer's own engine generate, on one CPU rank."""
     changes: dict[str, Any] = {
         "grpo__max_num_steps": 1 if rehearse else NUM_STEPS,
-        "grpo__val_period": 0,
-        "grpo__val_at_start": False,
-        "grpo__val_at_end": False,
-        "data__validation": None,
+        "grpo__val_period": 1,
+        "grpo__val_at_start": True,
+        "grpo__val_at_end": True,
+        "grpo__max_val_samples": 4,
+        "grpo__use_dynamic_sampling": True,
+        "grpo__dynamic_sampling_max_gen_batches": 2,
         "checkpointing__enabled": False,
         "cluster__cpu_workers_per_node": 1,
         "policy__megatron_cfg__routing_replay": "rollout",
@@ -49,26 +56,29 @@ def vllm_routes_and_refit(*, rehearse: bool) -> dict[str, Any]:
         folder = Path(scratch)
         subprocess.run(grpo_runs.command(overrides(folder, rehearse=rehearse), exemplar(rehearse=rehearse)), check=True)
         records = read_metrics(sft_runs.only_run_folder(folder) / "metrics.jsonl")
-    steps = [record.metrics for record in records if "train/loss" in record.metrics]
-    return judged(steps, 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
+    return judged([record.metrics for record in records], 1 if rehearse else NUM_STEPS, has_engine=not rehearse)
 
 
-def judged(steps: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool) -> dict[str, Any]:
+def judged(records: Sequence[Mapping[str, float]], num_steps: int, *, has_engine: bool) -> dict[str, Any]:
     """The numbers of a run.
 
     Args:
-        steps: Metrics of each.
-        num_steps: How many there must be.
+        records: Metrics of the start and of each step.
+        num_steps: Steps that there must be.
         has_engine: The engine keeps a copy of the weights, which are checked after each refit.
 
     Raises:
-        Failed: Steps, weights or routes are missing.
+        Failed: Steps, validations, weights or routes are missing.
     """
+    steps = [metrics for metrics in records if "train/loss" in metrics]
     wanted = (_MISSING, *(("train/refit/logprob_gap", "train/refit/checks_failed") if has_engine else ()))
     numbers: dict[str, Any] = {"steps": len(steps)}
     numbers |= {key: [step.get(key) for step in steps] for key in (*wanted, "train/token_mult_prob_error")}
     if len(steps) != num_steps:
         raise Failed(f"{len(steps)} steps instead of {num_steps}", numbers)
+    validated = sum(_VALIDATED in metrics for metrics in records)
+    if validated != num_steps + 1:
+        raise Failed(f"{validated} validations instead of {num_steps + 1}", numbers)
     absent = [key for key in wanted if None in numbers[key]]
     if absent:
         raise Failed(f"steps lack {', '.join(absent)}", numbers)

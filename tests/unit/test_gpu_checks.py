@@ -87,23 +87,30 @@ def test_the_run_with_vllm_is_a_valid_configuration(tmp_path: Path) -> None:
     )
     assert (config.cluster.gpus_per_node, config.policy.generation.backend) == (1, "vllm")
     assert config.policy.megatron_cfg.routing_replay == "rollout"
+    assert config.grpo.val_at_start, "the engine generates twice before weights arrive"
+    assert (config.grpo.val_period, config.grpo.use_dynamic_sampling) == (1, True)
+    assert config.data.validation is not None
 
 
 def test_what_a_run_with_vllm_must_say() -> None:
-    step = {
+    start = {"val/accuracy": 0.0}
+    step = start | {
+        "train/loss": 1.0,
         "train/moe/routing/rows_missing_share": 0.0,
         "train/refit/logprob_gap": 0.01,
         "train/refit/checks_failed": 0.0,
     }
-    assert vllm_check.judged([step], 1, has_engine=True)["steps"] == 1
+    assert vllm_check.judged([start, step], 1, has_engine=True)["steps"] == 1
     for wrong, why in (
         ({"train/moe/routing/rows_missing_share": 0.1}, "did not arrive"),
         ({"train/refit/checks_failed": 1.0}, "weights did not"),
     ):
         with pytest.raises(checks.Failed, match=why):
-            vllm_check.judged([step | wrong], 1, has_engine=True)
+            vllm_check.judged([start, step | wrong], 1, has_engine=True)
+    with pytest.raises(checks.Failed, match="1 validations instead of 2"):
+        vllm_check.judged([step], 1, has_engine=True)
     with pytest.raises(checks.Failed, match="lack train/moe/routing"):
-        vllm_check.judged([{"train/loss": 1.0}], 1, has_engine=False)
+        vllm_check.judged([start, start | {"train/loss": 1.0}], 1, has_engine=False)
     with pytest.raises(checks.Failed, match="0 steps"):
         vllm_check.judged([], 1, has_engine=False)
 

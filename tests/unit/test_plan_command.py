@@ -45,7 +45,8 @@ def test_dense_exemplar(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
     assert rows["optimizer: master weights and two moments (float32, sharded)"] == "2.58"
     assert rows["held all the time"] == "9.46"
     assert rows["+ while generating, 64 x 4096 tokens: key-value cache"] == "30.06"
-    assert rows["at the fullest moment, at least"] == "39.53"
+    assert rows["+ CUDA's context and NCCL, an estimate"] == "1.50"
+    assert rows["at the fullest moment, at least"] == "41.03", "all that is held, the cache, and the estimate"
     assert not any("expert" in label or "reference" in label for label in rows)
     assert printed.count("the model has no MoE layers: there is nothing to track\n") == 1
     assert printed.count("by arithmetic") == 2
@@ -103,8 +104,17 @@ def test_engines_of_vllm_on_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     # 48 layers x 1 head x 128 x keys and values x 2 bytes x 4096 tokens.
     assert rows["key-value cache of a sequence, 4096 tokens"] == "0.10"
     held = rows["held all the time"]
-    assert rows["beside it while it generates: held by the trainer, in GB"] == held
-    assert rows["GPUs on which both fit, from so many GB on"] == f"{float(held) / 0.65:.0f}"
+    assert rows["beside it while it generates: held by the trainer, in GB"] == held == "43.56"
+    assert rows["kept while it sleeps, an estimate, in GB"] == "3.00"
+    # Two processes have a context and NCCL each.
+    assert rows["GPUs on which both fit, from so many GB on"] == f"{(43.56 + 3) / 0.65:.0f}"
+    # Trainer, engine, processes, and their sum: 0.35 x 80 is the engine's share, 15.29 + 1.5 its weights and the rest.
+    assert rows["when a checkpoint is loaded"].split() == ["43.56", "0.00", "1.50", "45.06"]
+    assert rows["when engines start"].split() == ["43.56", "28.00", "3.00", "74.56"]
+    assert rows["when weights arrive"].split() == ["43.56", "16.79", "3.00", "63.34"]
+    assert rows["while responses are generated"].split() == ["43.56", "28.00", "3.00", "74.56"]
+    assert rows["while training"].split() == ["51.19", "1.50", "3.00", "55.69"]
+    assert "at the fullest moment, at least" not in rows, "it depends on the card"
     # 0.35 x 80 GB less the weights; 24,576 bytes a token.
     assert rows["GPUs with 80 GB: key-value cache, in GB"] == "12.71, 126 such sequences"
     assert rows["GPUs with 141 GB: key-value cache, in GB"] == "34.06, 338 such sequences"
@@ -226,7 +236,9 @@ def test_the_30b_recipe_fits_eight_cards_of_80_gb(capsys: pytest.CaptureFixture[
     assert rows["+ in the optimizer: moments (float32)"] == "2.15"  # of 2^28 parameters, twice 4 bytes
     assert rows["held while generating: weights"] == "10.33"
     assert rows["in the host's memory: optimizer, while generating"] == "30.53"
-    spare = re.search(r"  8xH100: fits, with (\d+)% of the 80 GB of each H100 to spare\n", printed)
+    fullest = rows["at the fullest moment, at least"]
+    ending = f" of the 80 GB of each H100 to spare: {fullest} GB while training\n"
+    spare = re.search(rf"  8xH100: fits, with (\d+)%{re.escape(ending)}", printed)
     assert spare is not None
     assert int(spare[1]) >= 10
 
@@ -234,7 +246,9 @@ def test_the_30b_recipe_fits_eight_cards_of_80_gb(capsys: pytest.CaptureFixture[
 def test_a_target_stands_for_its_machines(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = ("grpo_qwen3_30b_a3b.yaml", QWEN3_30B_A3B)
     _, printed, _ = plan(capsys, *recipe, "--target", "8xA100-80GB")
-    assert "  8xA100-80GB: does not fit: 81.72 GB are more than the 80 GB of each A100-80GB\n" in printed
+    expected = "  8xA100-80GB: does not fit: 83.22 GB while training are more than the 80 GB of each A100-80GB\n"
+    assert expected in printed
+    assert values(printed)["at the fullest moment, at least"] == "83.22"
     # What a laptop cannot compute with may be planned.
     of_gpus = [f"{MEGATRON}.moe_grouped_gemm=true", f"{MEGATRON}.moe_permute_fusion=true"]
     code, _, errors = plan(capsys, *recipe, *of_gpus)
@@ -242,7 +256,7 @@ def test_a_target_stands_for_its_machines(capsys: pytest.CaptureFixture[str]) ->
     code, printed, errors = plan(capsys, *recipe, *of_gpus, "--target", "2x8xH200", "cluster.num_nodes=7")
     assert (code, errors) == (0, "")
     assert values(printed)["workers"] == "16 (2 nodes x 8 GPUs)"
-    assert "of the 141 GB of each H200 to spare\n" in printed
+    assert "of the 141 GB of each H200 to spare: " in printed
     assert plan(capsys, *recipe, *of_gpus)[0] == 2, "and leaves no trace"
 
 
@@ -255,11 +269,14 @@ def test_an_engine_beside_the_trainer_counts(capsys: pytest.CaptureFixture[str])
         "policy.generation.vllm.tensor_parallel_size=4",
     ]
     _, printed, _ = plan(capsys, *settings, *chosen)
-    # 0.8 x 80 GB beside 10.33 GB of weights.
-    assert "  8xH100: fits, with 7% of the 80 GB" in printed
+    # 0.8 x 80 GB beside 10.33 GB of weights and two processes.
+    assert "  8xH100: fits, with 3% of the 80 GB of each H100 to spare: 77.33 GB when engines start\n" in printed
+    assert values(printed)["when engines start"].split() == ["10.33", "64.00", "3.00", "77.33"]
+    assert values(printed)["when a checkpoint is loaded"].split()[-1] == "52.69"
     assert values(printed)["beside it while it generates: held by the trainer, in GB"] == "10.33"
     _, printed, _ = plan(capsys, *settings, *chosen, "policy.offload_optimizer_for_generation=false")
-    assert "  8xH100: does not fit: 115.19 GB" in printed
+    assert "  8xH100: does not fit: 118.19 GB when engines start are more than the 80 GB" in printed
+    assert values(printed)["when engines start"].split() == ["51.19", "64.00", "3.00", "118.19"]
     # All 61 GB of weights on one GPU, of which the engine may take 48.
     whole = [*settings[:-1], "policy.generation.vllm.gpu_memory_utilization=0.6", "--target", "8xH100"]
     _, printed, _ = plan(capsys, *whole)
@@ -282,3 +299,35 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=" in printed
     assert "without starting it" in printed
+
+
+SHIPPED = {
+    "sft.yaml": ("Qwen3-30B-A3B", "8xH200"),
+    "dpo.yaml": ("Qwen3-30B-A3B", "8xH200"),
+    "grpo_math_1B.yaml": ("Qwen3-1.7B", "8xH100"),
+    "grpo_dapo17k.yaml": ("Qwen3-30B-A3B", "8xH20"),
+    "grpo_qwen3_30b_a3b.yaml": ("Qwen3-30B-A3B", "8xH20"),
+    "grpo_qwen3_30b_a3b_80gb.yaml": ("Qwen3-30B-A3B", "8xA100-80GB"),
+    "grpo_qwen3_30b_a3b_vllm.yaml": ("Qwen3-30B-A3B", "2x8xA100-80GB"),
+    "vlm_grpo_3B.yaml": ("Qwen2.5-VL-3B-Instruct", "2xA100-80GB"),
+    "vlm_grpo_qwen3_vl_30b_a3b.yaml": ("Qwen3-VL-30B-A3B-Instruct", "8xA100-80GB"),
+}
+"""Each recipe for GPUs: its model, and machines of the kind that it is written for."""
+
+
+def test_every_recipe_for_gpus_has_a_target() -> None:
+    recipes = {path.name for path in (MODEL_CONFIGS.parents[1] / "configs").glob("*.yaml")} - {"base.yaml"}
+    assert {name for name in recipes if "tiny" not in name and name != "grpo_generate.yaml"} == SHIPPED.keys()
+
+
+@pytest.mark.parametrize("recipe", SHIPPED)
+def test_shipped_recipes_fit(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model, target = SHIPPED[recipe]
+    code, printed, errors = plan(capsys, recipe, f"policy.model_name={MODEL_CONFIGS / model}", "--target", target)
+    assert (code, errors) == (0, "")
+    verdict = re.search(rf"  {target}: fits, with (\d+)% of .* to spare: (\d+\.\d\d) GB ", printed)
+    assert verdict is not None, printed
+    assert int(verdict[1]) >= 5
+    rows = values(printed)
+    sums = [float(row.split()[-1]) for label, row in rows.items() if label.startswith(("when ", "while "))]
+    assert rows.get("at the fullest moment, at least", f"{max([0, *sums]):.2f}") == verdict[2], "one number"

@@ -345,7 +345,7 @@ class VllmEngine:
         """Frees the GPUs that are the trainer's too, of the weights as well: the next ones are needed to generate."""
         if not (self._settings.on_gpus and self._placement.is_shared):
             return
-        for part in PARTS:  # vLLM leaves an engine as it is that sleeps in part
+        for part in PARTS:  # vLLM leaves an engine as it is whose weights sleep already
             self._wake(part, [engine for engine in self._engines if engine.asleep != set(PARTS)])
         for engine, _ in self._ask("sleep", [engine for engine in self._engines if not engine.asleep]):
             engine.asleep = set(PARTS)

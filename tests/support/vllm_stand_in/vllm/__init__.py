@@ -3,7 +3,7 @@
 """vLLM without a model: its rules of sleeping, waking and pausing (0.32), for tests of what an engine is asked for.
 
 - `sleep` pauses the scheduler and ends what is unfinished; level 1 keeps the weights, level 2 discards them. An engine
-  that sleeps already, if only in part, stays as it is.
+  whose weights sleep already stays as it is, with its cache or without.
 - `wake_up` with a tag that does not sleep does nothing. The scheduler goes on when no tag sleeps any more.
 - `step` of a paused scheduler returns an empty list at once, and the requests stay unfinished.
 
@@ -101,7 +101,7 @@ class Executor:
 
     def sleep(self, level: int) -> None:
         """Gives all memory back."""
-        if self.is_sleeping:
+        if "weights" in self.sleeping_tags:
             log("sleep: already sleeping")
             return
         if level == 2:
