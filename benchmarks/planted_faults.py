@@ -23,8 +23,15 @@ from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorke
 Routes = np.ndarray
 """Experts of a sequence's tokens in each MoE layer, `[tokens, moe_layers, topk]`."""
 Spoil = Callable[["Site", list[Routes]], list[Routes]]
-NUM_REPLAYED = 67
+NUM_EXPERTS, NUM_REPLAYED = 8, 67
 SHARED_RUN = ("policy.megatron_cfg.routing_replay=rollout",)
+IN_BFLOAT16 = (
+    *SHARED_RUN,
+    "policy.precision=bfloat16",
+    "policy.megatron_cfg.pipeline_model_parallel_size=2",
+    "policy.megatron_cfg.activation_checkpointing=full",
+)
+"""Over two pipeline stages, with all activations computed again in the backward pass."""
 WITH_BIAS = (
     "policy.megatron_cfg.moe_router_enable_expert_bias=true",
     "policy.megatron_cfg.moe_router_score_function=sigmoid",
@@ -171,6 +178,17 @@ def _layer_one_in_layer_zero(rows: Routes) -> None:
 
 def _one_late(rows: Routes) -> None:
     rows[1:] = rows[:-1].copy()
+
+
+def _permuted_ids(rows: Routes) -> None:
+    """Ids of layer 2 as the places of experts that a load balancer has moved."""
+    rows[:, 2] = (5 * rows[:, 2] + 2) % NUM_EXPERTS
+
+
+def _exchanged_ids(rows: Routes) -> None:
+    ids = np.arange(NUM_EXPERTS)
+    ids[[2, 5]] = 5, 2
+    rows[:, 1] = ids[rows[:, 1]]
 
 
 def _zeros(rows: Routes) -> None:
@@ -401,14 +419,18 @@ def _lost_bucket(site: Site) -> None:
     folder._Sender._send_bucket = losing  # type: ignore[method-assign, assignment]
 
 
-def _of_tape(title: str, seen: str, spoil: Spoil) -> Fault:
-    return Fault(title, seen, on_tape(spoil), spoil=spoil)
+def _of_tape(title: str, seen: str, spoil: Spoil, settings: tuple[str, ...] = SHARED_RUN) -> Fault:
+    return Fault(title, seen, on_tape(spoil), settings, spoil=spoil)
 
 
 FAULTS: dict[str, Fault] = {
     "wrong_layer": _of_tape("routes of another layer", "NeMo-RL#3327", _of_each(_wrong_layer)),
     "mtp_layer": _of_tape("layer 1's routes in layer 0", "NeMo-RL#3903", _of_each(_layer_one_in_layer_zero)),
     "token_shift": _of_tape("routes one token late", "SkyRL#1908", _of_each(_one_late)),
+    "permuted_ids": _of_tape("a layer's expert ids permuted", "", _of_each(_permuted_ids)),
+    "exchanged_ids": _of_tape("two expert ids exchanged", "", _of_each(_exchanged_ids)),
+    "permuted_ids_bf16": _of_tape("the same in bfloat16: permuted", "", _of_each(_permuted_ids), IN_BFLOAT16),
+    "exchanged_ids_bf16": _of_tape("the same in bfloat16: exchanged", "", _of_each(_exchanged_ids), IN_BFLOAT16),
     "zeros": _of_tape("routes that nobody wrote", "vllm#54730", _of_each(_zeros)),
     "stale_step": _of_tape("routes of the step before", "sglang#36404", _of_the_step_before),
     "repeated_row": _of_tape("one row replayed 67 times", "sglang#36404", _replayed_again),

@@ -24,7 +24,7 @@ from pathlib import Path
 from unittest import mock
 
 from healthy_steps import HealthySteps, read_steps
-from planted_faults import FAULTS, SHARED_RUN, PlantedWorker
+from planted_faults import FAULTS, NUM_EXPERTS, SHARED_RUN, PlantedWorker
 from small_model import REPOSITORY, not_negative, positive, running_ray
 from tape_faults import OF_RUNS, audited, lowest_agreement, score_of_files, score_of_tape
 
@@ -43,7 +43,7 @@ examples:
   python benchmarks/routing_faults.py --files                    faults in tape folders, by nemo-rl-moe audit"""
 FINE_TUNED = REPOSITORY / "results" / "sft_tiny_moe" / "final"
 CONFIGS = REPOSITORY / "examples" / "configs"
-NUM_EXPERTS, STRUCK_STEPS, RECORDED_STEPS = 8, 3, 12
+STRUCK_STEPS, RECORDED_STEPS = 3, 12
 ERRORS = ("replayed experts cannot be right", "the generation engine", "receiver", "sender", "rank")
 """Beginnings of the errors of tapes and of refits."""
 TAPES = f"run_*/logs/*/{TAPE_FOLDER}"

@@ -18,8 +18,12 @@ from nemo_rl_moe.run_folder.tape_folder import TapeWriter, read_description, rea
 from nemo_rl_moe.run_folder.tape_sequences import UNKNOWN, TapeDescription, TapeSequence
 
 NUM_WRITERS = 2
-OF_RUNS = ("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert")
-"""Faults that change what a model computes, and not what is written of it: a run with the fault writes the tape."""
+OF_RUNS = (
+    *("router_bf16", "hot_rank", "frozen_bias", "stale_experts", "lost_bucket", "skipped_expert"),
+    *("permuted_ids_bf16", "exchanged_ids_bf16"),
+)
+"""Faults that change what a model computes, and not what is written of it, or that strike a run in another number
+format: a run with the fault writes the tape."""
 Step = list[TapeSequence]
 
 

@@ -13,11 +13,14 @@ import numpy as np
 from nemo_rl_moe.moe.tape_identity import LEAST_KAPPA, TapeAnomaly, foreign_tape, least_lead
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, agreement_metrics, slot_chance
 from nemo_rl_moe.moe.tape_rows import Row
+from nemo_rl_moe.shapes import Bool
 
 _CLEAR_SHARE, _LEAST_CLEAR_ROWS = 0.25, 200
 """Rows of a layer with the widest margins: at least this share of those that are not in the narrowest class."""
-_LEAST_DIFFERING, _OF_ALL_ROWS = 0.05, 0.5
+_LEAST_DIFFERING, _OF_ALL_ROWS = 0.05, 0.75
 """Share of clear rows that differ, and of the share of all rows that do, from which on margins explain nothing."""
+_TIES_ALONE = 0.5
+"""The latter of all rows but those with the narrowest margins, below which equal scores explain what differs."""
 
 
 def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> list[TapeAnomaly]:
@@ -37,7 +40,7 @@ def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> lis
     with np.errstate(invalid="ignore", divide="ignore"):
         agreement = rows[:, Row.LIVE_SLOTS] / slots
         is_low = chance + LEAST_KAPPA * (1 - chance) - agreement > least_lead(usable)
-    low = np.flatnonzero(is_low & (rows[:, Row.LIVE_SAME] < usable))
+    low = np.flatnonzero(is_low & (rows[:, Row.LIVE_SAME] < usable) & ~_ties_alone(totals))
     if not len(low):
         return []
     numbers = ", ".join(str(layers[place]) for place in low.tolist())
@@ -46,6 +49,14 @@ def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> lis
         f" {agreement[low].mean():.3f} of the experts, by chance it would be {chance[low].mean():.3f}"
     )
     return [TapeAnomaly("unrelated", text, int(layers[low[0]]) if len(low) == 1 else None)]
+
+
+def _ties_alone(totals: LedgerTotals) -> Bool[np.ndarray, " layers"]:
+    """True for layers that differ where margins are narrowest alone: of experts with equal scores either is right."""
+    margins = totals.margins.numpy()
+    usable, differing = margins.sum(1).T
+    of_others, differing_of_others = margins[:, 1:].sum(1).T
+    return (usable > 0) & (differing_of_others * usable <= _TIES_ALONE * differing * of_others)
 
 
 def clear_differences(totals: LedgerTotals, layers: Sequence[int]) -> dict[str, float]:

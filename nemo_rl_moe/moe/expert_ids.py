@@ -12,6 +12,7 @@ of different sequences, find the same ones.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,11 +20,12 @@ from nemo_rl_moe.shapes import Bool, Float, Int
 
 _MOST_KAPPA = 0.75
 """Agreement of an id beyond chance, over all rows, above which it is not renumbered."""
-_LEAST_AFTER = 0.75
+_LEAST_AFTER, _LEAST_KAPPA_AFTER = 0.75, 0.5
+"""Agreement of renumbered ids, and the same beyond chance."""
 _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _CLEAR_LEAD = 0.5
 """Gain of a few ids of a permutation that needs no number of rows of their own."""
-_LEAST_ROWS, _MOST_AGREED = 36, 0.25
+_LEAST_ROWS, _LEAST_OF_EITHER, _MOST_AGREED = 36, 12, 0.25
 """Of two ids that are known to be exchanged by their counts alone."""
 _MOST_NAMED = 4
 
@@ -80,13 +82,15 @@ class ExpertCounts:
 
     def exchanged(self) -> dict[int, int]:
         """Return two ids that are never the same where all others are, and as frequent as each other's; or nothing."""
-        often = np.minimum(self.captured, self.live)
-        (found,) = np.nonzero((often >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * often))
+        most = np.maximum(self.captured, self.live)
+        (found,) = np.nonzero((most >= _LEAST_ROWS) & (self.agreed <= _MOST_AGREED * most))
         others = np.delete(np.stack([self.agreed, self.captured]), found, 1).sum(1)
         if len(found) != 2 or others[0] < _LEAST_AFTER * others[1]:
             return {}
         captured, live = self.captured[found], self.live[found][::-1]
-        if (np.abs(captured - live) > _LEAST_LEAD * live).any():
+        fewest = np.minimum(captured, live)
+        # Of one text that is repeated, a near tie gives rows of one id alone.
+        if (fewest < _LEAST_OF_EITHER).any() or (np.abs(captured - live) > _LEAST_LEAD * fewest).any():
             return {}
         one, other = found.tolist()
         return {one: other, other: one}
@@ -137,6 +141,7 @@ class _Together:
         live: Rows of each of the router's.
         itself: Rows of each captured id in which the router chooses the same.
         itself_live: Rows in which the router chooses the captured id.
+        rows: All of them.
     """
 
     ids: tuple[Int[np.ndarray, " some"], Int[np.ndarray, " others"]]
@@ -145,6 +150,7 @@ class _Together:
     live: Float[np.ndarray, " others"]
     itself: Float[np.ndarray, " some"]
     itself_live: Float[np.ndarray, " some"]
+    rows: int
 
     @classmethod
     def of(
@@ -155,12 +161,14 @@ class _Together:
     ) -> "_Together":
         """Count the rows of a part of a sample."""
         named, chosen, same = captured[:, ids[0]], live[:, ids[1]], live[:, ids[0]]
-        return cls(ids, named.T @ chosen, named.sum(0), chosen.sum(0), (named * same).sum(0), same.sum(0))
+        return cls(
+            ids, named.T @ chosen, named.sum(0), chosen.sum(0), (named * same).sum(0), same.sum(0), len(captured)
+        )
 
     @classmethod
     def sum(cls, parts: list["_Together"]) -> "_Together":
         """Add up the counts of several parts."""
-        names = ("both", "captured", "live", "itself", "itself_live")
+        names = ("both", "captured", "live", "itself", "itself_live", "rows")
         return cls(parts[0].ids, *(np.sum([getattr(part, name) for part in parts], 0) for name in names))
 
     def partners(self) -> dict[int, int]:
@@ -175,12 +183,26 @@ class _Together:
         only = best & (_num_highest(overlap, 1)[:, None] == 1) & (_num_highest(overlap, 0) == 1)
         return {int(self.ids[0][row]): int(self.ids[1][column]) for row, column in zip(*np.nonzero(only), strict=True)}
 
-    def shares(self, router_ids: Mapping[int, int]) -> tuple[float, float]:
-        """Return the share of some captured ids' rows in which the router chooses their partner, and their rows."""
+    def under(self, router_ids: Mapping[int, int]) -> "_Renumbered":
+        """Return how far some captured ids agree with their partners."""
         rows = np.searchsorted(self.ids[0], list(router_ids))
         columns = np.searchsorted(self.ids[1], list(router_ids.values()))
-        total = float(self.captured[rows].sum())
-        return float(self.both[rows, columns].sum()) / total, total
+        captured = self.captured[rows]
+        total = float(captured.sum())
+        by_chance = float(captured @ self.live[columns]) / self.rows
+        return _Renumbered(float(self.both[rows, columns].sum()) / total, by_chance / total, total)
+
+
+class _Renumbered(NamedTuple):
+    """Share of some captured ids' rows in which the router chooses their partner, by chance, and the rows."""
+
+    share: float
+    chance: float
+    rows: float
+
+    @property
+    def is_beyond_chance(self) -> bool:
+        return self.share - self.chance >= _LEAST_KAPPA_AFTER * (1 - self.chance)
 
 
 def _overlap(both: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -204,15 +226,15 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
     """Return the part of a renumbering that makes the ids agree; empty where that is no more than chance."""
     found: dict[int, int] = {}
     for chain in _chains(router_ids):
-        after, rows = together.shares(chain)
-        gain = after - _agreed_share(chain, counts)
-        if gain >= _CLEAR_LEAD or gain >= _lead(rows):
+        after = together.under(chain)
+        gain = after.share - _agreed_share(chain, counts)
+        if after.is_beyond_chance and (gain >= _CLEAR_LEAD or gain >= _lead(after.rows)):
             found |= chain
     if not found:
         return {}
-    after, rows = together.shares(found)
-    is_explained = after >= _LEAST_AFTER and after - _agreed_share(found, counts) >= _lead(rows)
-    return found if is_explained else {}
+    after = together.under(found)
+    gain = after.share - _agreed_share(found, counts)
+    return found if after.share >= _LEAST_AFTER and gain >= _lead(after.rows) else {}
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:

@@ -222,18 +222,19 @@ def find_anomalies(
     names = list(sequences) or [str(number) for number in range(len(sample.tape))]
     hot = _OneHot(sample, num_experts)
     found: list[TapeAnomaly] = []
+    renumbered = _renumbered(hot, counts)
     elsewhere: list[int] = []
     if _may_belong_elsewhere(hot):
         by_layer = _layer_overlap(hot)
         for place, other in _winners(by_layer, np.arange(len(layers)), (hot.num_named > 0).sum((0, 1))):
+            if place in renumbered and by_layer.share[place, other] < (renumbered[place].after or 0):
+                continue
             text = f"layer {layers[place]} carries layer {layers[other]}'s routes"
             compared = _compared(by_layer.share[place], place, other)
             found.append(TapeAnomaly("layer", f"{text}: {compared}", int(layers[place])))
             elsewhere.append(place)
-    hot.forget(elsewhere)
-    renumbered = _renumbered(hot, counts)
-    found += _of_ids(renumbered, layers)
-    hot.forget(list(renumbered))  # rows of other layers and ids agree with nothing else either
+    found += _of_ids({place: renumbered[place] for place in renumbered if place not in elsewhere}, layers)
+    hot.forget([*elsewhere, *renumbered])  # rows of other layers and ids agree with nothing else either
     return found + _of_tokens_and_sequences(hot, names)
 
 
