@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Refits of tiny models in bfloat16, right and wrong ones: a Megatron trainer beside an engine of transformers.
+"""Refits of tiny models, right and wrong ones: a Megatron trainer beside an engine of transformers.
 
 The engine loads what the trainer exports, and a fault changes what it then stores. The check is the product's own.
 """
@@ -40,14 +40,13 @@ TEN_SHAPES = (
     "deepseek_v3",
 )
 """Keys of `FAMILY_MODELS`: dense and with experts, tied embeddings, norms of queries, shared experts, biases."""
-NUMBER_FORMAT = "bfloat16"
 Parameters = Mapping[str, Tensor]
 
 
-def policy_of(learning_rate: float) -> PolicyConfig:
-    """A policy in bfloat16 on one rank, whose steps have the size of the learning rate."""
+def policy_of(learning_rate: float, precision: str = "bfloat16") -> PolicyConfig:
+    """A policy on one rank, whose steps have the size of the learning rate."""
     return tiny_policy(
-        precision=NUMBER_FORMAT,
+        precision=precision,
         optimizer__lr=learning_rate,
         optimizer__min_lr=learning_rate,
         optimizer__adam_eps=1e-12,
@@ -121,23 +120,25 @@ class EngineCopy:
 
     Attributes:
         folder: Has the model's configuration.
+        dtype: Of the weights.
         gives_fingerprints: False: it leaves out every tensor, as an engine would whose layout is not known.
     """
 
     folder: Path
+    dtype: torch.dtype
     gives_fingerprints: bool = True
     model: Any = None
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces the weights."""
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-        self.model = AutoModelForCausalLM.from_pretrained(
-            None,
-            config=AutoConfig.from_pretrained(self.folder),
-            state_dict=dict(tensors),
-            dtype=getattr(torch, NUMBER_FORMAT),
-        ).eval()
+        config = AutoConfig.from_pretrained(self.folder)
+        self.model = (
+            MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+            .from_pretrained(None, config=config, state_dict=dict(tensors), dtype=self.dtype)
+            .eval()
+        )
 
     @contextmanager
     def harmed(self, fault: Fault, number: int) -> Iterator[None]:
@@ -183,7 +184,8 @@ class Pair:
         self._export = lambda: dict(
             tensors_of_this_rank(self.trainer.chunks, self.trainer.config, self.trainer.hf_config)
         )
-        self.engine = EngineCopy(folder)
+        self.precision: str = policy.precision
+        self.engine = EngineCopy(folder, getattr(torch, self.precision))
 
     def refit(self, altered: bool = False) -> None:
         """Gives the engine the trainer's weights, or others."""
@@ -202,11 +204,11 @@ class Pair:
             self._start_scores,
             self.refit,
             lambda copy: "",
-            in_float32=False,
+            in_float32=self.precision == "float32",
             bound_nats=None,
             refits_again=False,
             start_fingerprints=self._start_fingerprints,
-            number_format=NUMBER_FORMAT,
+            number_format=self.precision,
         )
 
     def _start_scores(self, sequences: Sequence[Sequence[int]]) -> Callable[[], Scores]:
@@ -271,7 +273,7 @@ class FaultRun:
 
 
 def plant_faults(
-    name: str, root: str, faults: Sequence[str], gives_fingerprints: bool = True, num_before: int = 2
+    name: str, root: str, faults: Sequence[str], precision: str, gives_fingerprints: bool = True, num_before: int = 2
 ) -> FaultRun:
     """Plants each fault `TIMES` times into an engine of a model.
 
@@ -279,10 +281,11 @@ def plant_faults(
         name: A key of `FAMILY_MODELS`.
         root: A folder for the model's.
         faults: Names of them.
+        precision: Of trainer and engine.
         gives_fingerprints: As of `EngineCopy`.
         num_before: Right refits before them, of which the check learns.
     """
-    with parallel_job(policy := policy_of(1e-6)):
+    with parallel_job(policy := policy_of(1e-6, precision)):
         pair = Pair(name, Path(root, name), policy, num_steps=num_before + TIMES)
         pair.engine.gives_fingerprints = gives_fingerprints
         check = pair.check()

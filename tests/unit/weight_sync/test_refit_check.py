@@ -3,7 +3,7 @@
 """The refit check's mathematics: bounds, the round trip, the second refit, and who is named."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -144,6 +144,87 @@ def test_an_engine_that_dies_while_it_scores_gets_weights_and_scores_again() -> 
     engine = Engine([0.0], dies=2)
     with pytest.raises(GenerationError, match="died"):
         check_of(engine).after_refit(engine)
+
+
+@dataclass
+class StoringEngine(Engine):
+    """Says what it stores, by copies; it may lose one of them before it does.
+
+    Attributes:
+        stored: Fingerprints of each copy; those of the last are used again.
+        loses: How often it dies when it is asked for them.
+    """
+
+    stored: list[list[dict[str, str]]] = field(default_factory=list)
+    loses: int = 0
+
+    def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
+        assert number_format == "bfloat16"
+        if self.loses:
+            self.loses -= 1
+            raise GenerationError("it died")
+        return self.stored.pop(0) if len(self.stored) > 1 else self.stored[0]
+
+
+RIGHT = {"norm": "a", "experts.0": "b", "experts.1": "c", "packed": "d"}
+"""The trainer's fingerprints."""
+PARTLY = {"norm": "a", "experts.0": "b", "experts.1": "c"}
+SWAPPED = {"norm": "a", "experts.0": "c", "experts.1": "b"}
+
+
+def storing_check(engine: StoringEngine, *, refits_again: bool = False) -> RefitCheck:
+    return replace(
+        check_of(engine, refits_again=refits_again),
+        start_fingerprints=lambda number_format: lambda: RIGHT if number_format == "bfloat16" else {},
+        number_format="bfloat16",
+    )
+
+
+def test_tensors_that_an_engine_stores_are_compared_and_named() -> None:
+    engine = StoringEngine([], stored=[[PARTLY, PARTLY], [PARTLY, SWAPPED]])
+    check = storing_check(engine)
+    assert check.share_compared is None
+    assert check.after_refit(engine).largest == 0
+    assert check.share_compared == 0.75
+    with pytest.raises(WeightSyncError) as error:
+        check.after_refit(engine)
+    assert str(error.value) == (
+        "the generation engine does not hold the trainer's weights: in copy 1 2 of 3 tensors differ: experts.0,"
+        " experts.1 (policy.generation.refit_check); the log-probs of 2 sequences differ by 0 nats (mean 0)."
+    )
+    assert check.num_failed == 1
+
+
+def test_weights_that_are_right_and_scores_that_are_not() -> None:
+    engine = StoringEngine([], offset=0.4, stored=[[PARTLY, PARTLY]])
+    with pytest.raises(WeightSyncError) as error:
+        storing_check(engine).after_refit(engine)
+    assert str(error.value) == (
+        "the generation engine does not compute with the trainer's weights: the log-probs of 2 sequences differ by"
+        " 0.4 nats (mean 0.4), expected at most 0.0001 nats (policy.generation.refit_check). The 3 tensors that it"
+        " stores are the trainer's. It is expert 3 of copy 1."
+    )
+
+
+def test_a_second_refit_cures_tensors_too() -> None:
+    engine = StoringEngine([0.0], stored=[[SWAPPED, PARTLY], [PARTLY, PARTLY]])
+    check = storing_check(engine, refits_again=True)
+    assert check.after_refit(engine).largest == 0
+    assert (engine.sent, check.num_failed) == ([False], 1)
+
+
+def test_an_engine_that_dies_while_it_reads_its_weights_gets_them_again() -> None:
+    engine = StoringEngine([0.0], stored=[[PARTLY, PARTLY]], loses=1)
+    check = storing_check(engine)
+    assert check.after_refit(engine).largest == 0
+    assert (engine.sent, check.num_failed) == ([False], 0)
+
+
+def test_an_engine_that_gives_none_is_judged_by_its_scores() -> None:
+    engine = Engine([])
+    check = replace(check_of(engine), start_fingerprints=lambda number_format: lambda: RIGHT)
+    assert check.after_refit(engine).largest == 0
+    assert check.share_compared is None
 
 
 def test_in_sixteen_bits_the_first_refit_is_a_round_trip() -> None:
