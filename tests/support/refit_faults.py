@@ -7,14 +7,12 @@ The engine loads what the trainer exports, and a fault changes what it then stor
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
