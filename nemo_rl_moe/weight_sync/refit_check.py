@@ -124,9 +124,13 @@ def gap_between(found: Scores, expected: Scores, copy: int = 0) -> Gap:
     return Gap(float(difference.max()), float(difference.mean()), copy)
 
 
-def coarse_bound(right: Gap) -> Bound:
-    """Return the bound in 16 bits that follows from the right refit that differed most."""
-    nats = float(np.clip(COARSE_FACTOR * right.mean, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
+def coarse_bound(noise: float) -> Bound:
+    """Return the bound in 16 bits.
+
+    Args:
+        noise: Mean difference after the right refit that differed most, in nats.
+    """
+    nats = float(np.clip(COARSE_FACTOR * noise, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
     return Bound(nats, of_the_mean=True)
 
 
@@ -174,8 +178,8 @@ class RefitCheck:
 
     def __post_init__(self) -> None:
         fixed = FLOAT32_BOUND if self.bound_nats is None and self.in_float32 else self.bound_nats
-        self._bound = None if fixed is None else Bound(fixed, of_the_mean=False)
-        self._learns_bound = fixed is None
+        self._fixed_bound = None if fixed is None else Bound(fixed, of_the_mean=False)
+        self._noise = 0.0
         self._is_first = True
         self._expected: Callable[[], Scores] | None = None
         self._expected_weights: Callable[[], Fingerprints] | None = None
@@ -207,10 +211,7 @@ class RefitCheck:
                 problem = self._problem(found)
         if problem is not None:
             raise WeightSyncError(f"{problem}{self._explanation(found)}")
-        if self._learns_bound:
-            self._bound = max(
-                coarse_bound(found.gap), self._bound or coarse_bound(found.gap), key=lambda each: each.nats
-            )
+        self._noise = max(self._noise, found.gap.mean)
         return found.gap
 
     def _examine(self, engine: ScoringEngine) -> "Finding":
@@ -247,7 +248,8 @@ class RefitCheck:
 
     def _problem(self, found: "Finding") -> str | None:
         """Return what is wrong with a copy of the weights, in words; None where nothing is."""
-        gap, bound = found.gap, self._bound or coarse_bound(found.gap)
+        gap = found.gap
+        bound = self._fixed_bound or coarse_bound(self._noise or gap.mean)
         scores = (
             f"the log-probs of {len(self.sequences)} sequences differ by {gap.largest:.2g} nats (mean {gap.mean:.2g})"
         )

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Right refits of tiny models of ten shapes, and planted faults: the check is silent on the first, and tells the others."""
+"""Right refits of tiny models of ten shapes, of which the check says nothing, and planted faults, which it names."""
 
 from pathlib import Path
 
