@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
 """Kernels of experts that keep the order of the rows; others swap, shuffle or interleave them."""
-_ROWS_AT_A_TIME = 1024
+WIDEST_READ_OUT = 512
+"""Inputs of a packed layer up to which its weights are read out: the products grow with their square."""
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -47,14 +48,13 @@ def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _linear_weight(module: Any) -> Tensor | None:
     """Return the weights of a linear layer that are packed in its kernel: its outputs for rows of the unit matrix.
 
-    Products with 0 and 1 and their sums are exact. None where there is no such kernel.
+    Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
     """
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
     width: int | None = getattr(module, "input_size_per_partition", None) or getattr(module, "embedding_dim", None)
-    if kernel is None or width is None:
+    if kernel is None or width is None or width > WIDEST_READ_OUT:
         return None
-    unit = torch.eye(width, dtype=module.weight.dtype)
-    return torch.cat([kernel(rows, None, None) for rows in unit.split(_ROWS_AT_A_TIME)]).t()
+    return kernel(torch.eye(width, dtype=module.weight.dtype), None, None).t()
 
 
 def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:

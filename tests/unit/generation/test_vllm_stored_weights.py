@@ -102,8 +102,9 @@ def test_rows_that_fill_up_a_vocabulary_are_left_out() -> None:
 def test_what_cannot_be_mapped_is_left_out() -> None:
     unknown_sizes, no_kernel = Linear(values(8, HIDDEN), 4, 4), packed(Linear(values(4, HIDDEN)))
     del no_kernel.cpu_linear
+    too_wide = packed(Linear(values(2, 513)))
     shuffled = Experts(values(EXPERTS, 8, HIDDEN), values(EXPERTS, HIDDEN, 4), "FLASHINFER_CUTLASS")
-    assert_holds(model_of(attn__qkv_proj=unknown_sizes, head=no_kernel, mlp__experts=shuffled), {})
+    assert_holds(model_of(attn__qkv_proj=unknown_sizes, head=no_kernel, wide=too_wide, mlp__experts=shuffled), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
