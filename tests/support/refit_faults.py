@@ -134,17 +134,19 @@ class EngineCopy:
         config = AutoConfig.from_pretrained(self.folder)
         self.model = (
             MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-            .from_pretrained(None, config=config, state_dict=dict(tensors), dtype=self.dtype)
+            .from_pretrained(
+                None, config=config, state_dict=dict(tensors), dtype=self.dtype, experts_implementation="eager"
+            )
             .eval()
         )
 
     @contextmanager
-    def harmed(self, fault: Fault, number: int) -> Iterator[None]:
-        """Has a fault for a while."""
+    def harmed(self, fault: Fault, number: int) -> Iterator[bool]:
+        """Has a fault for a while; False: rounding leaves every number as it was."""
         kept = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
         with torch.no_grad():
             fault(dict(self.model.named_parameters()), number)
-        yield
+        yield any(not torch.equal(kept[name], tensor) for name, tensor in self.model.named_parameters())
         with torch.no_grad():
             for name, tensor in self.model.named_parameters():
                 tensor.copy_(kept[name])
@@ -261,9 +263,11 @@ class FaultRun:
 
     Attributes:
         said: Fault to what the check has said each time; None: nothing.
+        num_changed: Fault to the times that it changed a number: one that is smaller than the format's rounding is none.
     """
 
     said: Mapping[str, Sequence[str | None]]
+    num_changed: Mapping[str, int]
 
     def num_found(self, fault: str) -> int:
         """How often it was found."""
@@ -292,20 +296,23 @@ def plant_faults(
             check.after_refit(pair.engine)
             pair.step(step)
         said: dict[str, list[str | None]] = {}
+        num_changed = dict.fromkeys(faults, 0)
         pair.refit()
         for fault in faults:
             if fault == STALE:
                 continue
             for number in range(TIMES):
-                with pair.engine.harmed((COARSE_FAULTS | FINE_FAULTS)[fault], number):
+                with pair.engine.harmed((COARSE_FAULTS | FINE_FAULTS)[fault], number) as has_changed:
+                    num_changed[fault] += has_changed
                     said.setdefault(fault, []).append(_said(check, pair))
         if STALE in faults:
             for number in range(TIMES):
                 pair.step(num_before + number)  # without a refit
+                num_changed[STALE] += 1
                 said.setdefault(STALE, []).append(_said(check, pair))
                 pair.refit()
         assert _said(check, pair) is None, "a right refit"
-    return FaultRun(said)
+    return FaultRun(said, num_changed)
 
 
 def _said(check: RefitCheck, pair: Pair) -> str | None:
