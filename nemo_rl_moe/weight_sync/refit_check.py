@@ -269,9 +269,8 @@ class RefitCheck:
         """Return the tensors that disagree, where the fingerprints have not named them."""
         if found.wrong_copy is not None:
             return ""
-        stored = ""
-        if found.weights:
-            stored = f" The {found.weights[found.gap.copy].num_compared} tensors that it stores are the trainer's."
+        num_right = found.weights[found.gap.copy].num_compared if found.weights else 0
+        stored = f" The {num_right} tensors that it stores are the trainer's." if num_right else ""
         return f"{stored} {self.explain(found.gap.copy)}"
 
     def _make_round_trip(self, engine: ScoringEngine) -> None:

@@ -263,7 +263,7 @@ class FaultRun:
 
     Attributes:
         said: Fault to what the check has said each time; None: nothing.
-        num_changed: Fault to the times that it changed a number: one that is smaller than the format's rounding is none.
+        num_changed: Fault to the times that it changed a number: rounding may leave all as they were.
     """
 
     said: Mapping[str, Sequence[str | None]]
