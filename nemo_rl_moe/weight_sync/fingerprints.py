@@ -16,7 +16,7 @@ from torch import Tensor
 from nemo_rl_moe.checksums import checksum_of
 
 Fingerprints = Mapping[str, str]
-"""Checksum of each tensor, by its Hugging Face name."""
+"""Shape and checksum of each tensor, by its Hugging Face name."""
 _MOST_NAMED = 4
 
 
@@ -36,7 +36,7 @@ class FingerprintingEngine(Protocol):
 
 
 def fingerprint(tensor: Tensor, number_format: str) -> str:
-    """Return the checksum of a tensor's shape and values.
+    """Return a tensor's shape and the checksum of its values.
 
     Args:
         tensor: In any format, on any device.
@@ -44,7 +44,8 @@ def fingerprint(tensor: Tensor, number_format: str) -> str:
     """
     dtype: torch.dtype = getattr(torch, number_format)
     values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
-    return checksum_of(str(tuple(values.shape)).encode(), values.flatten().view(torch.uint8).numpy())
+    shape = "x".join(map(str, values.shape))
+    return f"{shape} {checksum_of(values.flatten().view(torch.uint8).numpy())}"
 
 
 def fingerprints_of(tensors: Iterable[tuple[str, Tensor]], number_format: str) -> dict[str, str]:
@@ -85,7 +86,15 @@ class WeightComparison:
 
 
 def compare_fingerprints(found: Fingerprints, expected: Fingerprints) -> WeightComparison:
-    """Compare what an engine stores with what the trainer has; names that one side lacks are passed over."""
-    shared = [name for name in expected if name in found]
+    """Compare what an engine stores with what the trainer has.
+
+    Pass over names that one side lacks, and tensors of another shape: weights of a wrong shape cannot be loaded, so that
+    the engine has put them into a layout of its own.
+    """
+    shared = [name for name in expected if name in found and _shape(found[name]) == _shape(expected[name])]
     different = [name for name in shared if found[name] != expected[name]]
     return WeightComparison(different, len(shared), len(expected))
+
+
+def _shape(of: str) -> str:
+    return of.partition(" ")[0]

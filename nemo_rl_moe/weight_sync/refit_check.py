@@ -223,13 +223,12 @@ class RefitCheck:
         if self._expected is None:
             self.begin()
         assert self._expected is not None  # begun
+        stored, scores = self._with_copies(lambda: (self._stored(engine), self._score(engine)))
         weights: list[WeightComparison] = []
-        if self._expected_weights is not None and isinstance(engine, FingerprintingEngine):
-            stored = self._with_copies(lambda: engine.weight_fingerprints(self.number_format))
+        if self._expected_weights is not None and stored:
             of_trainer, self._expected_weights = self._expected_weights(), None
             weights = [compare_fingerprints(of_copy, of_trainer) for of_copy in stored]
             self.share_compared = min(each.share_compared for each in weights)
-        scores = self._with_copies(lambda: self._score(engine))
         expected, self._expected = self._expected(), None
         gaps = [gap_between(found, expected, copy) for copy, found in enumerate(scores)]
         worst = max(gaps, key=lambda gap: gap.largest)
@@ -242,6 +241,10 @@ class RefitCheck:
         except GenerationError:
             self.refit(False)
             return ask()
+
+    def _stored(self, engine: ScoringEngine) -> Sequence[Fingerprints]:
+        gives_them = self.start_fingerprints is not None and isinstance(engine, FingerprintingEngine)
+        return engine.weight_fingerprints(self.number_format) if gives_them else ()
 
     def _score(self, engine: ScoringEngine) -> Sequence[Scores]:
         return engine.score(self.sequences, self.temperature, *self.model_inputs)

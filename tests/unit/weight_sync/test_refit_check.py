@@ -166,10 +166,10 @@ class StoringEngine(Engine):
         return self.stored.pop(0) if len(self.stored) > 1 else self.stored[0]
 
 
-RIGHT = {"norm": "a", "experts.0": "b", "experts.1": "c", "packed": "d"}
+RIGHT = {"norm": "6 a", "experts.0": "8x6 b", "experts.1": "8x6 c", "packed": "6x6 d"}
 """The trainer's fingerprints."""
-PARTLY = {"norm": "a", "experts.0": "b", "experts.1": "c"}
-SWAPPED = {"norm": "a", "experts.0": "c", "experts.1": "b"}
+PARTLY = {"norm": "6 a", "experts.0": "8x6 b", "experts.1": "8x6 c"}
+SWAPPED = {"norm": "6 a", "experts.0": "8x6 c", "experts.1": "8x6 b"}
 
 
 def storing_check(engine: StoringEngine, *, refits_again: bool = False) -> RefitCheck:
