@@ -88,8 +88,8 @@ class WeightComparison:
 def compare_fingerprints(found: Fingerprints, expected: Fingerprints) -> WeightComparison:
     """Compare what an engine stores with what the trainer has.
 
-    Pass over names that one side lacks, and tensors of another shape: weights of a wrong shape cannot be loaded, so that
-    the engine has put them into a layout of its own.
+    Pass over names that one side lacks, and tensors of another shape: weights of a wrong shape cannot be loaded, so the
+    engine has put them into a layout of its own.
     """
     shared = [name for name in expected if name in found and _shape(found[name]) == _shape(expected[name])]
     different = [name for name in shared if found[name] != expected[name]]
