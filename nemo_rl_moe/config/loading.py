@@ -15,6 +15,7 @@ from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.masking import MASK, masked, masks_in
 
 ConfigT = TypeVar("ConfigT", bound=MasterConfig)
 
@@ -89,6 +90,10 @@ def check_values(
     overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
     values, interpolation_problems = resolve(overridden)
     problems += interpolation_problems.values()
+    problems += [
+        f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"
+        for key in masks_in(values)
+    ]
     config, schema_problems, is_whole = validate(schema, values, interpolation_problems.keys())
     problems += schema_problems
     problems += combination_problems(config, is_whole=is_whole, megatron_version=installed_megatron_version())
@@ -126,9 +131,9 @@ def installed_megatron_version() -> str | None:
 
 
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
-    """The whole configuration as nested plain values; written as YAML, it loads to an equal configuration.
+    """Return the whole configuration as nested plain values, in the form in which it leaves the process.
 
-    What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
+    Secrets are masked (`masking.py`). Without any, it loads to an equal configuration when it is written as YAML. What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
     further ones. `moe_*` fields that the user did not set are left out.
     """
     values = config.model_dump(mode="json", exclude_unset=True)
@@ -136,4 +141,5 @@ def dump_resolved(config: MasterConfig) -> dict[str, Any]:
     own = [name for name in type(config).model_fields if name not in MasterConfig.model_fields]
     named = {} if algorithm.reference is None else {ALGORITHM_KEY: algorithm.reference}
     order = dict.fromkeys([algorithm.name, *own, *MasterConfig.model_fields])
-    return named | {name: values[name] for name in order}
+    plain: dict[str, Any] = masked(named | {name: values[name] for name in order})
+    return plain

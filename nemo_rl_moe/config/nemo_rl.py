@@ -29,7 +29,16 @@ def translate(path: Path) -> Translation:
     Raises:
         ConfigurationError: The file cannot be read, is no configuration of NeMo-RL, or none of SFT, DPO or GRPO.
     """
-    theirs = read_theirs(path)
+    return translate_tree(read_theirs(path), path)
+
+
+def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
+    """Translate a configuration that has been read; see `translate`.
+
+    Args:
+        theirs: Its sections, references resolved.
+        path: Its file, for messages.
+    """
     translation = Translation(algorithm_in(theirs, path))
     off = [*_sections_off(theirs), *_sections_of_others(Theirs(theirs))]
     try:

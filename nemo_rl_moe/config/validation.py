@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, shortened
+from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts", dict: "sections"}
@@ -70,15 +71,20 @@ def choices(field: FieldInfo) -> list[str]:
     return [str(value) for value in _literals(field.annotation)]
 
 
-def got(value: Any) -> str:
-    """A given value, in words: `'ten' (str)`."""
+def got(value: Any, key: str = "") -> str:
+    """Return a given value, in words: `'ten' (str)`; a secret is masked.
+
+    Args:
+        value: Any.
+        key: Its key.
+    """
     if value is None:
         return "null"
     if isinstance(value, Mapping):
         return "a section"
     if isinstance(value, bool):
         return f"{str(value).lower()} (bool)"
-    text = repr(value)
+    text = repr(masked(value, key))
     shown = text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
     return f"{shown} ({type(value).__name__})"
 
@@ -217,7 +223,7 @@ def _problem(
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
     suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
-    return place, f"{name}: got {got(value)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
+    return place, f"{name}: got {got(value, name)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
@@ -240,7 +246,7 @@ def _problem_of_entry(
     words = _expected(entry[1])
     if isinstance(given, float) and not math.isfinite(given):
         words = words.replace("a number", "a finite number")
-    return (*place, rest[0]), f"{shown}: got {got(given)}, expected {words}"
+    return (*place, rest[0]), f"{shown}: got {got(given, str(rest[0]))}, expected {words}"
 
 
 def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:

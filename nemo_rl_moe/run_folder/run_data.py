@@ -12,10 +12,11 @@ import numpy as np
 import yaml
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.masking import masked
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.advantages import AdvantageHistory, read_advantages
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, read_expert_load
-from nemo_rl_moe.run_folder.folder import newest_run_folders
+from nemo_rl_moe.run_folder.folder import CONFIG_FILE_NAME, newest_run_folders
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.run_folder.routing import (
     ANOMALIES_FILE_NAME,
@@ -26,7 +27,6 @@ from nemo_rl_moe.run_folder.routing import (
 )
 from nemo_rl_moe.shapes import Float, Int
 
-CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
 History = TypeVar("History")
 _MOST_VALUES, _LARGEST_NUMBER = 100_000, 2.0**53
@@ -193,6 +193,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         if not _has_at_most(found, _MOST_VALUES):  # aliases of aliases
             raise ValueError(f"more than {_MOST_VALUES:,} values")
+        found = masked(found)  # by hand, or by a release that kept secrets as they were
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path}: cannot be read: {one_line(error)}")
         return {}
