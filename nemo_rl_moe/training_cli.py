@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
-from nemo_rl_moe.errors import ConfigurationError, UserError
+from nemo_rl_moe.errors import ConfigurationError, UserError, printable
 from nemo_rl_moe.launch import evaluate_command, generate_command
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
 
@@ -67,8 +67,9 @@ examples:
 _CONFIG_HELP = """\
 A configuration of NeMo-RL is translated by --from-nemo-rl FILE: its counterpart here goes to the output, as a file that
 inherits from a shipped one, and says in comments below, line by line, which keys are read otherwise and which have no
-counterpart. Its `defaults:` are looked for beside it. Where something is left that keeps it from running, that is told
-behind it, with exit code 2. What differs on purpose: docs/migrating.md.
+counterpart; those go to the error output too. Its `defaults:` are looked for beside it. The result is checked as a run
+is that starts here: what would keep it from starting stands on the error output, with exit code 2. What differs on
+purpose: docs/migrating.md.
 
 examples:
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
@@ -370,6 +371,8 @@ def _print_translation(path: str) -> int:
 
     translation = translate(Path(path))
     print(translation.text(Path(path).name), end="", flush=True)
+    for line in translation.without:
+        print(f"not carried over: {printable(line)}", file=sys.stderr)
     if problems := problems_of_translation(translation):
         raise ConfigurationError([f"{path}: translated, but not yet right: {problem}" for problem in problems])
     return 0

@@ -103,11 +103,13 @@ def check_values(
 
 
 def problems_of_translation(translation: Translation) -> list[str]:
-    """A line for each problem of a translated configuration; its files need not exist."""
+    """Return a line for each thing that would keep a translated configuration from starting: what a start checks, and
+    what the translation itself knows of the samples and the rewards."""
     values = translation.nested()
     # Not by `find_config`: in a folder of NeMo-RL's it would find a file of theirs by the same name.
     merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
-    return check_values(ALGORITHMS[translation.algorithm].config_class, merged, check_paths=False)[1]
+    schema = ALGORITHMS[translation.algorithm].config_class
+    return [*translation.obstacles, *check_values(schema, merged, check_paths=True)[1]]
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
