@@ -8,26 +8,25 @@ The one place that says what a secret is. Names that only look like one stay rea
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 MASK = "***"
 """Text in the place of a secret."""
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_ALWAYS = frozenset(
-    "apikey apikeys authorization bearer cookie cookies credential credentials jwt passphrase passwd password passwords"
-    " secret secrets".split()
+_ALWAYS = re.compile(r"apikeys?|authorization|bearer|cookies?|credentials?|jwt|passphrase|passwd|passwords?|secrets?")
+_BEFORE_KEY = re.compile(
+    r"access|account|api|app|application|auth|client|deploy|encryption|license|master|private|secret|service|signing"
+    r"|ssh|storage|subscription"
 )
-_KEYS_TO_SOMETHING = frozenset(
-    "access account api app application auth client deploy encryption license master private secret service signing ssh"
-    " storage subscription".split()
+_BEFORE_TOKENS = re.compile(r"access|api|auth|bearer|github|hf|hub|id|refresh|session|user|wandb")
+_OF_A_TEXT = re.compile(
+    r"a|added|and|begin|bos|cls|decoder|each|end|eos|extra|first|generated|image|last|mask|max|min|next|num|pad|per"
+    r"|prompt|response|sep|special|start|stop|think|tool|unk|video|vision"
 )
-_TOKENS_TO_SOMETHING = frozenset("access api auth bearer github hf hub id refresh session user wandb".split())
-_TOKENS_OF_TEXT = frozenset(
-    "a added and begin bos cls decoder each end eos extra first generated image last mask max min next num pad per"
-    " prompt response sep special start stop think tool unk video vision".split()
-)
-_PLACES = frozenset(("dir", "env", "file", "files", "folder", "path"))
+"""What stands before `token` where that is a piece of a text."""
+_PLACE = re.compile(r"dir|env|files?|folder|path")
 _USER_AND_PASSWORD = re.compile(
     r"(?P<before>[A-Za-z][\w+.-]*://[^\s/@:?#'\"]*):(?:[^\s/?#'\"]*|(?!\d{1,5}[/?#])[^\s'\"]*)@"
 )
@@ -40,21 +39,21 @@ def is_secret(key: str) -> bool:
     """Return True where a key, or a variable of the environment, names a secret by its last part."""
     name = key.rpartition(".")[2]
     words = [word.lower() for word in _WORD.findall(name)]
-    if not words or words[-1] in _PLACES:
+    if not words or _PLACE.fullmatch(words[-1]):
         return False  # where a secret lies is none
     before, last = words[-2] if len(words) > 1 else "", words[-1]
-    pairs = set(zip(words, words[1:], strict=False))
-    if _ALWAYS & set(words) or ("connection", "string") in pairs:
+    pairs = list(pairwise(words))
+    if any(map(_ALWAYS.fullmatch, words)) or ("connection", "string") in pairs:
         return True
-    if any((first, "key") in pairs or (first, "keys") in pairs for first in _KEYS_TO_SOMETHING):
+    if any(second in ("key", "keys") and _BEFORE_KEY.fullmatch(first) for first, second in pairs):
         return True
     is_variable = name.isupper()
     if last in ("key", "pass", "pwd"):
         # `PWD` is the working folder.
         return (is_variable and name != "PWD") or (last == "pwd" and bool(before))
     if last == "tokens":
-        return before in _TOKENS_TO_SOMETHING
-    return last == "auth" or (last == "token" and before not in _TOKENS_OF_TEXT)
+        return _BEFORE_TOKENS.fullmatch(before) is not None
+    return last == "auth" or (last == "token" and not _OF_A_TEXT.fullmatch(before))
 
 
 def masked(value: Any, key: str = "") -> Any:

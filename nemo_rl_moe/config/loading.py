@@ -135,7 +135,9 @@ def installed_megatron_version() -> str | None:
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
     """Return the whole configuration as nested plain values, in the form in which it leaves the process.
 
-    Secrets are masked (`masking.py`). Without any, it loads to an equal configuration when it is written as YAML. What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
+    Secrets are masked (`masking.py`). Without any, it loads to an equal configuration when it is written as YAML.
+
+    What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
     further ones. `moe_*` fields that the user did not set are left out.
     """
     values = config.model_dump(mode="json", exclude_unset=True)

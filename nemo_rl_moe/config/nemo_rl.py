@@ -44,9 +44,7 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
     try:
         asked = Theirs(one_set_of_samples(masked(theirs), translation))
         off = [*_sections_off(asked.tree), *_sections_of_others(Theirs(asked.tree))]
-        by_rules = [
-            (key, value) for key, value in leaves(asked.tree) if _translate_key(translation, key, value, off)
-        ]
+        by_rules = [(key, value) for key, value in leaves(asked.tree) if _translate_key(translation, key, value, off)]
         of_algorithm = GRPO_RULES if translation.algorithm == "grpo" else ()
         for rule in (*TRAINING_RULES, *DATA_RULES, *of_algorithm):
             rule(asked, translation)

@@ -9,10 +9,9 @@ from typing import Any, Literal
 from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
 
-
 Form = Literal["answers", "conversations", "pairs"]
 _WANTED: dict[str, tuple[Form, str]] = {
-    "sft": ("conversations", "its records are no conversations: write them as `messages`, or `prompt` and `completion`"),
+    "sft": ("conversations", "its records are no conversations: write `messages`, or `prompt` and `completion`"),
     "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
     "grpo": ("answers", "its records have no question with an answer under keys of their own"),
 }

@@ -49,9 +49,8 @@ def parse_override(text: str) -> Override:
         return Override(tuple(removal["key"].split(".")), remove=True)
     form = _FORM.fullmatch(text)
     if form is None or not all(form["key"].split(".")):
-        raise ValueError(
-            f"override {shortened(masked_assignment(text))!r}: expected section.key=value, +section.key=value or ~section.key"
-        )
+        shown = shortened(masked_assignment(text))
+        raise ValueError(f"override {shown!r}: expected section.key=value, +section.key=value or ~section.key")
     key, written = shortened(form["key"]), form["value"]
     if form["key"].count(".") >= DEEPEST_NESTING:
         raise ValueError(f"{key}: nested more than {DEEPEST_NESTING} levels deep")
@@ -178,7 +177,8 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         try:
             OmegaConf.select(nodes, _omegaconf_key(path), throw_on_missing=True)
         except InterpolationKeyError:
-            problems[path] = f"{dotted(path)}: {quoted(text, path)} names no key{did_you_mean(_suggestion(text, names))}"
+            hint = did_you_mean(_suggestion(text, names))
+            problems[path] = f"{dotted(path)}: {quoted(text, path)} names no key{hint}"
         except (OmegaConfBaseException, RecursionError) as error:
             problems[path] = f"{dotted(path)}: {quoted(text, path)}: {str(error).splitlines()[0]}"
     safe = OmegaConf.create(_with_blanks(allowed, set(problems)))

@@ -133,6 +133,8 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if annotation is str and metadata:
         return "text that is not empty"
     bounds = [words for item in metadata for words in [_bound(item)] if words]
+    if len(bounds) == 2 and bounds[0].endswith(" up") and bounds[1].startswith("up to "):
+        bounds = [f"{bounds[0].removesuffix(' up')} {bounds[1].removeprefix('up ')}"]  # from 0 to 1
     return " ".join([_TYPE_WORDS[annotation], *([" and ".join(bounds)] if bounds else [])])
 
 
@@ -223,7 +225,8 @@ def _problem(
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
     suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
-    return place, f"{name}: got {got(value, name)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
+    allowed = expected_instead_of(field, value)
+    return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
