@@ -27,10 +27,11 @@ _OF_A_TEXT = re.compile(
 )
 """What stands before `token` where that is a piece of a text."""
 _PLACE = re.compile(r"dir|env|files?|folder|path")
+# One slash where a path has been made of an address.
 _USER_AND_PASSWORD = re.compile(
-    r"(?P<before>[A-Za-z][\w+.-]*://[^\s/@:?#'\"]*):(?:[^\s/?#'\"]*|(?!\d{1,5}[/?#])[^\s'\"]*)@"
+    r"(?P<before>[A-Za-z][\w+.-]*://?[^\s/@:?#'\"]*):(?:[^\s/?#'\"]*|(?!\d{1,5}[/?#])[^\s'\"]*)@"
 )
-_TOKEN_AS_USER = re.compile(r"(?P<before>https?://)[^\s/@:?#'\"]+@")
+_TOKEN_AS_USER = re.compile(r"(?P<before>https?://?)[^\s/@:?#'\"]+@")
 _IN_A_QUERY = re.compile(r"(?P<before>[?&](?P<key>[\w.-]+)=)[^\s&#'\"]+")
 _ASSIGNED = re.compile(r"(?P<before>(?P<key>[\w-]+)[\"']?\s*[=:]\s*)(?:\"[^\"]*\"?|'[^']*'?|[^\s,{}\[\]][^,}\]]*)")
 
@@ -78,7 +79,7 @@ def masked(value: Any, key: str = "") -> Any:
 
 def masked_text(text: str) -> str:
     """Return a text with the passwords of its addresses masked: `https://user:***@host`."""
-    if "://" not in text:
+    if ":/" not in text:
         return text
     text = _TOKEN_AS_USER.sub(rf"\g<before>{MASK}@", _USER_AND_PASSWORD.sub(rf"\g<before>:{MASK}@", text))
     return _IN_A_QUERY.sub(_hide_if_secret, text)
