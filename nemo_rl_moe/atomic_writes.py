@@ -8,14 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes, *, private: bool = False) -> None:
     """Writes a file, of text in UTF-8 or of bytes, that a kill or a full disk leaves as it was before.
+
+    Args:
+        path: The file.
+        content: What it is to hold.
+        private: Let the owner alone read it (mode 600).
 
     Raises:
         OSError: It cannot be written.
     """
     staging = path.with_name(f".{path.name}.incomplete")
     try:
+        if private:
+            staging.unlink(missing_ok=True)
+            staging.touch(mode=0o600)  # before there is anything to read
         staging.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
         staging.replace(path)
     except OSError:

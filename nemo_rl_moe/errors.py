@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from nemo_rl_moe.masking import masked_text
+
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 1
 EXIT_FAILURE_TOLD = 70
@@ -117,12 +119,15 @@ class TrainingDivergedError(RuntimeError):
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Text with its control characters written out: what comes from elsewhere can neither move the cursor nor colour.
+    """Return a text as it may be shown: control characters are written out, passwords in addresses are masked.
+
+    What comes from elsewhere can neither move the cursor nor colour.
 
     Args:
         text: Any.
         kept: Characters that stay as they are.
     """
+    text = masked_text(text)
     if text.isprintable():
         return text
     return "".join(c if c in kept or c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -6,6 +6,7 @@ Heavy packages are imported only by the command that needs them.
 """
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
-from nemo_rl_moe.errors import ConfigurationError, UserError
+from nemo_rl_moe.errors import ConfigurationError, UserError, printable
 from nemo_rl_moe.launch import evaluate_command, generate_command
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
+from nemo_rl_moe.masking import masked_assignment
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import MasterConfig
@@ -67,8 +69,9 @@ examples:
 _CONFIG_HELP = """\
 A configuration of NeMo-RL is translated by --from-nemo-rl FILE: its counterpart here goes to the output, as a file that
 inherits from a shipped one, and says in comments below, line by line, which keys are read otherwise and which have no
-counterpart. Its `defaults:` are looked for beside it. Where something is left that keeps it from running, that is told
-behind it, with exit code 2. What differs on purpose: docs/migrating.md.
+counterpart; those go to the error output too. Its `defaults:` are looked for beside it. The result is checked as a run
+is that starts here: what would keep it from starting stands on the error output, with exit code 2. What differs on
+purpose: docs/migrating.md.
 
 examples:
   nemo-rl-moe config --config my_run.yaml cluster.gpus_per_node=4
@@ -193,7 +196,7 @@ def run(options: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) 
     if options.command == _VERIFY:
         verify_command.run(options, rest)
         return 0
-    overrides = [*options.overrides, *rest]
+    overrides = _with_secrets([*options.overrides, *rest])
     if options.command in _WITHOUT_TRAINING:
         return _run_without_training(options, overrides, words)
     return _run_with_config(options, overrides)
@@ -206,8 +209,9 @@ def _run_without_training(options: argparse.Namespace, overrides: Sequence[str],
         command.load(options, overrides)
         from nemo_rl_moe.launch.supervisor import Supervision, supervise
 
-        driver = _driver_words(words, uuid.uuid4().hex)
-        return supervise(Supervision(lambda restart_number: driver, environment=_search_path()))
+        run_id = uuid.uuid4().hex
+        driver = _driver_words([masked_assignment(word) if word in overrides else word for word in words], run_id)
+        return supervise(Supervision(lambda restart_number: driver, environment=_driver_environment(overrides)))
     with StopSignals():
         command.run(options, overrides)
     return 0
@@ -298,15 +302,16 @@ def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
     from nemo_rl_moe.launch.supervisor import Supervision, supervise
 
     run_id, started = uuid.uuid4().hex, time.monotonic()
+    words = [command, "--config", config_path, *map(masked_assignment, overrides)]
 
     def driver_command(restart_number: int) -> list[str]:
         launch = ["--restart-number", str(restart_number), "--started", str(started)]
-        return [*_driver_words([command, "--config", config_path, *overrides], run_id), *launch]
+        return [*_driver_words(words, run_id), *launch]
 
     return supervise(
         Supervision(
             driver_command,
-            environment=_search_path(),
+            environment=_driver_environment(overrides),
             max_restarts=config.cluster.max_restarts,
             resume_hint=lambda: _resume_hint(config, run_id),
         )
@@ -319,8 +324,20 @@ def _driver_words(arguments: Sequence[str], run_id: str) -> list[str]:
     return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments, "--run-id", run_id]
 
 
-def _search_path() -> dict[str, str]:
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))}
+def _driver_environment(overrides: Sequence[str]) -> dict[str, str]:
+    """Variables for the process that runs a command: where it looks for modules, and secrets of overrides.
+
+    Its command line, which anybody on the machine, Ray's dashboard and W&B see, has these masked.
+    """
+    path = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
+    hidden = {shown: text for text in overrides if (shown := masked_assignment(text)) != text}
+    return {"PYTHONPATH": path} | ({_SECRETS: json.dumps(hidden)} if hidden else {})
+
+
+def _with_secrets(overrides: Sequence[str]) -> list[str]:
+    """Overrides with the secrets that `_driver_environment` has passed on, which nothing else inherits."""
+    hidden: dict[str, str] = json.loads(os.environ.pop(_SECRETS, "{}"))
+    return [hidden.get(text, text) for text in overrides]
 
 
 def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
@@ -370,6 +387,8 @@ def _print_translation(path: str) -> int:
 
     translation = translate(Path(path))
     print(translation.text(Path(path).name), end="", flush=True)
+    for line in translation.without:
+        print(f"not carried over: {printable(line)}", file=sys.stderr)
     if problems := problems_of_translation(translation):
         raise ConfigurationError([f"{path}: translated, but not yet right: {problem}" for problem in problems])
     return 0
@@ -403,6 +422,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
+_SECRETS = "NEMO_RL_MOE_SECRET_OVERRIDES"
 _CONFIG = "config"
 _CONVERT = "convert"
 _DATA = "data"

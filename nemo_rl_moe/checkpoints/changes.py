@@ -16,6 +16,7 @@ from nemo_rl_moe.checkpoints.store import CHECKPOINT_NAME, FINAL_WEIGHTS_FOLDER,
 from nemo_rl_moe.config.algorithm import ORDER_OF_THE_DATA, Algorithm
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.masking import masked
 
 _NOT_TOLD = (
     "logger.",
@@ -60,12 +61,14 @@ _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuf
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Keys whose values differ, with both values as text; keys that cannot change the training are left out.
 
+    Secrets are masked, in a checkpoint that has them too, and do not differ.
+
     Args:
         before: The checkpoint's resolved configuration.
         now: The resumed run's.
     """
-    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(json_ready(before))}
-    new = dict(_leaves(json_ready(now)))
+    old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(masked(json_ready(before)))}
+    new = dict(_leaves(masked(json_ready(now))))
     return {
         key: (old.get(key, _ABSENT), new.get(key, _ABSENT))
         for key in sorted(old.keys() | new.keys())

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from nemo_rl_moe.config.path_names import unusable_path
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest, shortened
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest, quoted, shortened
 from nemo_rl_moe.config.yaml_text import traps
 from nemo_rl_moe.errors import ConfigurationError
 
@@ -215,7 +215,7 @@ def _malformed_interpolations(value: Any, place: str = "") -> Iterator[str]:
         try:
             OmegaConf.create({"value": value})
         except OmegaConfBaseException as error:
-            yield f"{shortened(place)}: {shortened(value)!r} is not valid: {yaml_problem(error)}"
+            yield f"{shortened(place)}: {quoted(value, place.split('.'))} is not valid: {yaml_problem(error)}"
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, entry in entries:
         yield from _malformed_interpolations(entry, f"{place}.{key}" if place else str(key))

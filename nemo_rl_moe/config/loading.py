@@ -15,6 +15,7 @@ from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.masking import MASK, masked, masks_in
 
 ConfigT = TypeVar("ConfigT", bound=MasterConfig)
 
@@ -89,6 +90,10 @@ def check_values(
     overridden, problems = apply_overrides(merged, overrides, known_keys(schema))
     values, interpolation_problems = resolve(overridden)
     problems += interpolation_problems.values()
+    problems += [
+        f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"
+        for key in masks_in(values)
+    ]
     config, schema_problems, is_whole = validate(schema, values, interpolation_problems.keys())
     problems += schema_problems
     problems += combination_problems(config, is_whole=is_whole, megatron_version=installed_megatron_version())
@@ -98,11 +103,13 @@ def check_values(
 
 
 def problems_of_translation(translation: Translation) -> list[str]:
-    """A line for each problem of a translated configuration; its files need not exist."""
+    """Return a line for each thing that would keep a translated configuration from starting: what a start checks, and
+    what the translation itself knows of the samples and the rewards."""
     values = translation.nested()
     # Not by `find_config`: in a folder of NeMo-RL's it would find a file of theirs by the same name.
     merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
-    return check_values(ALGORITHMS[translation.algorithm].config_class, merged, check_paths=False)[1]
+    schema = ALGORITHMS[translation.algorithm].config_class
+    return [*translation.obstacles, *check_values(schema, merged, check_paths=True)[1]]
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
@@ -126,7 +133,9 @@ def installed_megatron_version() -> str | None:
 
 
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
-    """The whole configuration as nested plain values; written as YAML, it loads to an equal configuration.
+    """Return the whole configuration as nested plain values, in the form in which it leaves the process.
+
+    Secrets are masked (`masking.py`). Without any, it loads to an equal configuration when it is written as YAML.
 
     What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
     further ones. `moe_*` fields that the user did not set are left out.
@@ -136,4 +145,5 @@ def dump_resolved(config: MasterConfig) -> dict[str, Any]:
     own = [name for name in type(config).model_fields if name not in MasterConfig.model_fields]
     named = {} if algorithm.reference is None else {ALGORITHM_KEY: algorithm.reference}
     order = dict.fromkeys([algorithm.name, *own, *MasterConfig.model_fields])
-    return named | {name: values[name] for name in order}
+    plain: dict[str, Any] = masked(named | {name: values[name] for name in order})
+    return plain

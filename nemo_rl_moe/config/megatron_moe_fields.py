@@ -11,13 +11,23 @@ tensor parallel size, nor `moe_grad_scale_func`, a function. Numbers of experts 
 """
 
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_rl_moe.config.schema_base import NonNegativeFloat, PositiveInt, StrictModel, UnitFloat
+from nemo_rl_moe.config.schema_base import (
+    Coefficient,
+    PositiveCoefficient,
+    PositiveInt,
+    StrictModel,
+    UnitFloat,
+    WholeOrLess,
+)
 
 LoadBalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
+
+# A negative one is none to Megatron-Core.
+CapacityFactor = Annotated[float, Field(le=1000)]
 
 # Values that only newer versions know: field -> value -> first version that has it.
 VALUE_SINCE: dict[str, dict[str, str]] = {
@@ -35,30 +45,30 @@ def _unset(since: str | None = None, until: str | None = None) -> Any:
 class MoeTransformerFields(StrictModel):
     """Any of these may be set in `policy.megatron_cfg`; what is not set keeps the model's or Megatron-Core's value."""
 
-    moe_layer_freq: int | list[int] = _unset()
+    moe_layer_freq: PositiveInt | list[Literal[0, 1]] = _unset()
     """One MoE layer in so many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
-    moe_ffn_hidden_size: int | None = _unset()
+    moe_ffn_hidden_size: PositiveInt | None = _unset()
     """Hidden size of each routed expert."""
-    moe_latent_size: int | None = _unset()
+    moe_latent_size: PositiveInt | None = _unset()
     """Size that tokens are projected to before they go to the experts; null: no projection."""
-    moe_mlp_glu_interleave_size: int | None = _unset(since="0.19")
+    moe_mlp_glu_interleave_size: PositiveInt | None = _unset(since="0.19")
     """Block size of interleaved gate and linear halves in the routed experts."""
-    moe_shared_expert_intermediate_size: int | None = _unset()
+    moe_shared_expert_intermediate_size: PositiveInt | None = _unset()
     """Hidden size of all shared experts together; null: none."""
     moe_shared_expert_gate: bool = _unset()
     """Weigh the shared expert's output by a learnt gate."""
     moe_shared_expert_overlap: bool = _unset()
     """Compute shared experts while tokens travel between ranks."""
-    moe_shared_expert_glu_interleave_size: int | None = _unset(since="0.19")
+    moe_shared_expert_glu_interleave_size: PositiveInt | None = _unset(since="0.19")
     """Block size of interleaved gate and linear halves in the shared experts."""
 
     moe_router_topk: PositiveInt = _unset()
     """Experts that each token goes to."""
     moe_router_load_balancing_type: LoadBalancingType | list[LoadBalancingType] = _unset()
     """Load balancing method of the router; of several, a list with a coefficient each."""
-    moe_aux_loss_coeff: NonNegativeFloat | list[NonNegativeFloat] = _unset()
+    moe_aux_loss_coeff: Coefficient | list[Coefficient] = _unset()
     """Weight of the load balancing loss; a list goes with a list of balancing types."""
-    moe_z_loss_coeff: NonNegativeFloat | None = _unset()
+    moe_z_loss_coeff: Coefficient | None = _unset()
     """Weight of the loss on large router logits; null: none."""
     moe_input_jitter_eps: UnitFloat | None = _unset()
     """Relative noise on the router's input; null: none."""
@@ -66,21 +76,21 @@ class MoeTransformerFields(StrictModel):
     """Take the softmax over all experts before the top ones are chosen."""
     moe_router_score_function: Literal["softmax", "sigmoid", "sqrtsoftplus"] = _unset()
     """Function from logits to scores."""
-    moe_router_topk_scaling_factor: float | None = _unset()
+    moe_router_topk_scaling_factor: PositiveCoefficient | None = _unset()
     """Factor on the scores of the chosen experts; null: 1."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = _unset()
     """Number format of routing; null: the model's."""
-    moe_router_num_groups: int | None = _unset()
+    moe_router_num_groups: PositiveInt | None = _unset()
     """Groups of experts for group-limited routing."""
-    moe_router_group_topk: int | None = _unset()
+    moe_router_group_topk: PositiveInt | None = _unset()
     """Groups that each token may use."""
-    moe_router_topk_limited_devices: int | None = _unset()
+    moe_router_topk_limited_devices: PositiveInt | None = _unset()
     """Older way to limit groups, by expert-parallel ranks."""
     moe_router_enable_expert_bias: bool = _unset()
     """Balance by a bias on each expert's score, without a loss."""
-    moe_router_bias_update_rate: float = _unset()
+    moe_router_bias_update_rate: WholeOrLess = _unset()
     """Step of that bias."""
-    moe_router_quantile_balancing_ema: float = _unset(since="0.19")
+    moe_router_quantile_balancing_ema: WholeOrLess = _unset(since="0.19")
     """Share of the old bias that quantile balancing keeps."""
     moe_router_force_load_balancing: bool = _unset()
     """For benchmarks and drills only: random logits, the router's own are thrown away."""
@@ -100,19 +110,19 @@ class MoeTransformerFields(StrictModel):
     """Dispatcher of tokens to the experts' ranks."""
     moe_flex_dispatcher_backend: Literal["deepep", "hybridep", "ncclep"] = _unset()
     """Library behind the flex dispatcher."""
-    moe_flex_dispatcher_num_sms: int | None = _unset(since="0.19")
+    moe_flex_dispatcher_num_sms: PositiveInt | None = _unset(since="0.19")
     """Streaming multiprocessors that the flex dispatcher uses."""
     moe_enable_deepep: bool = _unset()
     """Older switch for DeepEP."""
-    moe_deepep_num_sms: int | None = _unset()
+    moe_deepep_num_sms: PositiveInt | None = _unset()
     """Streaming multiprocessors for DeepEP."""
-    moe_hybridep_num_sms: int | None = _unset()
+    moe_hybridep_num_sms: PositiveInt | None = _unset()
     """Streaming multiprocessors for HybridEP."""
-    moe_hybridep_num_sms_preprocessing: int = _unset(since="0.19")
+    moe_hybridep_num_sms_preprocessing: PositiveInt = _unset(since="0.19")
     """Streaming multiprocessors for HybridEP's first scan."""
-    moe_hybridep_num_blocks_permute: int | None = _unset(since="0.19")
+    moe_hybridep_num_blocks_permute: PositiveInt | None = _unset(since="0.19")
     """Thread blocks for HybridEP's permutation."""
-    moe_hybridep_num_blocks_unpermute: int | None = _unset(since="0.19")
+    moe_hybridep_num_blocks_unpermute: PositiveInt | None = _unset(since="0.19")
     """Thread blocks for the way back."""
     moe_hybridep_pad_uneven_dispatch_inputs: bool = _unset(since="0.19")
     """Pad to the longest input of the group before HybridEP sends."""
@@ -125,9 +135,9 @@ class MoeTransformerFields(StrictModel):
 
     moe_token_dropping: bool = _unset()
     """Reserved by Megatron-Core for dropping tokens."""
-    moe_expert_capacity_factor: float | None = _unset()
+    moe_expert_capacity_factor: CapacityFactor | None = _unset()
     """Tokens that an expert takes, relative to its fair share; null: all."""
-    moe_expert_rank_capacity_factor: float | None = _unset(since="0.19")
+    moe_expert_rank_capacity_factor: CapacityFactor | None = _unset(since="0.19")
     """Tokens that an expert-parallel rank takes, relative to its fair share; null: all."""
     moe_pad_expert_input_to_capacity: bool = _unset()
     """Pad each expert's tokens up to its capacity."""
@@ -152,11 +162,11 @@ class MoeTransformerFields(StrictModel):
     """Megatron-Core's older name for `activation_checkpointing: moe`."""
     moe_paged_stash: bool = _unset(since="0.19")
     """Keep the experts' activations for the backward pass in pages."""
-    moe_paged_stash_page_size: int = _unset(since="0.19")
+    moe_paged_stash_page_size: PositiveInt = _unset(since="0.19")
     """Tokens on a page."""
     moe_paged_stash_buffer_size_factor_cuda: float = _unset(since="0.19")
     """Room for pages on the GPU, relative to the average (negative: to the maximum)."""
-    moe_paged_stash_buffer_size_factor_cpu: float = _unset(since="0.19")
+    moe_paged_stash_buffer_size_factor_cpu: Coefficient = _unset(since="0.19")
     """Room for pages in main memory; 0: none."""
 
     @property

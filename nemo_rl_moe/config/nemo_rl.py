@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS
-from nemo_rl_moe.config.nemo_rl_data import DATA_RULES, picture_environment
+from nemo_rl_moe.config.nemo_rl_data import DATA_RULES, environment_of, one_set_of_samples
 from nemo_rl_moe.config.nemo_rl_files import algorithm_in, leaves, read_theirs
 from nemo_rl_moe.config.nemo_rl_grpo import GRPO_RULES
 from nemo_rl_moe.config.nemo_rl_keys import row_of
-from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
+from nemo_rl_moe.config.nemo_rl_keys_run import PLACE_OF_ENGINES
 from nemo_rl_moe.config.nemo_rl_training import TRAINING_RULES
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.masking import masked
 
 
 def translate(path: Path) -> Translation:
@@ -29,15 +30,25 @@ def translate(path: Path) -> Translation:
     Raises:
         ConfigurationError: The file cannot be read, is no configuration of NeMo-RL, or none of SFT, DPO or GRPO.
     """
-    theirs = read_theirs(path)
+    return translate_tree(read_theirs(path), path)
+
+
+def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
+    """Translate a configuration that has been read; see `translate`.
+
+    Args:
+        theirs: Its sections, references resolved.
+        path: Its file, for messages.
+    """
     translation = Translation(algorithm_in(theirs, path))
-    off = [*_sections_off(theirs), *_sections_of_others(Theirs(theirs))]
     try:
-        for key, value in leaves(theirs):
-            _translate_key(translation, key, value, off)
+        asked = Theirs(one_set_of_samples(masked(theirs), translation))
+        off = [*_sections_off(asked.tree), *_sections_of_others(Theirs(asked.tree))]
+        by_rules = [(key, value) for key, value in leaves(asked.tree) if _translate_key(translation, key, value, off)]
         of_algorithm = GRPO_RULES if translation.algorithm == "grpo" else ()
         for rule in (*TRAINING_RULES, *DATA_RULES, *of_algorithm):
-            rule(Theirs(theirs), translation)
+            rule(asked, translation)
+        translation.unread += [f"{key}: {shown(value)}" for key, value in by_rules if not asked.has_read(key)]
     except (TypeError, AttributeError, KeyError, IndexError) as error:
         raise ConfigurationError(f"{path}: a value is not what NeMo-RL has in its place: {error}") from error
     return translation
@@ -67,9 +78,9 @@ _KEPT_WHILE_OFF = (
 def _sections_of_others(theirs: Theirs) -> Iterator[str]:
     """Sections of backends and loggers that another key does not choose."""
     backend = theirs.get("policy.generation.backend", "vllm")
-    chosen = picture_environment(theirs)
+    chosen, environments = environment_of(theirs), theirs.get("env", {})
     for section, is_read in (
-        *((f"env.{name}", name == chosen) for name in PICTURE_ENVIRONMENTS),
+        *((f"env.{name}", name == chosen) for name, section in environments.items() if isinstance(section, Mapping)),
         ("policy.generation.mcore_generation_config", backend == "megatron"),
         ("policy.generation.vllm_cfg", backend == "vllm"),
         ("policy.generation.vllm_kwargs", backend == "vllm"),
@@ -77,29 +88,29 @@ def _sections_of_others(theirs: Theirs) -> Iterator[str]:
         ("logger.swanlab", theirs.get("logger.swanlab_enabled", False)),
         ("logger.gpu_monitoring", theirs.get("logger.monitor_gpus", False)),
     ):
-        if not is_read and theirs.get(section) is not None:
+        if not is_read and theirs.has(section):
             yield section
 
 
-def _translate_key(translation: Translation, key: str, value: Any, off: list[str]) -> None:
-    """Carries one key over by its row, or says why not."""
+def _translate_key(translation: Translation, key: str, value: Any, off: list[str]) -> bool:
+    """Carry one key over by its row, or say why not; return True where that is left to a rule."""
     section = next((above for above in off if key.startswith(f"{above}.") or key == above), None)
     if section is not None:
         if (line := f"{section}.*: switched off, or not read") not in translation.idle:
             translation.idle.append(line)
-        return
+        return False
     row = row_of(key)
     if row is None:
         translation.without.append(f"{key}: {shown(value)}: not a key that this translator knows")
-    elif row.ours is not None:
-        if row.convert is None:
-            return
-        if row.ours in _keys_of(translation.algorithm):
-            translation.values[row.ours] = row.convert(value)
-        else:
-            _tell(translation, key, value, row.off, f"{row.ours} is no key of {translation.algorithm}")
-    else:
+    elif row.ours is None:
         _tell(translation, key, value, row.off, row.note)
+    elif row.ours not in _keys_of(translation.algorithm):
+        _tell(translation, key, value, row.off, f"{row.ours} is no key of {translation.algorithm}")
+    elif row.convert is None:
+        return True
+    else:
+        translation.values[row.ours] = row.convert(value)
+    return False
 
 
 def _tell(translation: Translation, key: str, value: Any, off: Any, why: str) -> None:
@@ -112,4 +123,6 @@ def _tell(translation: Translation, key: str, value: Any, off: Any, why: str) ->
 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
-    return frozenset(known_keys(ALGORITHMS[algorithm].config_class))
+    """Keys of the algorithm; of the places of its workers, the one of engines."""
+    own = {PLACE_OF_ENGINES} if algorithm == "grpo" else set()
+    return frozenset(known_keys(ALGORITHMS[algorithm].config_class)) | own

@@ -4,9 +4,18 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation, shown
+
+Form = Literal["answers", "conversations", "pairs"]
+_WANTED: dict[str, tuple[Form, str]] = {
+    "sft": ("conversations", "its records are no conversations: write `messages`, or `prompt` and `completion`"),
+    "dpo": ("pairs", "its records are no pairs: write `chosen` and `rejected`"),
+    "grpo": ("answers", "its records have no question with an answer under keys of their own"),
+}
+"""Form of the records that each algorithm reads, and what is to be done with those of another."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +29,7 @@ class KnownDataset:
         split: Its split where the configuration names none.
         other_paths: Names on the hub of splits of theirs that are data sets of their own.
         image_key: Key of a record's images; None: it has none.
+        form: Form of its records: questions with an answer, conversations, or pairs.
         to_do: What has to be done before it can be read here; empty: nothing.
     """
 
@@ -29,6 +39,7 @@ class KnownDataset:
     split: str = "train"
     other_paths: Mapping[str, str] = field(default_factory=dict)
     image_key: str | None = None
+    form: Form = "answers"
     to_do: str = ""
 
 
@@ -38,9 +49,12 @@ DATASETS = {
     "DAPOMath17K": KnownDataset("BytedTsinghua-SIA/DAPO-Math-17k", "prompt", "reward_model.ground_truth"),
     "DAPOMathAIME2024": KnownDataset("BytedTsinghua-SIA/AIME-2024", "prompt", "reward_model.ground_truth"),
     "AIME2024": KnownDataset("HuggingFaceH4/aime_2024", "problem"),
-    "squad": KnownDataset("rajpurkar/squad", to_do="its records are no conversations: write them as `messages`"),
-    "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture"),
-    "HelpSteer3": KnownDataset("nvidia/HelpSteer3", to_do="its records are no pairs: write `chosen` and `rejected`"),
+    "squad": KnownDataset("rajpurkar/squad", "question", "answers.text"),
+    "tulu3_sft_mixture": KnownDataset("allenai/tulu-3-sft-mixture", form="conversations"),
+    "HelpSteer3": KnownDataset("nvidia/HelpSteer3", "context"),
+    "gsm8k": KnownDataset(
+        "openai/gsm8k", "question", to_do="its `answer` has the solution before `####`: write the number alone"
+    ),
     "clevr-cogent": KnownDataset(
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         "problem",
@@ -53,75 +67,117 @@ DATASETS = {
     "refcoco": KnownDataset(
         "jxu124/refcoco", image_key="images", to_do="it has no pictures in it: write records with `images` and `answer`"
     ),
-    "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture"),
+    "Tulu3Preference": KnownDataset("allenai/llama-3.1-tulu-3-8b-preference-mixture", form="pairs"),
 }
 """By their name."""
 
 
+def one_set_of_samples(theirs: Mapping[str, Any], translation: Translation) -> Mapping[str, Any]:
+    """Return a configuration with the first of several sets of samples in the place of the list of them."""
+    samples = theirs.get("data")
+    if not isinstance(samples, Mapping):
+        return theirs
+    chosen = dict(samples)
+    for part in ("train", "validation"):
+        if isinstance(sets := samples.get(part), list):
+            translation.without += [f"data.{part}: {shown(other)}: one set of samples" for other in sets[1:]]
+            chosen[part] = sets[0] if sets else None
+    return {**theirs, "data": chosen}
+
+
 def data(theirs: Theirs, translation: Translation) -> None:
     """Both sets of samples, and the names of their keys."""
-    values = translation.values
+    sections = theirs.tree.get("data", {})
     for part in ("train", "validation"):
-        section = theirs.get(f"data.{part}")
-        if isinstance(section, list):
-            translation.without += [f"data.{part}: {shown(other)}: one set of samples" for other in section[1:]]
-            section = section[0]
-        if not isinstance(section, Mapping):
-            if part == "validation":
-                values["data.validation"] = None
-            continue
-        section = {**theirs.get("data.default", {}), **section}
-        name = section.get("dataset_name")
-        path = section.get("data_path")
-        known = KnownDataset(path or str(name)) if path or name not in DATASETS else DATASETS[name]
-        split = section.get("split") or known.split
-        values[f"data.{part}.path"] = known.other_paths.get(split, known.path)
-        values[f"data.{part}.split"] = known.split if split in known.other_paths else split
-        if known.image_key is not None:
-            values["data.image_key"] = known.image_key
-        if known.to_do:
-            translation.without.append(
-                f"data.{part}.dataset_name: {name}: {values[f'data.{part}.path']}; {known.to_do}"
-            )
-        elif path is None and name not in DATASETS:
-            translation.without.append(f"data.{part}.dataset_name: {name}: a data set of theirs; name its file")
-        if translation.algorithm == "grpo":
-            values[f"data.{part}.num_items"] = None
-            keys = section.get("input_key", known.prompt_key), section.get("output_key", known.answer_key)
-            if part == "train":
-                values |= {"data.prompt_key": keys[0], "data.answer_key": keys[1]}
-            elif keys != (values["data.prompt_key"], values["data.answer_key"]):
-                translation.without.append(
-                    f"data.{part}: keys {keys[0]} and {keys[1]}: those of the training data hold"
-                )
+        if isinstance(sections.get(part), Mapping):
+            _samples(theirs, translation, part)
+        elif part == "validation":
+            translation.values["data.validation"] = theirs.get("data.validation")
     if translation.algorithm == "grpo":
-        values["data.prompt_template"] = None
-        if (file := theirs.get("data.default.prompt_file")) is not None:
-            translation.without.append(
-                f"data.default.prompt_file: {file}: put its text into data.prompt_template, {{prompt}} in place of {{}}"
-            )
+        translation.values["data.prompt_template"] = None
+        for key in ("data.train.prompt_file", "data.default.prompt_file"):
+            if (file := theirs.get(key)) is not None:
+                translation.without.append(
+                    f"{key}: {file}: put its text into data.prompt_template, {{prompt}} in place of {{}}"
+                )
+                break
+
+
+def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
+    """One set of samples."""
+    values = translation.values
+    known = _dataset(theirs, translation, part)
+    split = _of(theirs, part, "split") or known.split
+    values[f"data.{part}.path"] = known.other_paths.get(split, known.path)
+    values[f"data.{part}.split"] = known.split if split in known.other_paths else split
+    if known.image_key is not None:
+        values["data.image_key"] = known.image_key
+    if translation.algorithm == "grpo":
+        values[f"data.{part}.num_items"] = None
+        keys = (
+            _of(theirs, part, "input_key") or known.prompt_key,
+            _of(theirs, part, "output_key") or known.answer_key,
+        )
+        if part == "train":
+            values |= {"data.prompt_key": keys[0], "data.answer_key": keys[1]}
+        elif keys != (values.get("data.prompt_key"), values.get("data.answer_key")):
+            translation.without.append(f"data.{part}: keys {keys[0]} and {keys[1]}: those of the training data hold")
+
+
+def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDataset:
+    """What is known of a set of samples; what keeps its records from being read goes to the obstacles."""
+    wanted, to_do = _WANTED[translation.algorithm]
+    path = _of(theirs, part, "data_path")
+    name = _of(theirs, part, "dataset_name")
+    subject = f"data.{part}.dataset_name: {name}"
+    if path is not None:
+        translation.changed.append(f"{subject}: records are read by their form: docs/data.md")
+        return KnownDataset(path)
+    if name not in DATASETS:
+        translation.obstacles.append(f"{subject}: a data set of theirs; name its file as data.{part}.path")
+        return KnownDataset(str(name))
+    known = DATASETS[name]
+    if known.form != wanted or known.to_do:
+        translation.obstacles.append(f"{subject}: {known.path}; {to_do if known.form != wanted else known.to_do}")
+    return known
+
+
+def _of(theirs: Theirs, part: str, name: str) -> Any:
+    """Value of a set of samples, or else that of all sets."""
+    return theirs.first(f"data.{part}.{name}", f"data.default.{name}")
+
+
+_PASSED_ON = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""Their template where the configuration says null."""
 
 
 def chat_template(theirs: Theirs, translation: Translation) -> None:
     """The chat template, which is a file here, and what it is called with."""
     if arguments := theirs.get("policy.tokenizer.chat_template_kwargs"):
         translation.values["data.chat_template_kwargs"] = {**arguments}
-    template = theirs.get("policy.tokenizer.chat_template")
-    if template is None:
+    key = "policy.tokenizer.chat_template"
+    if not theirs.has(key):
         return
-    if "{" in template:
-        translation.without.append(
-            f"policy.tokenizer.chat_template: {shown(template)}: write it into a file, and name that"
+    template = theirs.get(key)
+    if template is None:
+        translation.obstacles.append(
+            f"{key}: null: contents one after the other, as {_PASSED_ON} has them; write it into a file, and name that"
         )
+    elif template.lower() == "default":
+        translation.values[key] = None
+    elif "{" in template:
+        translation.obstacles.append(f"{key}: {shown(template)}: write it into a file, and name that")
     else:
-        translation.values["policy.tokenizer.chat_template"] = template
+        translation.values[key] = template
 
 
-def picture_environment(theirs: Theirs) -> str | None:
-    """The environment for pictures with questions that the training data are of; None: they are none of these."""
-    keys = ("data.train.env_name", "data.default.env_name", "data.train.dataset_name", "data.dataset_name")
-    named = (theirs.get(key) for key in keys)
-    return next((name for name in named if name in PICTURE_ENVIRONMENTS), None)
+def environment_of(theirs: Theirs) -> str:
+    """Return the name of the environment that scores the training data's responses."""
+    named = _of(theirs, "train", "env_name")
+    if named is None:
+        keys = ("data.train.dataset_name", "data.default.dataset_name", "data.dataset_name")
+        named = next((name for key in keys if (name := theirs.get(key)) in PICTURE_ENVIRONMENTS), "math")
+    return str(named)
 
 
 DATA_RULES = (chat_template, data)

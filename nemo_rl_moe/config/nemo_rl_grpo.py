@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules of a translation from NeMo-RL for GRPO: advantages, lengths, the loss, engines that generate, rewards."""
 
-from nemo_rl_moe.config.nemo_rl_data import picture_environment
+from nemo_rl_moe.config.nemo_rl_data import environment_of
+from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
 
+BUILT_IN_SCORERS = ("math", "exact", "reasoning_gym", "callable")
 NO_BOUND = 1.0e9
 """Bound that no importance-sampling ratio reaches: they end at e^20."""
 
@@ -13,37 +15,34 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
     """Advantages; older configurations have the switches in the section of the loop."""
     section, values = "grpo.adv_estimator", translation.values
     name = theirs.get(f"{section}.name", "grpo")
-    normalize = theirs.get(f"{section}.normalize_rewards", theirs.get("grpo.normalize_rewards", True))
-    leave_one_out = theirs.get(
-        f"{section}.use_leave_one_out_baseline", theirs.get("grpo.use_leave_one_out_baseline", True)
-    )
-    is_normalized = theirs.get(f"{section}.normalize_advantages", False)
-    choice = {
-        "grpo": ("grpo", normalize),
-        "reinforce_plus_plus": (
-            "reinforce_plus_plus_baseline" if theirs.get(f"{section}.minus_baseline", True) else "reinforce_plus_plus",
-            True,
-        ),
-        "raw_reward": ("reinforce_plus_plus" if is_normalized else "reinforce", is_normalized),
-    }.get(name)
-    if choice is None:
-        reason = _several_rewards(theirs) if name == "gdpo" else "no such estimator"
-        translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
-        choice = ("grpo", normalize)
-    values[f"{section}.name"], values[f"{section}.normalize_rewards"] = choice
-    values[f"{section}.use_leave_one_out_baseline"] = choice[0] == "grpo" and leave_one_out
-    if choice[0] == "grpo" and leave_one_out and normalize:
+    normalize, leave_one_out = True, False
+    if name == "reinforce_plus_plus":
+        chosen = "reinforce_plus_plus_baseline" if theirs.get(f"{section}.minus_baseline", True) else name
+    elif name == "raw_reward":
+        normalize = theirs.get(f"{section}.normalize_advantages", False)
+        chosen = "reinforce_plus_plus" if normalize else "reinforce"
+    else:
+        chosen = "grpo"
+        if name != chosen:
+            reason = _several_rewards(theirs) if name == "gdpo" else "no such estimator"
+            translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
+        places = (section, "grpo")
+        normalize = theirs.first(*(f"{place}.normalize_rewards" for place in places)) is not False
+        leave_one_out = theirs.first(*(f"{place}.use_leave_one_out_baseline" for place in places)) is not False
+    values[f"{section}.name"], values[f"{section}.normalize_rewards"] = chosen, normalize
+    values[f"{section}.use_leave_one_out_baseline"] = leave_one_out
+    if leave_one_out and normalize:
         translation.changed.append(
             f"{section}: leaving one out, the advantage is divided by the whole group's standard deviation; theirs"
             " leaves the response out there too"
         )
-    elif choice[0].startswith("reinforce_plus_plus"):
-        translation.changed.append(f"{section}.name: {choice[0]} counts each response once, theirs each token")
+    elif chosen.startswith("reinforce_plus_plus"):
+        translation.changed.append(f"{section}.name: {chosen} counts each response once, theirs each token")
 
 
 def _several_rewards(theirs: Theirs) -> str:
     """The settings here that stand for GDPO, whose rewards have names; a function of the user's own gives them."""
-    names = ["correctness", "integer", "format"] if theirs.get("env.math_multi_reward") is not None else []
+    names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]
     weighed = ", ".join(f"{name}: {weight}" for name, weight in zip(names, weights, strict=True)) or "NAME: 1.0"
@@ -60,18 +59,22 @@ def lengths(theirs: Theirs, translation: Translation) -> None:
     asked = theirs.get("policy.generation.max_new_tokens", longest)
     if longest is None or asked is None:
         return
-    room = max(longest - theirs.get("data.max_input_seq_length", longest), longest // 2)
+    of_prompt = theirs.get("data.max_input_seq_length", longest)
+    room = max(longest - of_prompt, longest // 2)
     values["policy.generation.max_new_tokens"] = number = min(asked, room)
     if number != asked:
         translation.changed.append(
             f"policy.generation.max_new_tokens: {asked}: {number}, which leaves {longest - number} of"
             f" policy.max_total_sequence_length {longest} to the prompt; longer prompts are left out"
         )
+    if of_prompt != longest - number:
+        translation.changed.append(
+            f"data.max_input_seq_length: {of_prompt}: {longest - number}, what policy.generation.max_new_tokens leaves"
+        )
     for name in ("overlong_buffer_length", "overlong_buffer_penalty"):
         if (value := theirs.get(f"{shaping}.{name}")) is not None:
             values[f"{shaping}.{name}"] = value
-    end = theirs.get(f"{shaping}.max_response_length")
-    if theirs.get(f"{shaping}.enabled", False) and end != number:
+    if theirs.get(f"{shaping}.enabled", False) and (end := theirs.get(f"{shaping}.max_response_length")) != number:
         translation.changed.append(f"{shaping}.max_response_length: {end}: the buffer ends at {number}")
 
 
@@ -82,16 +85,15 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
         values[f"{loss}.objective"] = "cispo"
     elif theirs.get(f"{loss}.disable_ppo_ratio", False):
         values[f"{loss}.objective"] = "reinforce"
-    in_reward = bool(
-        theirs.get(f"{loss}.use_kl_in_reward", False) and theirs.get(f"{loss}.reference_policy_kl_penalty")
-    )
+    has_divergence = bool(theirs.get(f"{loss}.reference_policy_kl_penalty"))
+    in_reward = has_divergence and theirs.get(f"{loss}.use_kl_in_reward", False)
     values[f"{loss}.use_kl_in_reward"] = in_reward
     kind = theirs.get(f"{loss}.reference_policy_kl_type", "k3")
     values[f"{loss}.reference_policy_kl_type"] = "k1" if in_reward else kind
     values[f"{loss}.reference_policy_kl_gradient"] = "estimate" if in_reward else "divergence"
     if in_reward:
         translation.changed.append(f"{loss}.use_kl_in_reward: of whole responses, by k1, before advantages")
-    elif theirs.get(f"{loss}.use_on_policy_kl_approximation", False):
+    elif has_divergence and theirs.get(f"{loss}.use_on_policy_kl_approximation", False):
         translation.changed.append(
             f"{loss}.use_on_policy_kl_approximation: weighed by the policy over that before the step, not the engine's"
         )
@@ -101,10 +103,9 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
     kind = theirs.get(f"{loss}.truncated_importance_sampling_type")
     corrections = {None: "truncated", "tis": "truncated", "icepop": "icepop", "seq-mask-tis": "sequence_mask"}
     values[f"{loss}.importance_sampling_correction"] = corrections.get(kind, kind)
-    upper = theirs.get(f"{loss}.truncated_importance_sampling_ratio")
-    values[f"{loss}.importance_sampling_ratio_max"] = NO_BOUND if kind is None or upper is None else upper
-    lower = theirs.get(f"{loss}.truncated_importance_sampling_ratio_min")
-    values[f"{loss}.importance_sampling_ratio_min"] = None if kind is None else lower
+    bound = f"{loss}.truncated_importance_sampling_ratio"
+    values[f"{loss}.importance_sampling_ratio_max"] = NO_BOUND if kind is None else theirs.get(bound, NO_BOUND)
+    values[f"{loss}.importance_sampling_ratio_min"] = None if kind is None else theirs.get(f"{bound}_min")
     if theirs.get(f"{loss}.sequence_level_importance_ratios", False):
         values[f"{loss}.importance_sampling_level"] = "sequence"
 
@@ -116,18 +117,31 @@ def generation(theirs: Theirs, translation: Translation) -> None:
     values[key] = backend if backend in ("vllm", "megatron") else "vllm"
     if backend != values[key]:
         translation.changed.append(f"{key}: {backend}: vllm")
-    dtype = theirs.get("policy.generation.vllm_cfg.precision")
+    engine = "policy.generation.vllm_cfg"
+    if backend == "vllm":
+        experts, tensor = (theirs.get(f"{engine}.{name}_parallel_size", 1) for name in ("expert", "tensor"))
+        if experts not in (1, tensor):
+            translation.changed.append(
+                f"{engine}.expert_parallel_size: {experts}: over the {tensor} GPUs of an engine, which has no others"
+            )
+    dtype = theirs.get(f"{engine}.precision")
     if dtype in ("float32", "bfloat16", "float16"):
         values["policy.generation.vllm.dtype"] = dtype
     elif dtype is not None:
-        translation.without.append(f"policy.generation.vllm_cfg.precision: {dtype}: no such format of engines")
+        translation.without.append(f"{engine}.precision: {dtype}: no such format of engines")
 
 
 def environment(theirs: Theirs, translation: Translation) -> None:
     """Scoring by math-verify, and lines shown."""
-    if theirs.get("env.math") is not None:
+    name = environment_of(theirs)
+    if name == "math":
         translation.values["env.name"] = "math"
         translation.values["env.num_workers"] = theirs.get("env.math.num_workers", 8)
+    elif name not in PICTURE_ENVIRONMENTS:
+        translation.obstacles.append(
+            f"data.train.env_name: {name}: no such environment; name one of {', '.join(BUILT_IN_SCORERS)}, or yours, as"
+            " env.name: docs/adding-an-environment.md"
+        )
     number = theirs.get("logger.num_val_samples_to_print")
     if number is not None:
         translation.values["logger.num_samples_to_print"] = number
@@ -140,8 +154,8 @@ _REWARDS_OF_PICTURES = {"exact_alnum": "exact", "math_expr": "math"}
 
 def pictures(theirs: Theirs, translation: Translation) -> None:
     """Rewards of pictures with questions."""
-    values, chosen = translation.values, picture_environment(theirs)
-    if chosen is None:
+    values, chosen = translation.values, environment_of(theirs)
+    if chosen not in PICTURE_ENVIRONMENTS:
         return
     section = f"env.{chosen}"
     functions = theirs.get(f"{section}.reward_functions", [])

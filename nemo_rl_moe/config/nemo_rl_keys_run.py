@@ -6,6 +6,8 @@ from nemo_rl_moe.config.nemo_rl_row import ENGINE, Row, no_counterpart, same_nam
 
 PICTURE_ENVIRONMENTS = ("clevr-cogent", "geometry3k", "refcoco")
 """Environments of theirs for pictures with questions."""
+PLACE_OF_ENGINES = "cluster.roles.generation"
+"""Machines of engines that are not the policy's."""
 _VLLM = "policy.generation.vllm_cfg"
 
 RUN_ROWS: tuple[Row, ...] = (
@@ -42,20 +44,21 @@ RUN_ROWS: tuple[Row, ...] = (
     *no_counterpart("policy.generation", "`policy.generation.weight_transport`", "refit_transport"),
     Row(
         "policy.generation.colocated.enabled",
-        "cluster.roles.generation",
+        PLACE_OF_ENGINES,
         "false: engines on GPUs of their own, which `cluster` counts beside the policy's, not among them",
         None,
     ),
-    Row("policy.generation.colocated.resources.gpus_per_node", "cluster.roles.generation", "see there", None),
-    Row("policy.generation.colocated.resources.num_nodes", "cluster.roles.generation", "see there", None),
+    Row("policy.generation.colocated.resources.gpus_per_node", PLACE_OF_ENGINES, "see there", None),
+    Row("policy.generation.colocated.resources.num_nodes", PLACE_OF_ENGINES, "see there", None),
     *no_counterpart("policy.generation", ENGINE, "*"),
     # Data and rewards.
     *same_names("data", "shuffle"),
     Row("data.train.dataset_name", "data.train.path", "a hub's name or a file; see the table of names", None),
     Row("data.train.data_path", "data.train.path", "", None),
     Row("data.train.split", "data.train.split", "", None),
-    Row("data.train.input_key", "data.prompt_key", "GRPO", None),
-    Row("data.train.output_key", "data.answer_key", "GRPO", None),
+    Row("data.train.input_key", "data.prompt_key", "GRPO; in SFT records are read by their form: docs/data.md", None),
+    Row("data.train.output_key", "data.answer_key", "as above", None),
+    Row("data.train.env_name", "env.name", "`math`, and of pictures with questions", None),
     Row("data.validation", "data.validation", "", None),
     Row("data.validation.dataset_name", "data.validation.path", "as of `train`", None),
     Row("data.validation.data_path", "data.validation.path", "", None),
@@ -65,11 +68,22 @@ RUN_ROWS: tuple[Row, ...] = (
     Row(
         "data.default.prompt_file",
         "data.prompt_template",
-        "the file's text, with `{prompt}` in place of `{}`; null: none",
+        "GRPO: the file's text, with `{prompt}` in place of `{}`; null: none",
         None,
     ),
+    Row("data.train.prompt_file", "data.prompt_template", "as above", None),
+    *(
+        Row(f"data.default.{theirs}", f"data.{ours}", "of sets that do not say it themselves", None)
+        for theirs, ours in (
+            ("dataset_name", "train.path"),
+            ("data_path", "train.path"),
+            ("split", "train.split"),
+            ("input_key", "prompt_key"),
+            ("output_key", "answer_key"),
+        )
+    ),
     *no_counterpart("data.default", "a message of each record, or words in the chat template", "system_prompt_file"),
-    Row("data.default.env_name", "env.name", "of pictures with questions", None),
+    Row("data.default.env_name", "env.name", "`math`, and of pictures with questions", None),
     *no_counterpart("data.default", "records are read by their form: docs/data.md", "*"),
     Row("data.max_input_seq_length", "policy.generation.max_new_tokens", "see there", None),
     *no_counterpart("data", "the chat template alone decides", "add_bos", "add_eos", "add_generation_prompt"),

@@ -21,6 +21,7 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
         values[f"{MEGATRON}.pipeline_model_parallel_size"] = 1
         values[f"{MEGATRON}.expert_model_parallel_size"] = theirs.get("policy.dtensor_cfg.expert_parallel_size", 1)
         values[f"{MEGATRON}.expert_tensor_parallel_size"] = 1
+        theirs.get("policy.dtensor_cfg.enabled")
         _torch_optimizer(theirs, translation)
         _torch_scheduler(theirs, translation)
     else:
@@ -34,8 +35,14 @@ def engine_of_training(theirs: Theirs, translation: Translation) -> None:
     if variables := theirs.get(f"{engine}.env_vars"):
         values[f"{MEGATRON}.env_vars"] = {name: str(value) for name, value in variables.items()}
     values[f"{MEGATRON}.context_parallel_size"] = theirs.get(f"{engine}.context_parallel_size", 1)
-    values[f"{MEGATRON}.sequence_parallel"] = values.get(f"{MEGATRON}.tensor_model_parallel_size", 1) > 1
-    values[f"{MEGATRON}.activation_checkpointing"] = _recomputed(theirs, engine)
+    is_shared = values.get(f"{MEGATRON}.tensor_model_parallel_size", 1) > 1
+    values[f"{MEGATRON}.sequence_parallel"] = is_shared
+    if theirs.get(f"{engine}.sequence_parallel", is_shared) != is_shared:
+        translation.changed.append(
+            f"{engine}.sequence_parallel: {str(not is_shared).lower()}: {str(is_shared).lower()}, as MoE layers need it"
+            " with tensor parallelism, and there alone"
+        )
+    values[f"{MEGATRON}.activation_checkpointing"] = _recomputed(theirs, translation, engine)
     if values.get(f"{MEGATRON}.moe_router_load_balancing_type") == "none":
         values.setdefault(f"{MEGATRON}.moe_aux_loss_coeff", 0.0)
 
@@ -47,18 +54,24 @@ def _optimizer_on_the_host(theirs: Theirs, translation: Translation) -> None:
         values[f"{key}.optimizer_cpu_offload"] = False
         translation.changed.append(f"{key}.optimizer_cpu_offload: false, as a fraction of 0 offloads nothing")
     if not values.get(f"{key}.optimizer_cpu_offload"):
-        values.pop(f"{key}.optimizer_offload_fraction", None)
-        values.pop(f"{key}.overlap_cpu_optimizer_d2h_h2d", None)
+        for name in (f"{key}.optimizer_offload_fraction", f"{key}.overlap_cpu_optimizer_d2h_h2d"):
+            if values.pop(name, None) is not None:
+                translation.unread.append(f"{name}: {shown(theirs.get(name))}")
     for name in (f"{key}.exp_avg_dtype", f"{key}.exp_avg_sq_dtype"):
         if isinstance(values.get(name), str):
             values[name] = values[name].removeprefix("torch.")
 
 
-def _recomputed(theirs: Theirs, engine: str) -> str:
+def _recomputed(theirs: Theirs, translation: Translation, engine: str) -> str:
     if not theirs.get(f"{engine}.activation_checkpointing", False):
         return "none"
     is_selective = theirs.get(f"{engine}.recompute_granularity", "full") == "selective"
-    return "moe" if is_selective and theirs.get(f"{engine}.recompute_modules", []) == ["moe"] else "full"
+    if not is_selective:
+        return "full"
+    modules = theirs.get(f"{engine}.recompute_modules", [])
+    if modules != ["moe"]:
+        translation.changed.append(f"{engine}.recompute_modules: {shown(modules)}: all of each layer: full")
+    return "moe" if modules == ["moe"] else "full"
 
 
 def _torch_optimizer(theirs: Theirs, translation: Translation) -> None:

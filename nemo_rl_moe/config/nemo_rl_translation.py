@@ -26,6 +26,8 @@ class Translation:
         changed: A line for each value that means something else here, or was read otherwise.
         without: A line for each key that asks for something and has no counterpart.
         idle: Keys without a counterpart that ask for nothing, and sections that are switched off.
+        unread: A line for each key that is not read beside the other settings.
+        obstacles: A line for each key of which something is left to do before the result can be used.
     """
 
     algorithm: str
@@ -33,6 +35,8 @@ class Translation:
     changed: list[str] = field(default_factory=list)
     without: list[str] = field(default_factory=list)
     idle: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    obstacles: list[str] = field(default_factory=list)
 
     def nested(self) -> dict[str, Any]:
         """The values as sections, over the shipped configuration that they inherit from."""
@@ -52,8 +56,10 @@ class Translation:
         head = f"# From NeMo-RL's {source}; to be kept in a folder that has no {BASES[self.algorithm]} of NeMo-RL's."
         parts = [head, yaml.safe_dump(self.nested(), sort_keys=False, width=10_000).rstrip()]
         for title, lines in (
+            ("To do:", self.obstacles),
             ("Read otherwise:", self.changed),
             ("Without a counterpart:", self.without),
+            ("Not read beside the other settings:", self.unread),
             ("Without a counterpart, and asking for nothing:", self.idle),
         ):
             if lines:
@@ -63,16 +69,43 @@ class Translation:
 
 @dataclass(frozen=True)
 class Theirs:
-    """Their configuration, read by full keys."""
+    """Their configuration, read by full keys.
+
+    Attributes:
+        tree: Its sections.
+        read: Full keys that have been asked for, each with all that is below it: a key that no rule has asked for is
+            reported. So a rule asks for what it uses, and for nothing that another setting rules out.
+    """
 
     tree: Mapping[str, Any]
+    read: set[str] = field(default_factory=set)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Value of a key; the default where it is not there or null."""
+        """Return the value of a key; the default where it is not there or null."""
+        self.read.add(key)
+        value = self._at(key)
+        return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Return True where the key is there, null or not; this does not count as reading it."""
+        section, _, name = key.rpartition(".")
+        above = self._at(section) if section else self.tree
+        return isinstance(above, Mapping) and name in above
+
+    def has_read(self, key: str) -> bool:
+        """Return True where the key, or a section that it is in, has been asked for."""
+        parts = key.split(".")
+        return any(".".join(parts[:length]) in self.read for length in range(1, len(parts) + 1))
+
+    def first(self, *keys: str) -> Any:
+        """Return the value of the first of the keys that is there and not null; None without one."""
+        return next((value for key in keys if (value := self.get(key)) is not None), None)
+
+    def _at(self, key: str) -> Any:
         value: Any = self.tree
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        return default if value is None else value
+        return value
 
 
 def shown(value: Any) -> str:

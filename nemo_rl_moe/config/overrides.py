@@ -14,8 +14,9 @@ from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
 from nemo_rl_moe.config.files import parse_value, yaml_problem
-from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, shortened
+from nemo_rl_moe.config.suggestions import did_you_mean, nearest_key, quoted, shortened
 from nemo_rl_moe.config.yaml_text import DEEPEST_NESTING, traps
+from nemo_rl_moe.masking import masked_assignment
 
 _FORM = re.compile(r"(?P<add>\+?)(?P<key>[^=+~\s]+)=(?P<value>.*)", re.DOTALL)
 _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
@@ -48,9 +49,8 @@ def parse_override(text: str) -> Override:
         return Override(tuple(removal["key"].split(".")), remove=True)
     form = _FORM.fullmatch(text)
     if form is None or not all(form["key"].split(".")):
-        raise ValueError(
-            f"override {shortened(text)!r}: expected section.key=value, +section.key=value or ~section.key"
-        )
+        shown = shortened(masked_assignment(text))
+        raise ValueError(f"override {shown!r}: expected section.key=value, +section.key=value or ~section.key")
     key, written = shortened(form["key"]), form["value"]
     if form["key"].count(".") >= DEEPEST_NESTING:
         raise ValueError(f"{key}: nested more than {DEEPEST_NESTING} levels deep")
@@ -59,7 +59,8 @@ def parse_override(text: str) -> Override:
     try:
         value = parse_value(written)
     except (YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{key}: {shortened(written)!r} is not valid YAML: {yaml_problem(error)}") from error
+        shown = shortened(masked_assignment(text).partition("=")[2])
+        raise ValueError(f"{key}: {shown!r} is not valid YAML: {yaml_problem(error)}") from error
     return Override(tuple(form["key"].split(".")), value, add=bool(form["add"]))
 
 
@@ -153,7 +154,7 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         rest = _NAMES_A_KEY.sub("", text)
         if "${" in rest:
             problems[path] = (
-                f"{dotted(path)}: {shortened(text)!r} is not allowed: ${{...}} takes the name of another key and"
+                f"{dotted(path)}: {quoted(text, path)} is not allowed: ${{...}} takes the name of another key and"
                 " nothing else"
             )
     counts: dict[Place, float] = {}
@@ -167,7 +168,7 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         if num_lookups > MOST_LOOKUPS:
             how = "in a circle or in all" if num_lookups == math.inf else "in all"
             problems[path] = (
-                f"{dotted(path)}: {shortened(text)!r} names keys that name others, {how} more than {MOST_LOOKUPS:,}"
+                f"{dotted(path)}: {quoted(text, path)} names keys that name others, {how} more than {MOST_LOOKUPS:,}"
             )
     nodes = OmegaConf.create(_with_blanks(allowed, set(problems)))
     for path, text in texts:
@@ -176,9 +177,10 @@ def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]
         try:
             OmegaConf.select(nodes, _omegaconf_key(path), throw_on_missing=True)
         except InterpolationKeyError:
-            problems[path] = f"{dotted(path)}: {shortened(text)!r} names no key{did_you_mean(_suggestion(text, names))}"
+            hint = did_you_mean(_suggestion(text, names))
+            problems[path] = f"{dotted(path)}: {quoted(text, path)} names no key{hint}"
         except (OmegaConfBaseException, RecursionError) as error:
-            problems[path] = f"{dotted(path)}: {shortened(text)!r}: {str(error).splitlines()[0]}"
+            problems[path] = f"{dotted(path)}: {quoted(text, path)}: {str(error).splitlines()[0]}"
     safe = OmegaConf.create(_with_blanks(allowed, set(problems)))
     try:
         resolved = OmegaConf.to_container(safe, resolve=True)

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from nemo_rl_moe.config.schema_base import (
-    NonNegativeFloat,
-    PositiveFloat,
+    Coefficient,
+    PositiveCoefficient,
     RenamedValue,
     StrictModel,
     SupervisedLoopConfig,
@@ -43,16 +43,16 @@ class PreferenceLossConfig(StrictModel):
     """sigmoid (or dpo): DPO; robust: DPO, unbiased under labels that are the wrong way round; hinge: nothing beyond a
     margin of 1; ipo: squared distance of the margin from 1 / (2 x `reference_policy_kl_penalty`); apo_zero, apo_down:
     for chosen responses that are better, or worse, than the reference's own."""
-    reference_policy_kl_penalty: PositiveFloat
+    reference_policy_kl_penalty: PositiveCoefficient
     """Beta: how strongly the policy is held to the reference model."""
     label_smoothing: BelowHalf
     """With sigmoid (conservative DPO) and robust: share of the pairs taken to be labelled the wrong way round; 0:
     none."""
     preference_average_log_probs: bool
     """Compare mean log-probabilities of a response's tokens instead of sums, so that its length does not count."""
-    preference_loss_weight: NonNegativeFloat
+    preference_loss_weight: Coefficient
     """Weight of the preference loss."""
-    sft_loss_weight: NonNegativeFloat
+    sft_loss_weight: Coefficient
     """Weight of the negative log-likelihood of the chosen responses; 0: none."""
     sft_average_log_probs: bool
     """Take that likelihood as a mean over each response's tokens, not as a sum."""

@@ -38,8 +38,25 @@ PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
+WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 UnitFloat = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, Field(min_length=1)]
+
+# Upper ends beyond which a value is a slip of the keyboard, far from what anybody trains with.
+MOST_PROCESSES = 4096
+LARGEST_SEED = 2**32 - 1
+Seed = Annotated[int, Field(ge=0, le=LARGEST_SEED)]
+Processes = Annotated[int, Field(gt=0, le=MOST_PROCESSES)]
+"""Processes or threads on one machine."""
+Coefficient = Annotated[float, Field(ge=0, le=1000)]
+"""Weight of a term of the loss; 0: none."""
+PositiveCoefficient = Annotated[float, Field(gt=0, le=1000)]
+Ratio = Annotated[float, Field(ge=0, le=1_000_000_000)]
+"""A ratio of probabilities, which ends at e^20, or a size that is measured against one."""
+PositiveRatio = Annotated[float, Field(gt=0, le=1_000_000_000)]
+RewardSize = Annotated[float, Field(ge=0, le=1_000_000)]
+Temperature = Annotated[float, Field(ge=0.01, le=100)]
+"""A divisor of logits: below its range they leave the number format, above it all tokens are equally likely."""
 Seconds = Annotated[float, Field(gt=0, le=100_000_000)]
 """A time limit, of three years at most: the operating system's timers take no more than some hundred."""
 
@@ -91,5 +108,5 @@ class SupervisedLoopConfig(StrictModel):
     """Validate before the first step."""
     val_at_end: bool
     """Validate after the last step."""
-    seed: NonNegativeInt
+    seed: Seed
     """Seed of the order of the samples and of dropout."""

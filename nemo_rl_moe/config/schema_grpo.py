@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nemo_rl_moe.config.schema_base import (
+    Coefficient,
     ExpectedWords,
     NonNegativeFloat,
     NonNegativeInt,
@@ -14,17 +15,25 @@ from nemo_rl_moe.config.schema_base import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    PositiveRatio,
+    Processes,
+    Ratio,
+    RewardSize,
     Seconds,
+    Seed,
     StrictModel,
+    Temperature,
     Text,
+    WholeOrLess,
 )
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
-from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig, WholeOrLess
+from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
 from nemo_rl_moe.config.user_code import is_own
 
 NonPositiveFloat = Annotated[float, Field(le=0)]
-AtLeastOne = Annotated[float, Field(ge=1)]
+AtLeastOne = Annotated[float, Field(ge=1, le=1_000_000_000)]
 Share = Annotated[float, Field(gt=0, le=1)]
+RewardWeight = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
 RewardName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", max_length=100),
@@ -63,7 +72,7 @@ class RewardShapingConfig(StrictModel):
     """Take something from the reward of responses that come near `max_new_tokens`."""
     overlong_buffer_length: PositiveInt
     """The last so many tokens before `max_new_tokens` cost more and more."""
-    overlong_buffer_penalty: NonNegativeFloat
+    overlong_buffer_penalty: RewardSize
     """Reward that a response of full length loses."""
 
 
@@ -105,12 +114,12 @@ class GRPOConfig(StrictModel):
     val_num_generations: PositiveInt
     """Responses to each held-out prompt; with n of them, pass@k is reported for the powers of two up to n, and n.
     Greedy validation takes 1."""
-    val_temperature: NonNegativeFloat
+    val_temperature: Annotated[float, Field(ge=0, le=100)]
     """Temperature of validation; 0: greedy."""
     max_consecutive_failed_steps: PositiveInt | None
     """Steps in a row, validations included, of which the environment fails to score every response, after which the run
     stops with the environment's error; null: it never does."""
-    seed: NonNegativeInt
+    seed: Seed
     """Seed of the order of the prompts, of sampling and of dropout."""
 
 
@@ -119,7 +128,7 @@ class PolicyGradientLossConfig(StrictModel):
 
     ratio_clip_min: WholeOrLess
     """The probability ratio is clipped from below at 1 minus this; 1: it is not."""
-    ratio_clip_max: NonNegativeFloat
+    ratio_clip_max: Ratio
     """The probability ratio is clipped from above at 1 plus this."""
     ratio_clip_c: AtLeastOne | None
     """Dual clip: with a negative advantage the loss is at most this times its size; null: no such limit."""
@@ -136,7 +145,7 @@ class PolicyGradientLossConfig(StrictModel):
     number of these tokens, whatever its length (Dr. GRPO), such as `max_new_tokens`; null: the number of tokens."""
     force_on_policy_ratio: Literal["auto", "always", "never"]
     """Take the ratio as 1 without a log-probability pass; auto: where a step is one update, so that it is exact."""
-    reference_policy_kl_penalty: NonNegativeFloat
+    reference_policy_kl_penalty: Coefficient
     """Weight of the divergence from the model at the start of the run; 0: no reference model."""
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     """Estimator of the divergence."""
@@ -145,18 +154,18 @@ class PolicyGradientLossConfig(StrictModel):
     part that the choice of tokens has."""
     use_kl_in_reward: bool
     """Take the divergence, by k1, from the reward of each response instead of adding it to the loss."""
-    kl_output_clamp_value: PositiveFloat | None
+    kl_output_clamp_value: PositiveRatio | None
     """Largest size of the estimate at one token, in nats, beyond which it has no gradient; null: no limit."""
-    entropy_bonus: NonNegativeFloat
+    entropy_bonus: Coefficient
     """Weight of the policy's exact entropy, which the loss is lowered by; 0: none, and no entropy is computed."""
     importance_sampling_correction: Literal["none", "truncated", "icepop", "sequence_mask"]
     """Weigh tokens by training over generation probability: truncated: held between the bounds; icepop: drop what is
     outside of both; sequence_mask: as it is, but drop sequences whose geometric mean is outside of both."""
     importance_sampling_level: Literal["token", "sequence"]
     """Probabilities that truncated and icepop compare: of each token, or of the whole sequence."""
-    importance_sampling_ratio_min: NonNegativeFloat | None
+    importance_sampling_ratio_min: Ratio | None
     """Lower bound; null: none with truncated, 0.5 with icepop."""
-    importance_sampling_ratio_max: PositiveFloat
+    importance_sampling_ratio_max: PositiveRatio
     """Upper bound."""
 
     @property
@@ -182,7 +191,7 @@ class VllmConfig(StrictModel):
     """Share of a GPU's memory that an engine may take while it generates; the trainer's part lies beside it."""
     cpu_cache_gib: PositiveInt
     """Gibibytes of key-value cache of each engine on CPUs."""
-    cpu_threads: PositiveInt
+    cpu_threads: Processes
     """Threads of each engine on CPUs."""
     start_timeout_s: Seconds
     """Seconds until the engines are to be ready."""
@@ -222,7 +231,7 @@ class GenerationConfig(StrictModel):
     """Proof that weights have arrived, for engines that keep a copy."""
     max_new_tokens: PositiveInt
     """Most tokens of a response, its end token included."""
-    temperature: PositiveFloat
+    temperature: Temperature
     """Divides the logits, in training too."""
     top_p: Share
     """Draw from the fewest most likely tokens whose probabilities add up to this; 1: from all."""
@@ -329,7 +338,7 @@ class EnvironmentConfig(StrictModel):
     environment of your own."""
     parameters: dict[str, Any]
     """Named arguments of an environment of your own; {}: none."""
-    num_workers: PositiveInt
+    num_workers: Processes
     """Processes that score."""
     timeout_s: Seconds
     """Seconds that one response may take; then scoring it has failed."""
@@ -346,7 +355,7 @@ class EnvironmentConfig(StrictModel):
     """Read when `name` is reasoning_gym."""
     callable: CallableConfig | None
     """Read when `name` is callable."""
-    reward_weights: dict[RewardName, float] | None
+    reward_weights: dict[RewardName, RewardWeight] | None
     """Weights of several rewards by their names, of which the weighted sum is trained on and each is logged; 0: logged
     alone. Every response has to get each of them. null: a response gets one number."""
     rollout: Text | None
@@ -376,7 +385,7 @@ class PromptSourceConfig(StrictModel):
     num_items: PositiveInt | None
     """Number of prompts to draw when `path` is null; otherwise the most to read, repeats not counted,
     null: all."""
-    seed: NonNegativeInt
+    seed: Seed
     """Seed of drawn prompts; prompts that are read have none and ignore it."""
 
 

@@ -9,11 +9,11 @@ from pydantic import BeforeValidator, Field
 
 from nemo_rl_moe.config.megatron_moe_fields import MOE_FIELD_NAMES, MoeTransformerFields
 from nemo_rl_moe.config.schema_base import (
-    NonNegativeFloat,
     NonNegativeInt,
     PathText,
-    PositiveFloat,
     PositiveInt,
+    PositiveRatio,
+    Seed,
     StrictModel,
     UnitFloat,
 )
@@ -27,6 +27,9 @@ HIGHEST_LEARNING_RATE = 10
 """Beyond, a value is a slip of the keyboard: Adam moves each weight by about so much in a step."""
 LearningRate = Annotated[float, Field(gt=0, le=HIGHEST_LEARNING_RATE)]
 LowestLearningRate = Annotated[float, Field(ge=0, le=HIGHEST_LEARNING_RATE)]
+WeightDecay = Annotated[float, Field(ge=0, le=10)]
+AdamEpsilon = Annotated[float, Field(gt=0, le=1)]
+MOST_MINUTES = 1_000_000
 OffloadFraction = Annotated[float, Field(gt=0, le=1)]
 ActivationCheckpointing = Annotated[Literal["none", "full", "moe"], BeforeValidator(_recompute_from_bool)]
 
@@ -82,13 +85,13 @@ class OptimizerConfig(StrictModel):
     """Highest learning rate, reached at the end of the warm-up."""
     min_lr: LowestLearningRate | None
     """Learning rate at the end of the decay; null: a tenth of `lr`. With lr_decay_style constant there is no decay."""
-    weight_decay: NonNegativeFloat
+    weight_decay: WeightDecay
     """Decay of matrices; norms and biases are not decayed."""
     adam_beta1: UnitFloat
     """Adam's first moment decay."""
     adam_beta2: UnitFloat
     """Adam's second moment decay."""
-    adam_eps: PositiveFloat
+    adam_eps: AdamEpsilon
     """Adam's epsilon."""
     use_precision_aware_optimizer: bool
     """Transformer Engine's Adam, on gradients as the buffers have them and with moments in the formats below, without
@@ -182,7 +185,7 @@ class MegatronConfig(MoeTransformerFields):
     last; {}: none."""
     env_vars: dict[str, str]
     """Environment variables of the workers, such as `NCCL_DEBUG: INFO`; {}: none."""
-    distributed_timeout_minutes: PositiveInt
+    distributed_timeout_minutes: Annotated[int, Field(gt=0, le=MOST_MINUTES)]
     """Minutes that ranks wait for each other in a collective, before the run fails."""
     layer_spec: Literal["auto", "local"]
     """auto: Transformer Engine where it is installed, otherwise this project's fast modules; local: Megatron-Core's own
@@ -238,7 +241,7 @@ class PolicyConfig(StrictModel):
     """A folder with a Hugging Face `config.json`, or a hub's name."""
     init: Literal["random", "pretrained"]
     """Start from random weights, or from the model's own."""
-    init_seed: NonNegativeInt
+    init_seed: Seed
     """Seed of random weights."""
     tokenizer: TokenizerConfig
     """The tokenizer."""
@@ -253,7 +256,7 @@ class PolicyConfig(StrictModel):
     backward pass. null: those of the whole microbatch."""
     precision: Literal["float32", "bfloat16"]
     """Number format of weights and activations; the optimizer keeps float32 masters."""
-    max_grad_norm: PositiveFloat | None
+    max_grad_norm: PositiveRatio | None
     """Clip the gradient to this norm; null: no clipping."""
     max_consecutive_skipped_updates: PositiveInt
     """Updates in a row that are skipped because the loss or the gradient is NaN or infinite, after which the run

@@ -15,12 +15,12 @@ from nemo_rl_moe.config.schema_base import (
     PathText,
     PositiveFloat,
     PositiveInt,
+    Processes,
     Seconds,
     StrictModel,
     Text,
 )
 
-WholeOrLess = Annotated[float, Field(ge=0, le=1)]
 
 
 class CheckpointingConfig(StrictModel):
@@ -183,25 +183,31 @@ GENERATION_ROLE = "generation"
 """Role of generation engines that do not share the policy's machines."""
 
 
+MOST_MACHINES = 100_000
+MOST_GPUS = 1024
+Machines = Annotated[int, Field(gt=0, le=MOST_MACHINES)]
+Gpus = Annotated[int, Field(ge=0, le=MOST_GPUS)]
+
+
 class RolePlacementConfig(StrictModel):
     """Workers of one role beside the policy; what is left out is as for the policy."""
 
-    num_nodes: PositiveInt | None = None
+    num_nodes: Machines | None = None
     """Machines to use."""
-    gpus_per_node: NonNegativeInt | None = None
+    gpus_per_node: Gpus | None = None
     """GPUs to use on each; 0: run on CPUs."""
-    cpu_workers_per_node: PositiveInt | None = None
+    cpu_workers_per_node: Processes | None = None
     """Worker processes on each machine when `gpus_per_node` is 0."""
 
 
 class ClusterConfig(StrictModel):
     """The machines: one worker process for each GPU, or the given number of CPU workers."""
 
-    num_nodes: PositiveInt
+    num_nodes: Machines
     """Machines to use."""
-    gpus_per_node: NonNegativeInt
+    gpus_per_node: Gpus
     """GPUs to use on each; 0: train on CPUs."""
-    cpu_workers_per_node: PositiveInt
+    cpu_workers_per_node: Processes
     """Worker processes on each machine when `gpus_per_node` is 0."""
     worker_start_timeout_s: Seconds
     """Seconds that the workers may take to start before the run gives up."""

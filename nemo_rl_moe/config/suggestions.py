@@ -5,6 +5,8 @@
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher, get_close_matches
 
+from nemo_rl_moe.masking import MASK, is_secret, masked_text
+
 # Below these, a suggestion confuses more than it helps. A key elsewhere must be nearer than one in the same section.
 SAME_SECTION_CUTOFF = 0.6
 ELSEWHERE_CUTOFF = 0.75
@@ -15,6 +17,12 @@ LONGEST_WORD = 200
 def shortened(text: str) -> str:
     """A text as a message shows it: of one longer than `LONGEST_WORD`, its beginning and its length."""
     return text if len(text) <= LONGEST_WORD else f"{text[:60]}... ({len(text):,} characters)"
+
+
+def quoted(text: str, place: Sequence[str | int]) -> str:
+    """Return a value as a message quotes it: shortened, and masked where a part of its place names a secret."""
+    hides = any(is_secret(str(part)) for part in place)
+    return repr(shortened(MASK if hides else masked_text(text)))
 
 
 def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUTOFF) -> str | None:

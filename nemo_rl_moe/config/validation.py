@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, shortened
+from nemo_rl_moe.masking import masked
 
 _TYPE_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _LIST_WORDS = {int: "whole numbers", float: "numbers", str: "texts", dict: "sections"}
@@ -70,15 +71,20 @@ def choices(field: FieldInfo) -> list[str]:
     return [str(value) for value in _literals(field.annotation)]
 
 
-def got(value: Any) -> str:
-    """A given value, in words: `'ten' (str)`."""
+def got(value: Any, key: str = "") -> str:
+    """Return a given value, in words: `'ten' (str)`; a secret is masked.
+
+    Args:
+        value: Any.
+        key: Its key.
+    """
     if value is None:
         return "null"
     if isinstance(value, Mapping):
         return "a section"
     if isinstance(value, bool):
         return f"{str(value).lower()} (bool)"
-    text = repr(value)
+    text = repr(masked(value, key))
     shown = text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
     return f"{shown} ({type(value).__name__})"
 
@@ -127,6 +133,8 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if annotation is str and metadata:
         return "text that is not empty"
     bounds = [words for item in metadata for words in [_bound(item)] if words]
+    if len(bounds) == 2 and bounds[0].endswith(" up") and bounds[1].startswith("up to "):
+        bounds = [f"{bounds[0].removesuffix(' up')} {bounds[1].removeprefix('up ')}"]  # from 0 to 1
     return " ".join([_TYPE_WORDS[annotation], *([" and ".join(bounds)] if bounds else [])])
 
 
@@ -217,7 +225,8 @@ def _problem(
     if isinstance(value, Mapping) and len(location) > len(place) and (entry := _entry_types(field.annotation)):
         return _problem_of_entry(place, location[len(place) :], value, entry)
     suggestion = nearest(value, choices(field)) if isinstance(value, str) else None
-    return place, f"{name}: got {got(value)}, expected {expected_instead_of(field, value)}{did_you_mean(suggestion)}"
+    allowed = expected_instead_of(field, value)
+    return place, f"{name}: got {got(value, name)}, expected {allowed}{did_you_mean(suggestion)}"
 
 
 def _entry_types(annotation: Any) -> tuple[Any, Any] | None:
@@ -240,7 +249,7 @@ def _problem_of_entry(
     words = _expected(entry[1])
     if isinstance(given, float) and not math.isfinite(given):
         words = words.replace("a number", "a finite number")
-    return (*place, rest[0]), f"{shown}: got {got(given)}, expected {words}"
+    return (*place, rest[0]), f"{shown}: got {got(given, str(rest[0]))}, expected {words}"
 
 
 def _unknown_key(schema: type[BaseModel], location: Sequence[Any]) -> str:

@@ -22,6 +22,8 @@ from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.run_folder.lines import to_plain
 
+CONFIG_FILE_NAME = "config.yaml"
+
 RUN_FILE_NAME = "run.json"
 LOGGER_RUN_IDS_FILE_NAME = "logger_run_ids.json"
 
@@ -125,9 +127,10 @@ def write_run_files(
 ) -> None:
     """Writes the files with which a run can be reproduced.
 
-    `config.yaml` is the resolved configuration, `versions.json` the versions of Python and of the packages, `git.json`
-    the state of the git checkout around the working directory. A resumed run leaves these as they were first written;
-    contents that differ go into files beside them, such as `config_resumed_at_step_40.yaml`.
+    `config.yaml`, which its owner alone may read, is the resolved configuration, `versions.json` the versions of Python
+    and of the packages, `git.json` the state of the git checkout around the working directory. A resumed run leaves
+    these as they were first written; contents that differ go into files beside them, such as
+    `config_resumed_at_step_40.yaml`.
 
     Args:
         folder: The run's folder.
@@ -137,14 +140,14 @@ def write_run_files(
     """
     config = yaml.safe_dump(to_plain(resolved_config), sort_keys=False, allow_unicode=True)
     contents = {"versions": collect_versions(), "git": read_git_state(Path.cwd()), **extra}
-    texts = {"config.yaml": config, **{f"{name}.json": _json_text(content) for name, content in contents.items()}}
+    texts = {CONFIG_FILE_NAME: config, **{f"{name}.json": _json_text(content) for name, content in contents.items()}}
     for name, text in texts.items():
         path = folder / name
         if resumed_at is not None and path.is_file():
             if path.read_text(encoding="utf-8") == text:
                 continue
             path = folder / f"{path.stem}_resumed_at_step_{resumed_at}{path.suffix}"
-        write_whole(path, text)
+        write_whole(path, text, private=name == CONFIG_FILE_NAME)
 
 
 def collect_versions() -> dict[str, Any]:

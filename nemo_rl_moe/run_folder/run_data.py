@@ -12,12 +12,13 @@ import numpy as np
 import yaml
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.masking import masked
 from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.advantages import AdvantageHistory, read_advantages
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadHistory, read_expert_load
 from nemo_rl_moe.run_folder.failures import FAILURES_FILE_NAME, FailuresTail, failures_by_step
-from nemo_rl_moe.run_folder.folder import newest_run_folders
+from nemo_rl_moe.run_folder.folder import CONFIG_FILE_NAME, newest_run_folders
 from nemo_rl_moe.run_folder.line_tail import LineTail
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
 from nemo_rl_moe.run_folder.routing import (
@@ -29,7 +30,6 @@ from nemo_rl_moe.run_folder.routing import (
 )
 from nemo_rl_moe.shapes import Float, Int
 
-CONFIG_FILE_NAME = "config.yaml"
 EFFECTIVE_MOE_FILE_NAME = "effective_moe_configuration.json"
 History = TypeVar("History")
 Record = TypeVar("Record")
@@ -202,6 +202,7 @@ def _mapping(path: Path, notes: list[str]) -> dict[str, Any]:
         found: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
         if not _has_at_most(found, _MOST_VALUES):  # aliases of aliases
             raise ValueError(f"more than {_MOST_VALUES:,} values")
+        found = masked(found)  # by hand, or by a release that kept secrets as they were
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         notes.append(f"{path}: cannot be read: {one_line(error)}")
         return {}
