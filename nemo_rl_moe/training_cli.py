@@ -56,9 +56,10 @@ it starts workers, and starts nothing. Shown are
   dpo   the chosen and the rejected response of each pair, with their prompt
   grpo  the prompts as the model gets them
 
-in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out. In a
-terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
-[[ ]] and what was cut off in {{ }}. Control characters of the data are written out.
+in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out: lines,
+and parts of conversations that the chat template does not show, such as thinking of earlier turns. In a terminal the
+three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in [[ ]] and what was
+cut off in {{ }}. Control characters of the data are written out.
 
 examples:
   nemo-rl-moe data --config sft_tiny_moe.yaml

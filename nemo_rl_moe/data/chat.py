@@ -3,7 +3,7 @@
 """Tokenization of conversations: token ids, and the mask of the tokens that the assistant wrote."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,7 @@ class TokenizedExample:
         truncated: Tokens were cut off at the end.
         sample_id: Where it came from.
         images: Its images, none of them for a text; None: the model takes text alone.
+        notes: Words for what its reader should know, such as what the chat template leaves out.
     """
 
     input_ids: NDArray[np.int32]
@@ -40,6 +41,7 @@ class TokenizedExample:
     truncated: bool
     sample_id: str
     images: SampleImages | None = None
+    notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -139,13 +141,16 @@ def _finish(
         return BadLine(example.sample_id, "the chat template leaves no token of the assistant to train on")
     ids, mask = encoded.input_ids, encoded.token_mask
     if images.tokens is None:
-        return TokenizedExample(ids[:max_length], mask[:max_length], is_truncated, example.sample_id)
+        return TokenizedExample(
+            ids[:max_length], mask[:max_length], is_truncated, example.sample_id, notes=rendered.notes
+        )
     expanded = images.tokens.expand(ids, stored, max_length, example.sample_id)
     if isinstance(expanded, str):
         return BadLine(example.sample_id, expanded)
     ids, mask = expanded.input_ids, np.repeat(mask, expanded.repeats)
+    is_truncated = len(ids) > max_length
     return TokenizedExample(
-        ids[:max_length], mask[:max_length], len(ids) > max_length, example.sample_id, expanded.images
+        ids[:max_length], mask[:max_length], is_truncated, example.sample_id, expanded.images, rendered.notes
     )
 
 
@@ -153,7 +158,7 @@ def _cut(rendered: Rendered, characters: int) -> Rendered:
     if len(rendered.text) <= characters:
         return rendered
     spans = tuple((first, min(end, characters)) for first, end in rendered.spans if first < characters)
-    return Rendered(rendered.text[:characters], spans)
+    return replace(rendered, text=rendered.text[:characters], spans=spans)
 
 
 def _encode_with_offsets(tokenizer: "PreTrainedTokenizerBase", rendered: Sequence[Rendered]) -> list[_Encoded]:

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loading of a whole data set before training, the same for examples, pairs and prompts, and a report of its lines."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, Literal, TypeVar
 
@@ -13,6 +14,8 @@ from nemo_rl_moe.errors import DataError
 
 LINES_AT_ONCE = 1000
 MAX_PROBLEMS_SHOWN = 20
+MAX_PLACES_SHOWN = 5
+_NUMBER = re.compile(r"\d[\d,.]*")
 
 Item = TypeVar("Item")
 OnBadLine = Literal["stop", "skip"]
@@ -25,16 +28,38 @@ class ItemSize:
     """Tokens of one item.
 
     Attributes:
+        sample_id: Where it came from.
         num_tokens: All of its tokens.
         num_trained_tokens: Those of them that count in the loss.
         is_truncated: It was cut at the maximum length.
         num_images: Its images; None: the model takes text alone.
+        notes: Words for what its reader should know, such as what the chat template leaves out.
     """
 
+    sample_id: str
     num_tokens: int
     num_trained_tokens: int = 0
     is_truncated: bool = False
     num_images: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class CountedNote:
+    """One note on items that were kept.
+
+    Attributes:
+        text: Its words.
+        count: Number of items with it.
+        first: Place of the first of them.
+    """
+
+    text: str
+    count: int
+    first: str
+
+    def __str__(self) -> str:
+        return f"{self.count:,} with {self.text} (the first: {self.first})"
 
 
 @dataclass(frozen=True)
@@ -68,7 +93,8 @@ class DataReport:
         num_repeated: Prompts left out because they had been read or drawn before.
         num_training_prompts: Held-out prompts left out because they are training prompts.
         num_bad_lines: Lines left out because they could not be used.
-        bad_lines: The first of the bad lines, one text each.
+        bad_lines: The first bad line of each cause, one text each, with the places of others like it.
+        notes: On the kept items.
     """
 
     name: str
@@ -83,6 +109,7 @@ class DataReport:
     num_training_prompts: int = 0
     num_bad_lines: int = 0
     bad_lines: tuple[str, ...] = ()
+    notes: tuple[CountedNote, ...] = ()
 
     def summary(self) -> str:
         """The report on one line; numbers that are 0 are not mentioned, but for the images of a model that sees."""
@@ -94,6 +121,7 @@ class DataReport:
             parts.append(counted(self.num_images, "image"))
         if self.num_truncated:
             parts.append(f"{self.num_truncated:,} cut at the maximum length")
+        parts += map(str, self.notes)
         if self.num_dropped:
             parts.append(f"{self.num_dropped:,} left out: {self.words.dropped}")
         if self.num_repeated:
@@ -135,11 +163,11 @@ def read_items(
         progress: Called now and then.
 
     Raises:
-        DataError: It has bad lines, of which the first 20 are listed; or no item is left.
+        DataError: It has bad lines, of which the first 20 causes are listed; or no item is left.
     """
     kept: list[Item] = []
     sizes: list[ItemSize] = []
-    bad = _BadLines()
+    bad = _BadLines(source.name)
     num_dropped = num_read = 0
     while lines := list(islice(source.lines, LINES_AT_ONCE)):
         # Once the run is going to stop, only look for further bad lines.
@@ -156,7 +184,7 @@ def read_items(
         if progress is not None:
             progress(num_read, source.num_lines)
     if on_bad_line == "stop" and bad.count:
-        raise DataError(bad.problems(source.name))
+        raise DataError(bad.problems())
     report = DataReport(
         name=source.name,
         words=kind.words,
@@ -169,10 +197,11 @@ def read_items(
         num_truncated=sum(size.is_truncated for size in sizes),
         num_dropped=num_dropped,
         num_bad_lines=bad.count,
-        bad_lines=tuple(bad.shown),
+        bad_lines=tuple(bad.shown()),
+        notes=counted_notes((size.sample_id, size.notes) for size in sizes),
     )
     if not kept:
-        reasons = list(bad.shown)
+        reasons = bad.shown()
         if num_dropped:
             reasons.append(f"{source.name}: {kind.why_none_is_left(counted(num_dropped, kind.words.noun))}")
         first = f"{source.name}: no {kind.words.noun} is left to use"
@@ -185,23 +214,75 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-class _BadLines:
-    """Number of bad lines, and the text of the first 20."""
+def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNote, ...]:
+    """Count each note, in the order in which they were first met.
 
-    def __init__(self) -> None:
+    Args:
+        items: Place and notes of each item.
+    """
+    places: dict[str, list[str]] = {}
+    for place, notes in items:
+        for note in notes:
+            places.setdefault(note, []).append(place)
+    return tuple(CountedNote(note, len(found), found[0]) for note, found in places.items())
+
+
+class _BadLines:
+    """Number of bad lines, and the first 20 causes: reasons that differ in more than numbers.
+
+    Args:
+        name: The data set.
+    """
+
+    def __init__(self, name: str) -> None:
         self.count = 0
-        self.shown: list[str] = []
+        self._name = name
+        self._of_cause: dict[str, _Cause] = {}
 
     def add(self, line: BadLine) -> None:
+        """Count a line with those of the same cause."""
         self.count += 1
-        if len(self.shown) < MAX_PROBLEMS_SHOWN:
-            self.shown.append(str(line))
+        cause = _NUMBER.sub("0", line.reason)
+        if cause in self._of_cause or len(self._of_cause) < MAX_PROBLEMS_SHOWN:
+            self._of_cause.setdefault(cause, _Cause(line)).add(line.sample_id.removeprefix(f"{self._name}:"))
 
-    def problems(self, name: str) -> list[str]:
+    def shown(self) -> list[str]:
+        """Return a text for each cause."""
+        return [str(cause) for cause in self._of_cause.values()]
+
+    def problems(self) -> list[str]:
         """Lines of the error for `data.on_bad_line: stop`."""
-        more = self.count - len(self.shown)
-        last = [f"{name}: and {counted(more, 'more bad line')}"] if more else []
-        return [*self.shown, *last, f"{name}: data.on_bad_line=skip leaves such lines out and counts them"]
+        more = self.count - sum(cause.count for cause in self._of_cause.values())
+        last = [f"{self._name}: and {counted(more, 'more bad line')}"] if more else []
+        return [*self.shown(), *last, f"{self._name}: data.on_bad_line=skip leaves such lines out and counts them"]
+
+
+@dataclass
+class _Cause:
+    """Bad lines of one cause.
+
+    Attributes:
+        line: The first of them.
+        count: Number of all.
+        others: Places of the next few.
+    """
+
+    line: BadLine
+    count: int = 0
+    others: list[str] = field(default_factory=list)
+
+    def add(self, place: str) -> None:
+        """Count a line."""
+        self.count += 1
+        if 1 < self.count <= 1 + MAX_PLACES_SHOWN:
+            self.others.append(place)
+
+    def __str__(self) -> str:
+        if not self.others:
+            return str(self.line)
+        rest = ", ..." if self.count - 1 > len(self.others) else ""
+        more = counted(self.count - 1, "more bad line")
+        return f"{self.line} (and {more} like it: {', '.join(self.others)}{rest})"
 
 
 def _tokenized(

@@ -1,19 +1,35 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a conversation that a chat template leaves out: errors, so that nothing is lost in silence."""
+"""Parts of a conversation that a chat template leaves out: errors or notes, so that nothing is lost in silence."""
 
 import re
 from collections.abc import Callable, Sequence
 
 from nemo_rl_moe.data.messages import Message, content_text
-from nemo_rl_moe.data.turn_spans import RenderError
+from nemo_rl_moe.data.turn_spans import RenderError, Span
 
 RenderVariant = Callable[[Sequence[Message]], str]
 """Renders a variant of the conversation as the conversation itself was rendered."""
 
 THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a turn that hold its thinking: data and templates differ in which one they use."""
+EARLIER_THINKING = "thinking of earlier turns that the chat template leaves out"
+EMPTY_THINKING = "an empty <think> block that is trained on"
+CALLS_WITHOUT_ARGUMENTS = "tool calls of which the chat template shows names, not arguments"
+CALLS_WITHOUT_NAMES = "tool calls of which the chat template shows arguments, not names"
+CALLS_WITH_FEWER_ARGUMENTS = "tool calls of which the chat template shows not all arguments"
+CALLS_ALONE = "tool calls of which the chat template shows neither names nor arguments"
+NOTES = (
+    EARLIER_THINKING,
+    EMPTY_THINKING,
+    CALLS_WITHOUT_ARGUMENTS,
+    CALLS_WITHOUT_NAMES,
+    CALLS_WITH_FEWER_ARGUMENTS,
+    CALLS_ALONE,
+)
+"""Words for what is no error, each after "with"."""
 _END_OF_THINKING = "</think>"
+_EMPTY_BLOCK = re.compile(r"<think>\s*</think>")
 _SURELY_ITS_OWN = 40
 _STAND_IN = "something else"
 
@@ -30,7 +46,7 @@ def with_thinking_named(message: Message, template: str) -> Message:
 def require_all_shown(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
     """Rejects a conversation whose text lacks a system turn, a tool's result, a call, or the last turn's thinking.
 
-    Thinking of earlier turns is left out by many templates on purpose, at inference as in training.
+    Thinking of earlier turns is left out by many templates on purpose, at inference as in training: `thinking_notes`.
 
     Raises:
         RenderError: Something is left out.
@@ -85,21 +101,43 @@ def _require_all_calls(messages: Sequence[Message], index: int, text: str, rende
         raise RenderError(f"turn {index} calls {len(calls)} tools, and the chat template shows fewer calls")
 
 
+def thinking_notes(
+    messages: Sequence[Message], text: str, spans: Sequence[Span], render: RenderVariant
+) -> tuple[str, ...]:
+    """Return notes on thinking that is left out of earlier turns, and on empty blocks of it that are trained on.
+
+    Args:
+        messages: The conversation.
+        text: Its rendered text.
+        spans: Pieces of the text that are trained on.
+        render: Renders a variant of it.
+    """
+    earlier = (place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant")
+    found = [EARLIER_THINKING] if any(_lacks_thinking(messages, place, text, render) for place in earlier) else []
+    if any(_EMPTY_BLOCK.search(text, first, end) for first, end in spans):
+        found.append(EMPTY_THINKING)
+    return tuple(found)
+
+
 def _require_thinking(messages: Sequence[Message], text: str, render: RenderVariant) -> None:
-    *before, last = messages
-    if last["role"] != "assistant":
-        return
-    content = last["content"] or ""
-    thinking, found, answer = content.rpartition(_END_OF_THINKING)
-    thinking = thinking.rpartition("<think>")[2]
-    given = [key for key in THINKING_KEYS if last.get(key)]
-    without = {
-        **{key: value for key, value in last.items() if key not in given},
-        "content": answer if found else content,
-    }
-    parts = [part for part in (thinking, *(last[key] for key in given)) if isinstance(part, str)]
-    if any(not _is_shown(part, text, [*before, without], messages, render) for part in parts):
+    last = len(messages) - 1
+    if messages[last]["role"] == "assistant" and _lacks_thinking(messages, last, text, render):
         raise RenderError(
-            f"turn {len(before)} has thinking, and the chat template shows none of it; set "
+            f"turn {last} has thinking, and the chat template shows none of it; set "
             "policy.tokenizer.chat_template to a template that does, or leave the thinking out"
         )
+
+
+def _lacks_thinking(messages: Sequence[Message], index: int, text: str, render: RenderVariant) -> bool:
+    turn = messages[index]
+    content = turn["content"] or ""
+    thinking, found, answer = content.rpartition(_END_OF_THINKING)
+    thinking = thinking.rpartition("<think>")[2]
+    given = [key for key in THINKING_KEYS if turn.get(key)]
+    without = {
+        **{key: value for key, value in turn.items() if key not in given},
+        "content": answer if found else content,
+    }
+    variant = [*messages[:index], without, *messages[index + 1 :]]
+    parts = [part for part in (thinking, *(turn[key] for key in given)) if isinstance(part, str)]
+    return any(not _is_shown(part, text, variant, messages, render) for part in parts)

@@ -60,6 +60,7 @@ class TokenStore(Sequence[TokenizedExample]):
         self._truncated = [example.truncated for example in examples]
         self._sample_ids = [example.sample_id for example in examples]
         self._images = [example.images for example in examples]
+        self._notes = [example.notes for example in examples]
 
     def __len__(self) -> int:
         return len(self._sample_ids)
@@ -79,6 +80,7 @@ class TokenStore(Sequence[TokenizedExample]):
             self._truncated[position],
             self._sample_ids[position],
             self._images[position],
+            self._notes[position],
         )
 
 

@@ -272,4 +272,6 @@ def _size_of(pair: _TokenizedPair) -> ItemSize | None:
     if not all(trained) or np.array_equal(chosen.input_ids, rejected.input_ids):
         return None
     is_truncated = chosen.truncated or rejected.truncated
-    return ItemSize(len(chosen) + len(rejected), sum(trained), is_truncated, num_images_of(chosen.images))
+    num_tokens, notes = len(chosen) + len(rejected), tuple(dict.fromkeys(chosen.notes + rejected.notes))
+    place = chosen.sample_id.removesuffix(f" ({RESPONSES[0]})")
+    return ItemSize(place, num_tokens, sum(trained), is_truncated, num_images_of(chosen.images), notes)

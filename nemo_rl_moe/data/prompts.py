@@ -12,7 +12,7 @@ import numpy as np
 
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.chat_template import prompt_renderer_for
-from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, read_items
+from nemo_rl_moe.data.dataset import DataReport, ItemKind, ItemSize, ReportWords, counted, counted_notes, read_items
 from nemo_rl_moe.data.image_files import StoredImage
 from nemo_rl_moe.data.image_tokens import ImageTokenizer, RecordImages, SampleImages, batch_inputs, num_images_of
 from nemo_rl_moe.data.length_limit import LengthLimit, cut_text
@@ -21,6 +21,7 @@ from nemo_rl_moe.data.prompt_records import PromptRecord, apply_template, prompt
 from nemo_rl_moe.data.records import BadLine
 from nemo_rl_moe.data.sources import TEXT_SUFFIX, LineSource, open_lines, open_text
 from nemo_rl_moe.data.template_inputs import TemplateInputs, run_wide_inputs
+from nemo_rl_moe.data.template_renderer import Rendered
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.environments.reasoning_gym import draw_items
 from nemo_rl_moe.errors import ConfigurationError, DataError
@@ -84,6 +85,7 @@ class Prompt:
         token_ids: The rendered prompt.
         record: The record of the data; always has `question` and `answer`.
         images: Its images, none of them for a text; None: the model takes text alone.
+        notes: Words for what its reader should know, such as what the chat template leaves out.
     """
 
     sample_id: str
@@ -91,6 +93,7 @@ class Prompt:
     token_ids: tuple[int, ...]
     record: Mapping[str, Any]
     images: SampleImages | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def model_inputs(self) -> dict[str, ModelInput]:
@@ -181,7 +184,9 @@ def load_prompts(
             RecordImages(data.image_key, images),
         ),
         lambda prompt: (
-            ItemSize(len(prompt.token_ids), num_images=num_images_of(prompt.images))
+            ItemSize(
+                prompt.sample_id, len(prompt.token_ids), num_images=num_images_of(prompt.images), notes=prompt.notes
+            )
             if len(prompt.token_ids) <= max_prompt_length
             else None
         ),
@@ -283,7 +288,7 @@ def _prompt_tokenizer(
         return [
             BadLine(record.sample_id, item)
             if isinstance(item, str)
-            else _finish(record, next(encoded), max_length, images, item[1])
+            else _finish(record, item[0], next(encoded), max_length, images, item[1])
             for record, item in zip(records, rendered, strict=True)
         ]
 
@@ -292,6 +297,7 @@ def _prompt_tokenizer(
 
 def _finish(
     prompt: PromptRecord,
+    rendered: Rendered,
     encoded: list[int] | str,
     max_length: int,
     images: RecordImages,
@@ -302,11 +308,12 @@ def _finish(
     if not encoded:
         return BadLine(prompt.sample_id, "the prompt has no token to start from")
     if images.tokens is None:
-        return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record)
+        return Prompt(prompt.sample_id, prompt.text, tuple(encoded), prompt.record, notes=rendered.notes)
     expanded = images.tokens.expand(np.array(encoded, dtype=np.int64), stored, max_length, prompt.sample_id)
     if isinstance(expanded, str):
         return BadLine(prompt.sample_id, expanded)
-    return Prompt(prompt.sample_id, prompt.text, tuple(expanded.input_ids.tolist()), prompt.record, expanded.images)
+    ids = tuple(expanded.input_ids.tolist())
+    return Prompt(prompt.sample_id, prompt.text, ids, prompt.record, expanded.images, rendered.notes)
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
@@ -331,5 +338,6 @@ def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]
         num_tokens=sum(len(prompt.token_ids) for prompt in kept),
         num_images=None if held_out.report.num_images is None else sum(num_images_of(p.images) or 0 for p in kept),
         num_training_prompts=len(held_out) - len(kept),
+        notes=counted_notes((prompt.sample_id, prompt.notes) for prompt in kept),
     )
     return PromptDataset(kept, report)

@@ -3,6 +3,7 @@
 """Values in records: kinds of values in the words of JSON, JSON in strings, and the error of an unusable record."""
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -28,16 +29,31 @@ def json_object(value: object, name: str) -> dict[str, Any]:
     return dict(decoded)
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of JSON's pairs, as `object_pairs_hook` gets them.
+
+    Raises:
+        RecordError: A key stands there twice; JSON's readers differ in which of them counts.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise RecordError(f"the key {shortened(twice)!r} stands twice in an object, expected once")
+    return found
+
+
 def decoded_json(value: object, name: str) -> Any:
     """Value of a string's JSON; any other value as it is.
 
     Raises:
-        RecordError: The string is no JSON.
+        RecordError: The string is no JSON, or gives a key twice.
     """
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return json.loads(value, object_pairs_hook=unique_keys)
+    except RecordError as error:
+        raise RecordError(f"{name} is a string of JSON: {error}") from None
     except ValueError as error:
         reason = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise RecordError(f"{name} is a string that is not valid JSON: {reason}") from None

@@ -57,9 +57,10 @@ class BadLine:
 def parse_record(record: object, sample_id: str, image_key: str | None = None) -> Example:
     """Parses one decoded record of a conversation.
 
-    `messages` wins over `conversations`, the form of ShareGPT, and that over `prompt`. Beside conversations, a text
-    under `system` is the system turn. `tools` and `chat_template_kwargs` are for the chat template; other keys are
-    ignored.
+    `messages` wins over `conversations`, the form of ShareGPT. Beside either a `completion` is an error, as nothing
+    says which of them is meant; a `prompt` alone is ignored, which published data sets have beside messages. Beside
+    conversations, a text under `system` is the system turn. `tools` and `chat_template_kwargs` are for the chat
+    template; other keys are ignored.
 
     Args:
         record: A decoded line.
@@ -73,6 +74,7 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None) -
         raise RecordError(f"the line is {kind_of(record)}, expected an object with messages, or prompt and completion")
     for name in ("messages", CONVERSATIONS):
         if record.get(name) is not None:
+            _require_one_form(record, name)
             messages = parse_messages(record[name], name)
             _require_assistant(messages, name)
             if name == CONVERSATIONS and record.get(SYSTEM) and messages[0]["role"] != SYSTEM:
@@ -111,6 +113,12 @@ def _prompt_and_completion(record: Mapping[str, Any], sample_id: str, image_key:
     plain = (prompt, completion) if isinstance(prompt, str) and isinstance(completion, str) else None
     shown, images = with_images([*context, *answer], record, image_key, sample_id)
     return Example(sample_id, tuple(shown), len(context), plain, parse_template_inputs(record), images)
+
+
+def _require_one_form(record: Mapping[str, Any], name: str) -> None:
+    if record.get("completion") is not None:
+        other = "prompt and completion" if record.get("prompt") is not None else "completion"
+        raise RecordError(f"the line has both {name} and {other}, expected one of the two")
 
 
 def _require_assistant(messages: Sequence[Message], name: str) -> None:

@@ -79,4 +79,6 @@ def _size_of(example: TokenizedExample) -> ItemSize | None:
     trained = example.num_trained_tokens()
     if not trained or example.lacks_images:
         return None
-    return ItemSize(len(example), trained, example.truncated, num_images_of(example.images))
+    return ItemSize(
+        example.sample_id, len(example), trained, example.truncated, num_images_of(example.images), example.notes
+    )

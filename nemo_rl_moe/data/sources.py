@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar
 from nemo_rl_moe.alarms import TimeIsUp, interrupted_after
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 from nemo_rl_moe.data.image_records import image_columns
-from nemo_rl_moe.data.record_values import RecordError, names_in
+from nemo_rl_moe.data.record_values import RecordError, names_in, unique_keys
 from nemo_rl_moe.data.records import CONVERSATIONS, SYSTEM, BadLine, Example, parse_record
 from nemo_rl_moe.data.template_inputs import TEMPLATE_COLUMNS
 from nemo_rl_moe.errors import EXIT_BAD_INPUT, DataError, one_line, tell
@@ -119,7 +119,9 @@ def _bad_byte(error: UnicodeDecodeError) -> str:
 def _decode(line: bytes | int, *, is_first: bool) -> object:
     text = _text(line, is_first=is_first)  # with its end, a line that is cut short would end in column 1 of the next
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
+    except RecordError:
+        raise
     except json.JSONDecodeError as error:
         raise RecordError(f"not valid JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:

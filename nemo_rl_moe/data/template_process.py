@@ -19,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
+from nemo_rl_moe.data.left_out import NOTES
 from nemo_rl_moe.data.template_renderer import Rendered, RenderRequest, TemplateProblem, TemplateRenderer, TemplateSetup
 from nemo_rl_moe.data.turn_spans import RenderError
 
@@ -101,7 +102,11 @@ class TemplateProcess:
         place = b"%d" % self._place(setup)
         answer = self._ask(b'{"template": ' + place + b', "requests": [' + b", ".join(lines) + b"]}")
         return [
-            Rendered(reply["text"], tuple((first, end) for first, end in reply["spans"]))
+            Rendered(
+                reply["text"],
+                tuple((first, end) for first, end in reply["spans"]),
+                tuple(NOTES[place] for place in reply["notes"]),
+            )
             if isinstance(reply, dict)
             else str(reply)
             for reply in answer["replies"]
@@ -250,7 +255,7 @@ def _reply(renderer: TemplateRenderer, request: Any, size: int) -> dict[str, Any
         rendered = renderer.render(RenderRequest(**request), size)
     except RenderError as error:
         return str(error)
-    return {"text": rendered.text, "spans": rendered.spans}
+    return {"text": rendered.text, "spans": rendered.spans, "notes": [NOTES.index(note) for note in rendered.notes]}
 
 
 def _address_space() -> int:  # pragma: no cover

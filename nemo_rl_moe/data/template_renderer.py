@@ -2,21 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """One chat template: conversations and prompts as text, tool calls in the form that it shows, spans to train on."""
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nemo_rl_moe.data.left_out import require_all_shown, with_thinking_named
+from nemo_rl_moe.data.left_out import require_all_shown, thinking_notes, with_thinking_named
 from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.tool_call_forms import FORMS, ToolCallForm, best_form, note_on_calls
 from nemo_rl_moe.data.turn_spans import RenderError, Span, turn_spans
 from nemo_rl_moe.errors import LONGEST_LINE, one_line
 
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _TEXT_ROOM = 1_000_000
 _TEXT_GROWTH = 20
-_PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "probe_tool", "probe_key", "probe_value"
+_PROBED = _PROBE_NAME, _PROBE_KEY, _PROBE_VALUE = "probe_tool", "probe_key", "probe_value"
 
 
 class TemplateProblem(ValueError):
@@ -68,39 +68,14 @@ class Rendered:
     Attributes:
         text: The whole conversation, special tokens spelled out.
         spans: First character and the one after the last of each piece to train on.
+        notes: Of `left_out.NOTES`.
     """
 
     text: str
     spans: tuple[Span, ...]
+    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class _ToolCallForm:
-    """Form in which a template shows a turn that only calls tools.
-
-    Attributes:
-        content: The turn's content: templates differ in whether it is the empty text or null.
-        arguments_as_text: Arguments are a string of JSON, not an object.
-    """
-
-    content: str | None
-    arguments_as_text: bool
-
-    def of(self, message: Message) -> Message:
-        """The message in this form."""
-        if not message.get("tool_calls"):
-            return message
-        calls = [
-            {**call, "function": {**call["function"], "arguments": self._arguments(call["function"]["arguments"])}}
-            for call in message["tool_calls"]
-        ]
-        return {**message, "content": message["content"] or self.content, "tool_calls": calls}
-
-    def _arguments(self, arguments: Any) -> Any:
-        return json.dumps(arguments, ensure_ascii=False) if self.arguments_as_text else arguments
-
-
-_FORMS = tuple(_ToolCallForm(content, as_text) for as_text in (False, True) for content in ("", None))
 _PROBE_TOOL = {
     "type": "function",
     "function": {"name": _PROBE_NAME, "description": "a", "parameters": {"type": "object", "properties": {}}},
@@ -154,7 +129,7 @@ class TemplateRenderer:
         self._setup, self._before_rendering = setup, before_rendering
         self._has_tags = _GENERATION_TAG.search(setup.template) is not None
         self._size = 0
-        self._tool_call_form: _ToolCallForm | None = None
+        self._complete_forms: list[ToolCallForm] | None = None
         self.variables = self._checked()
 
     def render(self, request: RenderRequest, size: int) -> Rendered:
@@ -168,20 +143,25 @@ class TemplateRenderer:
             RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be told apart.
         """
         self._size = size
-        messages = [self._shown(message) for message in request.messages]
+        messages = [with_thinking_named(message, self._setup.template) for message in request.messages]
         tools = list(request.tools) if request.tools else None
+        is_prompt = request.first_trained is None
 
         def render(messages: Sequence[Message], add_generation_prompt: bool) -> str:
             return self._render(messages, tools, request.kwargs, add_generation_prompt)[0]
 
-        is_prompt = request.first_trained is None
+        def render_variant(messages: Sequence[Message]) -> str:
+            return render(messages, is_prompt)
+
+        form, note = self._form_of(messages, render_variant)
+        messages = form.of_all(messages)
         spans: list[Span] = []
         if not is_prompt and self._has_tags:
             text, spans = self._render(messages, tools, request.kwargs, False, with_spans=True)
             spans = _trained_spans(spans, messages, request.first_trained or 0)
         else:
             text = render(messages, is_prompt)
-        require_all_shown(messages, text, lambda variant: render(variant, is_prompt))
+        require_all_shown(messages, text, render_variant)
         if tools and self._render(messages, None, request.kwargs, is_prompt)[0] == text:
             raise RenderError(
                 "there are definitions of tools, and the chat template shows none of them; set "
@@ -190,7 +170,8 @@ class TemplateRenderer:
         if not is_prompt and not self._has_tags:
             end_token, special_tokens = self._setup.end_token, self._setup.special_tokens
             spans = turn_spans(messages, request.first_trained or 0, text, render, end_token, special_tokens)
-        return Rendered(text, tuple(spans))
+        notes = thinking_notes(messages, text, spans, render_variant)
+        return Rendered(text, tuple(spans), notes if note is None else (*notes, note))
 
     def renders_as(self, other: "TemplateRenderer") -> bool:
         """True where the other gives the same texts of the probes."""
@@ -202,7 +183,12 @@ class TemplateRenderer:
     def _probed(self, turns: Sequence[Message]) -> str:
         is_prompt = turns[-1]["role"] != "assistant"
         tools = [_PROBE_TOOL] if any("tool_calls" in turn for turn in turns) else None
-        return self._render([self._shown(turn) for turn in turns], tools, {}, is_prompt)[0]
+
+        def render(messages: Sequence[Message]) -> str:
+            return self._render(messages, tools, {}, is_prompt)[0]
+
+        form, _ = self._form_of(turns, render)
+        return render(form.of_all(turns))
 
     def _checked(self) -> list[str]:
         """Names that the template reads, after a first look at it."""
@@ -231,30 +217,30 @@ class TemplateRenderer:
             raise TemplateProblem(f"cannot render even one message: {one_line(error)}") from None
         return names
 
-    def _shown(self, message: Message) -> Message:
-        """The message with thinking under the template's name for it, and tool calls in the form that it shows."""
-        message = with_thinking_named(message, self._setup.template)
-        if not message.get("tool_calls"):
-            return message
-        if self._tool_call_form is None:
-            self._tool_call_form = self._find_tool_call_form()
-        return self._tool_call_form.of(message)
+    def _form_of(
+        self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
+    ) -> tuple[ToolCallForm, str | None]:
+        """Form of a conversation's tool calls, and a note on what the template leaves out of them.
 
-    def _find_tool_call_form(self) -> _ToolCallForm:
-        for form in _FORMS:
-            turns = [form.of(turn) for turn in _PROBE_TURNS]
-            try:
-                text = self._render(turns, [_PROBE_TOOL], {}, False)[0]
-            except RenderError:
-                continue
-            # Python's own writing of an object is no JSON, and of null no content.
-            all_there = all(part in text for part in (_PROBE_NAME, _PROBE_KEY, _PROBE_VALUE))
-            if all_there and f"'{_PROBE_KEY}'" not in text and "None" not in text:
-                return form
-        raise RenderError(
-            "a turn calls tools, and the chat template shows no tool calls; "
-            "set policy.tokenizer.chat_template to a template that does"
-        )
+        A template that shows a call of any name with any argument whole shows all of them. Of any other each
+        conversation is looked at: it may be made for one tool.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return FORMS[0], None
+        if self._complete_forms is None:
+            self._complete_forms = [form for form in FORMS if self._shows_whole_calls(form)]
+        return (self._complete_forms[0], None) if self._complete_forms else best_form(messages, render)
+
+    def _shows_whole_calls(self, form: ToolCallForm) -> bool:
+        def render(messages: Sequence[Message]) -> str:
+            return self._render(messages, [_PROBE_TOOL], {}, False)[0]
+
+        try:
+            text, note = render(form.of_all(_PROBE_TURNS)), note_on_calls(_PROBE_TURNS, form, render)
+        except RenderError:
+            return False
+        # Of null no content: Python's own writing of it.
+        return note is None and all(part in text for part in _PROBED) and "None" not in text
 
     def _render(
         self,

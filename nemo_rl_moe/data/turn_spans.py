@@ -21,6 +21,7 @@ RenderMessages = Callable[[Sequence[Message], bool], str]
 
 _STAND_IN = "\u27e6this turn\u27e7"
 _STAND_IN_BEFORE = "\u27e6the turn before\u27e7"
+_MOST_NAMES = 4  # arguments of a call that are tried one by one
 
 
 class RenderError(ValueError):
@@ -58,19 +59,22 @@ def turn_spans(
     return spans
 
 
-def with_stand_in(turn: Message, stand_in: str) -> Message:
-    """The turn with a stand-in for its text or, where it only calls tools, for the arguments of its last call."""
-    if turn["content"] or not turn.get("tool_calls"):
-        return {**turn, "content": stand_in}
-    return _with_stand_in_call(turn, stand_in)
-
-
-def _with_stand_in_call(turn: Message, stand_in: str) -> Message:
+def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
+    """Return the turn with a stand-in for its text, or for a part of its last call: a template may show one alone."""
+    text: Message = {**turn, "content": stand_in}
+    if not turn.get("tool_calls"):
+        return [text]
     *earlier, call = turn["tool_calls"]
-    arguments: Any = {"stand-in": stand_in}
-    if isinstance(call["function"]["arguments"], str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return {**turn, "tool_calls": [*earlier, {**call, "function": {**call["function"], "arguments": arguments}}]}
+    function = call["function"]
+    as_text = isinstance(function["arguments"], str)
+    own = json.loads(function["arguments"]) if as_text else function["arguments"]
+    others: list[dict[str, Any]] = [{"stand-in": stand_in}, *({**own, name: stand_in} for name in [*own][:_MOST_NAMES])]
+    changes = [
+        *({"arguments": json.dumps(other, ensure_ascii=False) if as_text else other} for other in others),
+        {"name": stand_in},
+    ]
+    of_call = [{**turn, "tool_calls": [*earlier, {**call, "function": {**function, **change}}]} for change in changes]
+    return [text, *of_call] if turn["content"] else [*of_call, text]
 
 
 class _Turn:
@@ -79,10 +83,7 @@ class _Turn:
     def __init__(self, messages: Sequence[Message], index: int, text: str, render: RenderMessages):
         self._messages, self._index, self._text, self._render = messages, index, text, render
         self._before, self._after = list(messages[:index]), list(messages[index + 1 :])
-        turn = messages[index]
-        # What a turn says beside its calls is left out by some templates once an answer follows.
-        called = [_with_stand_in_call(turn, _STAND_IN)] if turn["content"] and turn.get("tool_calls") else []
-        self._stand_ins = [with_stand_in(turn, _STAND_IN), *called]
+        self._stand_ins = _with_stand_ins(messages[index], _STAND_IN)
 
     def start(self) -> int:
         """First character after the generation prompt."""
@@ -94,17 +95,17 @@ class _Turn:
         problem: RenderError | None = None
         # A turn of text alone opens as any other does, and holds nothing of the turn's own; some templates refuse it
         # before a tool's result.
-        for turn in ({"role": "assistant", "content": _STAND_IN}, *self._stand_ins):
-            try:
-                return self._start_by(turn)
-            except RenderError as error:
-                problem = problem or error
+        for before in _with_stand_ins(self._before[-1], _STAND_IN_BEFORE):
+            for turn in ({"role": "assistant", "content": _STAND_IN}, *self._stand_ins):
+                try:
+                    return self._start_by(before, turn)
+                except RenderError as error:
+                    problem = problem or error
         assert problem is not None
         raise problem
 
-    def _start_by(self, stand_in: Message) -> int:
+    def _start_by(self, before: Message, stand_in: Message) -> int:
         """First character after the generation prompt, found with a stand-in for the turn and one for that before."""
-        before = with_stand_in(self._before[-1], _STAND_IN_BEFORE)
         context = [*self._before[:-1], before]
         # What stands between the two stand-ins in the conversation, and what the generation prompt puts there.
         whole = self._render([*context, stand_in, *self._after], False)

@@ -101,7 +101,7 @@ class ShownSequence:
             parts.append(f"{num_trained:,} to train on")
         if num_cut:
             parts.append(f"{more}{num_cut:,} cut off")
-        return f"{self.example.sample_id}: {', '.join(parts)}"
+        return f"{self.example.sample_id}: {', '.join([*parts, *(f'with {note}' for note in self.example.notes)])}"
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,8 @@ def _prompts(
     sequences = []
     for prompt in prompts[:number]:
         ids = np.asarray(prompt.token_ids, dtype=np.int32)
-        example = TokenizedExample(ids, np.zeros(len(ids), dtype=np.bool_), False, prompt.sample_id, prompt.images)
+        mask = np.zeros(len(ids), dtype=np.bool_)
+        example = TokenizedExample(ids, mask, False, prompt.sample_id, prompt.images, prompt.notes)
         sequences.append(ShownSequence(example, most))
     return DataView(sequences, [len(prompt.token_ids) for prompt in prompts], most)
 

@@ -18,6 +18,7 @@ from nemo_rl_moe.config.loading import load_any_config
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.launch.data_view import ShownSequence, sequence_text, show_data
 from tests.support.byte_tokenizer import make_byte_tokenizer
+from tests.support.chat_templates import THINKING
 from tests.support.published_templates import PUBLISHED, SPECIAL_TOKENS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -137,6 +138,21 @@ def test_prompts_with_what_the_template_adds(tmp_path: Path, shown: Callable[...
         "train.jsonl:1: 7 tokens",
         "12+3=;<think>",
     ]
+
+
+def test_what_the_template_leaves_out_is_counted_and_named(tmp_path: Path, shown: Callable[..., str]) -> None:
+    make_byte_tokenizer(THINKING).save_pretrained(tmp_path / "tokenizer")
+    thought = {"role": "assistant", "content": "<think>x</think>b"}
+    turns = [{"role": "user", "content": "q"}, thought, {"role": "user", "content": "r"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": [*turns, {"role": "assistant", "content": "c"}]}))
+    settings = [f"policy.tokenizer.name={tmp_path / 'tokenizer'}", "policy.max_total_sequence_length=500"]
+    report, *more = shown(*settings).splitlines()
+    title = next(line for line in more if line.startswith("train.jsonl:1: "))
+    thinking = "with thinking of earlier turns that the chat template leaves out"
+    empty = "with an empty <think> block that is trained on"
+    first = "(the first: train.jsonl:1)"
+    assert report.endswith(f", 1 {thinking} {first}, 1 {empty} {first}")
+    assert title.endswith(f" to train on, {thinking}, {empty}")
 
 
 def test_a_template_of_ours_in_place_of_a_published_one(tmp_path: Path, shown: Callable[..., str]) -> None:

@@ -41,6 +41,14 @@ def test_line_numbers_start_at_one_and_name_the_file(tmp_path):
         (GOOD + GOOD, "not valid JSON: Extra data at column 35"),
         (b'{"prompt": "\xff", "completion": "b"}', "not valid UTF-8: byte 0xff at byte 13"),
         (b"[" * 200_000, "not valid JSON: nested too deeply"),
+        (
+            b'{"prompt": "a", "completion": "b", "prompt": "c"}',
+            "the key 'prompt' stands twice in an object, expected once",
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a", "role": "assistant"}]}',
+            "the key 'role' stands twice in an object, expected once",
+        ),
         (b"null", "the line is null, expected an object with messages, or prompt and completion"),
     ],
 )

@@ -40,6 +40,16 @@ def test_messages_win_beside_a_prompt():
     assert parse_record({"prompt": "x", "messages": [USER, ASSISTANT]}, "f:1").messages == (USER, ASSISTANT)
 
 
+@pytest.mark.parametrize("form", ["messages", "conversations"])
+def test_two_forms_in_a_line_are_an_error(form):
+    record = {form: [USER, ASSISTANT], "completion": "y"}
+    for line, other in (({**record, "prompt": "x"}, "prompt and completion"), (record, "completion")):
+        with pytest.raises(RecordError) as error:
+            parse_record(line, "f:1")
+        assert str(error.value) == f"the line has both {form} and {other}, expected one of the two"
+    assert parse_record({**record, "completion": None}, "f:1").messages == (USER, ASSISTANT)
+
+
 def test_conversations_of_sharegpt():
     call = {"name": "add", "arguments": '{"a": 1}'}
     said = [("human", "q"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "a")]

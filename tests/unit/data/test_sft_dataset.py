@@ -63,13 +63,30 @@ def test_stop_lists_every_bad_line(write_jsonl, demo_tokenizer):
 
 
 def test_stop_lists_twenty_and_counts_the_rest(write_jsonl, demo_tokenizer):
-    path = write_jsonl(*[{}] * 22, *sums(LINES_AT_ONCE), {})
+    path = write_jsonl(*[{"a" * (1 + kind): 1} for kind in range(22)], *sums(LINES_AT_ONCE), {})
     with pytest.raises(DataError) as error:
         load_sft_dataset(path, "train", demo_tokenizer, 64)
     problems = error.value.problems
     assert len(problems) == 22
     assert problems[19].startswith(f"{path}:20: ")
     assert problems[20] == f"{path}: and 3 more bad lines"
+
+
+def test_one_cause_is_one_problem(write_jsonl, demo_tokenizer):
+    """Lines whose reasons differ in numbers alone have one cause; other causes stand beside it."""
+    good, no_role = {"role": "user", "content": "1"}, {"content": "2"}
+    turns = [{"messages": [good] * number + [no_role]} for number in (1, 2, 3, 4, 5, 6, 7)]
+    path = write_jsonl(turns[0], {"prompt": 1, "completion": "2"}, *turns[1:], *sums(2))
+    with pytest.raises(DataError) as error:
+        load_sft_dataset(path, "train", demo_tokenizer, 64)
+    assert error.value.problems == [
+        f"{path}:1: messages[1] has no role (and 6 more bad lines like it: 3, 4, 5, 6, 7, ...)",
+        f"{path}:2: prompt is a number, expected a string or a list of messages",
+        f"{path}: data.on_bad_line=skip leaves such lines out and counts them",
+    ]
+    report = load_sft_dataset(path, "train", demo_tokenizer, 64, on_bad_line="skip").report
+    assert report.bad_lines == tuple(error.value.problems[:2])
+    assert f"8 bad lines left out, the first: {report.bad_lines[0]}" in report.summary()
 
 
 def test_nothing_left(write_jsonl, demo_tokenizer):

@@ -107,6 +107,10 @@ def test_no_calls_are_none():
             "Expecting property name enclosed in double quotes at character 2",
         ),
         (
+            {"messages": [USER, calling(tool_calls=[call_with('{"a": 1, "a": 2}')])]},
+            "messages[1].tool_calls[0].function.arguments is a string of JSON: the key 'a' stands twice in an object",
+        ),
+        (
             {"messages": [USER, calling(tool_calls=[CALL, call_with("[1]")])]},
             "messages[1].tool_calls[1].function.arguments is JSON of a list, "
             "expected an object, or its JSON as a string",

@@ -1,0 +1,136 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Forms of tool calls that chat templates read, and what a template shows of the calls of a conversation."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_rl_moe.data.left_out import (
+    CALLS_ALONE,
+    CALLS_WITH_FEWER_ARGUMENTS,
+    CALLS_WITHOUT_ARGUMENTS,
+    CALLS_WITHOUT_NAMES,
+    RenderVariant,
+)
+from nemo_rl_moe.data.messages import Message
+from nemo_rl_moe.data.turn_spans import RenderError
+
+_STAND_IN = "something_else"
+_BEST_FIRST = (None, CALLS_WITH_FEWER_ARGUMENTS, CALLS_WITHOUT_NAMES, CALLS_WITHOUT_ARGUMENTS, CALLS_ALONE)
+_Call = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ToolCallForm:
+    """Form in which a template shows a turn that only calls tools.
+
+    Attributes:
+        content: The turn's content: templates differ in whether it is the empty text or null.
+        arguments_as_text: Arguments are a string of JSON, not an object.
+    """
+
+    content: str | None
+    arguments_as_text: bool
+
+    def of(self, message: Message) -> Message:
+        """Return the message in this form."""
+        if "tool_calls" not in message:
+            return message
+        calls = [
+            _changed(call, arguments=json.dumps(arguments, ensure_ascii=False)) if self.arguments_as_text else call
+            for call in message["tool_calls"]
+            for arguments in [call["function"]["arguments"]]
+        ]
+        return {**message, "content": message["content"] or self.content, "tool_calls": calls}
+
+    def of_all(self, messages: Sequence[Message]) -> list[Message]:
+        """Return a conversation in this form."""
+        return [self.of(message) for message in messages]
+
+
+FORMS = tuple(ToolCallForm(content, as_text) for as_text in (False, True) for content in ("", None))
+
+
+def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolCallForm, str | None]:
+    """Return the form of a conversation's calls of which a template shows most, and a note on what it leaves out.
+
+    Args:
+        messages: The conversation, its arguments objects.
+        render: Renders messages in a form.
+
+    Raises:
+        RenderError: A call leaves no trace, or the template refuses the conversation.
+    """
+    found: tuple[ToolCallForm, str | None] | None = None
+    problem: RenderError | None = None
+    for form in FORMS:
+        try:
+            note = note_on_calls(messages, form, render)
+        except RenderError as error:
+            problem = problem or error
+            continue
+        if found is None or _BEST_FIRST.index(note) < _BEST_FIRST.index(found[1]):
+            found = form, note
+    if found is None:
+        assert problem is not None
+        raise problem
+    return found
+
+
+def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: RenderVariant) -> str | None:
+    """Return a note on what a template leaves out of calls in a form; None: nothing.
+
+    Args:
+        messages: The conversation, its arguments objects.
+        form: The form.
+        render: Renders messages in a form.
+
+    Raises:
+        RenderError: A call leaves no trace, or arguments are written as Python writes an object, or the template
+            refuses the conversation.
+    """
+    text = render(form.of_all(messages))
+    missing: set[str] = set()
+    for index, turn in enumerate(messages):
+        if calls := turn.get("tool_calls"):
+
+            def is_same(others: Sequence[_Call], place: int = index) -> bool:
+                variant = [*messages[:place], {**messages[place], "tool_calls": others}, *messages[place + 1 :]]
+                try:
+                    return render(form.of_all(variant)) == text
+                except RenderError:  # a conversation that the template refuses
+                    return False
+
+            written = [str(call["function"]["arguments"]) for call in calls if call["function"]["arguments"]]
+            if is_same([]) or (not form.arguments_as_text and any(arguments in text for arguments in written)):
+                raise RenderError(
+                    "a turn calls tools, and the chat template shows no tool calls; "
+                    "set policy.tokenizer.chat_template to a template that does"
+                )
+            if is_same([_changed(call, name=_STAND_IN) for call in calls]):
+                missing.add("names")
+            if written and is_same([_changed(call, arguments={}) for call in calls]):
+                missing.add("arguments")
+            elif any(is_same(variant) for variant in _with_one_argument_changed(calls)):
+                missing.add("some arguments")
+    if "arguments" in missing:
+        return CALLS_ALONE if "names" in missing else CALLS_WITHOUT_ARGUMENTS
+    if "names" in missing:
+        return CALLS_WITHOUT_NAMES
+    return CALLS_WITH_FEWER_ARGUMENTS if missing else None
+
+
+def _with_one_argument_changed(calls: Sequence[_Call]) -> list[list[_Call]]:
+    return [
+        [*calls[:place], _changed(call, arguments={**arguments, name: _STAND_IN}), *calls[place + 1 :]]
+        for place, call in enumerate(calls)
+        for arguments in [call["function"]["arguments"]]
+        for name, value in arguments.items()
+        if value != _STAND_IN
+    ]
+
+
+def _changed(call: _Call, **changes: Any) -> _Call:
+    return {**call, "function": {**call["function"], **changes}}
