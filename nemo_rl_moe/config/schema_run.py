@@ -19,8 +19,8 @@ from nemo_rl_moe.config.schema_base import (
     Seconds,
     StrictModel,
     Text,
+    WholeOrLess,
 )
-
 
 
 class CheckpointingConfig(StrictModel):
