@@ -134,5 +134,5 @@ METRIC_NAMES = {Fault.ERROR: "env/num_errors", Fault.TIMEOUT: "env/num_timeouts"
 def fault_metrics(faults: Sequence[Fault | None]) -> dict[str, float]:
     """Count responses without a score: `env/num_errors`, `env/num_timeouts`, `env/num_died`, `env/failed_share`."""
     counts = Counter(faults)
-    share = 1 - counts[None] / len(faults)
+    share = (len(faults) - counts[None]) / max(len(faults), 1)
     return {name: float(counts[fault]) for fault, name in METRIC_NAMES.items()} | {FAILED_SHARE: share}

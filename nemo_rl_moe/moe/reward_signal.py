@@ -82,10 +82,8 @@ class RewardSignal:
         since = self._failed_at[0]
         self._failed_at = since, step
         of = "responses" if found.split == "train" else "responses of the validation"
-        text = (
-            f"{found.number} of {found.responses} {of} ({found.share:.0%}) could not be scored at step {step}; the"
-            f" first at step {since}: {self._first_cause}"
-        )
+        cause = f": {self._first_cause}" if since == step else f"; the first at step {since}: {self._first_cause}"
+        text = f"{found.number} of {found.responses} {of} ({found.share:.0%}) could not be scored at step {step}{cause}"
         return "failed_responses", since, text
 
     def _constant_rewards(

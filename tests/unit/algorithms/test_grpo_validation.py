@@ -80,6 +80,7 @@ def test_what_is_reported() -> None:
         "val/env/num_errors": 0.0,
         "val/env/num_timeouts": 0.0,
         "val/env/num_died": 0.0,
+        "val/env/failed_share": 0.0,
         "val/pass_at_2": pytest.approx(2 / 3),
     }
 

@@ -24,12 +24,13 @@ def test_what_is_no_reward_is_told(reward):
 def test_counts_by_hand():
     faults = [None, Fault.ERROR, Fault.TIMEOUT, Fault.ERROR, None, Fault.DIED, Fault.ERROR]
     metrics = fault_metrics(faults)
-    assert metrics == {"env/num_errors": 3.0, "env/num_timeouts": 1.0, "env/num_died": 1.0}
+    assert metrics == {"env/num_errors": 3.0, "env/num_timeouts": 1.0, "env/num_died": 1.0, "env/failed_share": 5 / 7}
     assert all(isinstance(value, float) for value in metrics.values())
 
 
 def test_no_fault_is_zero_and_not_missing():
-    assert fault_metrics([]) == {"env/num_errors": 0.0, "env/num_timeouts": 0.0, "env/num_died": 0.0}
+    names = ("env/num_errors", "env/num_timeouts", "env/num_died", "env/failed_share")
+    assert fault_metrics([]) == fault_metrics([None]) == dict.fromkeys(names, 0.0)
 
 
 WEIGHTS = {"accuracy": 2.0, "format": -0.5, "length": 0.0}

@@ -54,9 +54,7 @@ def test_failures_are_a_finding_at_once_with_their_share_and_the_first_cause() -
 def test_failures_of_validations_count_too() -> None:
     (finding,), begun = found_of_failures({0: [failed(3, 64, "val")]})
     assert begun == [0]
-    assert finding.text == (
-        f"3 of 64 responses of the validation (5%) could not be scored at step 0; the first at step 0: {CAUSE}"
-    )
+    assert finding.text == (f"3 of 64 responses of the validation (5%) could not be scored at step 0: {CAUSE}")
 
 
 def test_a_failure_among_many_is_none_and_one_that_comes_back_late_begins_anew() -> None:
@@ -64,7 +62,7 @@ def test_a_failure_among_many_is_none_and_one_that_comes_back_late_begins_anew()
     late = 2 + QUIET_STEPS + 5
     findings, begun = found_of_failures({2: [failed(6)], late: [failed(6, first="another")]})
     assert begun == [2, late]
-    assert findings[1].text.endswith(f"the first at step {late}: another")
+    assert findings[1].text.endswith(f"could not be scored at step {late}: another")
     assert found_of_failures({1: [failed(16)]}, Thresholds(None, None, None, 1, idle_steps=3)) == ([], [])
 
 
