@@ -68,8 +68,24 @@ def lines_of(run: AuditedRun) -> list[str]:
 
 def problems_of(run: AuditedRun) -> list[str]:
     """Everything that cannot be right or is sick, a line each."""
-    of_steps = [f"step {step.step}: {text}" for step in run.steps for text in anomalies_of(step)]
-    return of_steps + [found.text for found in findings_over_steps(run)]
+    return _of_steps(run) + [found.text for found in findings_over_steps(run)]
+
+
+def _of_steps(run: AuditedRun) -> list[str]:
+    """Lines of what single steps show, one for each kind and layer: a cause that lasts is told once."""
+    found: dict[tuple[str, int | None], list[tuple[int, str]]] = {}
+    for step in run.steps:
+        for anomaly in () if step.report is None else step.report.anomalies:
+            found.setdefault((anomaly.kind, anomaly.layer), []).append((step.step, anomaly.text))
+    lines = []
+    for of_cause in found.values():
+        first, last = of_cause[0][0], of_cause[-1][0]
+        if first == last:  # a step may have several of a kind, such as sequences
+            lines += [f"step {first}: {text}" for _, text in of_cause]
+        else:
+            number = len({step for step, _ in of_cause})
+            lines.append(f"steps {first} to {last} ({number} of them), at first: {of_cause[0][1]}")
+    return lines
 
 
 def heading_of(run: AuditedRun) -> list[str]:

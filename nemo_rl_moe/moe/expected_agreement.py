@@ -40,7 +40,8 @@ def unexplained_disagreement(totals: LedgerTotals, layers: Sequence[int]) -> lis
     with np.errstate(invalid="ignore", divide="ignore"):
         agreement = rows[:, Row.LIVE_SLOTS] / slots
         is_low = chance + LEAST_KAPPA * (1 - chance) - agreement > least_lead(usable)
-    low = np.flatnonzero(is_low & (rows[:, Row.LIVE_SAME] < usable) & ~_ties_alone(totals))
+    is_compared = totals.live_experts.numpy().any(1)
+    low = np.flatnonzero(is_low & is_compared & (rows[:, Row.LIVE_SAME] < usable) & ~_ties_alone(totals))
     if not len(low):
         return []
     numbers = ", ".join(str(layers[place]) for place in low.tolist())

@@ -108,7 +108,7 @@ def find_renumbering(
         live: What the router would choose, likewise.
         counts: Over all rows of the step.
     """
-    known = captured.any(-1) & live.any(-1)
+    known: Bool[np.ndarray, "sequences tokens"] = np.logical_and(captured.any(-1), live.any(-1))
     if not known.any():
         return None
     topk = round(float(captured[known][0].sum()))
@@ -123,6 +123,7 @@ def find_renumbering(
         router_ids = {one: other for one, other in router_ids.items() if of_half.get(one) == other}
     router_ids = _explained(router_ids, together, counts)
     if router_ids:
+        router_ids = _closed(router_ids, counts)
         return Renumbering(router_ids, *_agreement(captured[known], live[known], router_ids))
     if router_ids := counts.exchanged():
         moved = list(router_ids)
@@ -235,6 +236,17 @@ def _explained(router_ids: Mapping[int, int], together: _Together, counts: Exper
     after = together.under(found)
     gain = after.share - _agreed_share(found, counts)
     return found if after.share >= _LEAST_AFTER and gain >= _lead(after.rows) else {}
+
+
+def _closed(router_ids: Mapping[int, int], counts: ExpertCounts) -> dict[int, int]:
+    """Return the renumbering with the id that closes its only open chain, where that is as frequent as it has to be."""
+    (*starts,) = router_ids.keys() - set(router_ids.values())
+    (*ends,) = set(router_ids.values()) - router_ids.keys()
+    if len(starts) != 1:
+        return dict(router_ids)
+    captured, live = int(counts.captured[ends[0]]), int(counts.live[starts[0]])
+    is_as_frequent = abs(captured - live) <= _LEAST_LEAD * max(captured, live)
+    return {**router_ids, ends[0]: starts[0]} if is_as_frequent else dict(router_ids)
 
 
 def _agreed_share(router_ids: Mapping[int, int], counts: ExpertCounts) -> float:

@@ -311,3 +311,28 @@ def test_steps_that_are_none_are_refused(capsys: pytest.CaptureFixture[str]) -> 
         main(["audit", "tape", "--steps", "a:8"])
     assert ended.value.code == 2
     assert "argument --steps: got 'a:8', expected FIRST:LAST" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("ids", [[3, 0, 1, 2, 7, 4, 5, 6], [0, 5, 2, 3, 4, 1, 6, 7]])
+def test_permuted_ids_of_every_step_are_one_finding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ids: list[int]
+) -> None:
+    """In no other layer do they agree beyond chance, and the cause is told once."""
+    tape, generator = tmp_path / "tape", np.random.default_rng(1)
+    writer = TapeWriter(tape, DESCRIPTION)
+    for step in range(1, 31):
+        sequences = []
+        for number in range(4):
+            live = (generator.gumbel(size=(60, 3, 8)) + np.linspace(0, 2, 8)).argsort(-1)[..., -2:].astype(np.int16)
+            captured = np.where(generator.random((59, 3, 1)) < 0.01, live[1:], live[:-1])  # as rounding does it
+            captured[:, 1] = np.array(ids)[captured[:, 1]]
+            sequences.append(TapeSequence(f"s{number}", 60, {"rollout_experts": captured, "training_experts": live}))
+        writer.write(step, sequences)
+    assert main(["audit", str(tape)]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    pairs = sorted((own, captured) for captured, own in enumerate(ids) if own != captured)
+    named = ", ".join(f"{own}->{captured}" for own, captured in pairs[:4])
+    assert (
+        "steps 1 to 30 (30 of them), at first: layer 1: captured expert ids are a permutation of the router's" in line
+    )
+    assert f"({named}" in line

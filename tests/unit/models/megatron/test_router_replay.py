@@ -268,6 +268,11 @@ def _swapped(routes: dict[int, np.ndarray]) -> None:
     routes[0][:count], routes[1][:count] = routes[1][:count].copy(), routes[0][:count].copy()
 
 
+def _permuted_ids(routes: dict[int, np.ndarray]) -> None:
+    for rows in routes.values():
+        rows[:, 2] = (3 * rows[:, 2] + 1) % NUM_EXPERTS
+
+
 def _never_written(routes: dict[int, np.ndarray]) -> None:
     for rows in routes.values():
         rows[:, 1] = 0
@@ -280,6 +285,7 @@ FAULTS = {
         "sequence 0 (data-parallel rank 0) carries the routes of sequence 1 (data-parallel rank 0)",
         "sequence 1 (data-parallel rank 0) carries the routes of sequence 0 (data-parallel rank 0)",
     ],
+    _permuted_ids: ["layer 2: captured expert ids are a permutation of the router's ("],
     _never_written: ["rows hold expert 0 alone, in layers 1"],
 }
 
