@@ -91,8 +91,7 @@ def unpacking(
         isa: Instructions of the kernel that they are packed for.
         pack: Packs weights `[experts, rows, columns]`; None: vLLM's own.
     """
-    if pack is None:
-        from vllm._custom_ops import cpu_prepack_moe_weight as pack
+    pack = pack or _pack_of_vllm()
     shape = packed.shape[1:]
     places = torch.arange(shape.numel(), dtype=torch.int64)
     as_integers = torch.int32 if packed.dtype.itemsize == 4 else torch.int16
@@ -109,3 +108,10 @@ def unpacking(
         return flat.view(shape)
 
     return unpack
+
+
+def _pack_of_vllm() -> Callable[[Tensor, str], Tensor]:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    pack: Callable[[Tensor, str], Tensor] = cpu_prepack_moe_weight
+    return pack
