@@ -51,7 +51,8 @@ def _linear_weight(module: Any) -> Tensor | None:
     Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
     """
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
-    width: int | None = getattr(module, "input_size_per_partition", None) or getattr(module, "embedding_dim", None)
+    widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+    width: int | None = next(filter(None, widths), None)
     if kernel is None or width is None or width > WIDEST_READ_OUT:
         return None
     return kernel(torch.eye(width, dtype=module.weight.dtype), None, None).t()
