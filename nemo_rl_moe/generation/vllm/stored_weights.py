@@ -51,7 +51,8 @@ def _linear_weight(module: Any) -> Tensor | None:
     Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
     """
     kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
-    width: int | None = getattr(module, "input_size_per_partition", None) or getattr(module, "embedding_dim", None)
+    widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+    width: int | None = next(filter(None, widths), None)
     if kernel is None or width is None or width > WIDEST_READ_OUT:
         return None
     return kernel(torch.eye(width, dtype=module.weight.dtype), None, None).t()
@@ -91,8 +92,7 @@ def unpacking(
         isa: Instructions of the kernel that they are packed for.
         pack: Packs weights `[experts, rows, columns]`; None: vLLM's own.
     """
-    if pack is None:
-        from vllm._custom_ops import cpu_prepack_moe_weight as pack
+    pack = pack or _pack_of_vllm()
     shape = packed.shape[1:]
     places = torch.arange(shape.numel(), dtype=torch.int64)
     as_integers = torch.int32 if packed.dtype.itemsize == 4 else torch.int16
@@ -109,3 +109,10 @@ def unpacking(
         return flat.view(shape)
 
     return unpack
+
+
+def _pack_of_vllm() -> Callable[[Tensor, str], Tensor]:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    pack: Callable[[Tensor, str], Tensor] = cpu_prepack_moe_weight
+    return pack

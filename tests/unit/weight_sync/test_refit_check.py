@@ -95,7 +95,7 @@ def test_a_bound_of_the_mean_and_of_the_largest() -> None:
     assert str(Bound(0.25, of_the_mean=True)) == "a mean 0.25 nats"
 
 
-@pytest.mark.parametrize(("mean", "nats"), [(0.0, 0.03), (0.009, 0.03), (0.02, 0.06), (0.1, 0.3), (1.3, 0.5)])
+@pytest.mark.parametrize(("mean", "nats"), [(0.0, 0.03), (0.007, 0.03), (0.02, 0.08), (0.1, 0.4), (1.3, 0.5)])
 def test_the_bound_in_sixteen_bits_follows_the_start(mean: float, nats: float) -> None:
     assert coarse_bound(mean) == Bound(pytest.approx(nats), of_the_mean=True)
 
@@ -233,17 +233,17 @@ def test_in_sixteen_bits_the_first_refit_is_a_round_trip() -> None:
     assert check.after_refit(engine).mean == pytest.approx(0.012, rel=0.01)
     assert engine.sent == [True, False], "other weights, then the trainer's"
     engine.offset = 0.035
-    assert check.after_refit(engine).mean == pytest.approx(0.035, rel=0.01), "three times the start's"
+    assert check.after_refit(engine).mean == pytest.approx(0.035, rel=0.01), "below four times the start's"
     assert engine.sent == [True, False], "once"
     engine.offset = 0.1
-    assert check.after_refit(engine).mean == pytest.approx(0.1, rel=0.01), "three times that of the refit before"
+    assert check.after_refit(engine).mean == pytest.approx(0.1, rel=0.01), "below four times that of the refit before"
     engine.offset = 0.03
     assert check.after_refit(engine).mean == pytest.approx(0.03, rel=0.01)
-    engine.offset = 0.31
-    with pytest.raises(WeightSyncError, match=r"expected a mean 0\.3 nats"):
+    engine.offset = 0.41
+    with pytest.raises(WeightSyncError, match=r"expected a mean 0\.4 nats"):
         check.after_refit(engine)
-    engine.offset = 0.29
-    assert check.after_refit(engine).mean == pytest.approx(0.29, rel=0.01), "of a wrong refit nothing is learned"
+    engine.offset = 0.39
+    assert check.after_refit(engine).mean == pytest.approx(0.39, rel=0.01), "of a wrong refit nothing is learned"
 
 
 @pytest.mark.parametrize(
