@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from nemo_rl_moe import __version__
 from nemo_rl_moe.audit import command as audit_command
+from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
     EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
@@ -35,11 +36,16 @@ from nemo_rl_moe.errors import (
 from nemo_rl_moe.report import command as report_command
 from nemo_rl_moe.report import watch as watch_command
 
-OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert", "verify")
+OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert")
 """Commands that need what the extra `train` installs."""
 LEAVING_S = 15.0
 """Seconds that a run's main process may take to end when all of its work is done."""
-_OF_FOLDERS = {"report": report_command, "watch": watch_command, "audit": audit_command}
+_OF_FOLDERS = {
+    "report": report_command,
+    "watch": watch_command,
+    "verify": verify_command,
+    "audit": audit_command,
+}
 _EXAMPLES = """\
 examples:
   nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml
@@ -53,10 +59,10 @@ examples:
   nemo-rl-moe generate --model results/grpo_tiny_moe/final --prompts prompts.txt
   nemo-rl-moe report logs/sft_tiny_moe/exp_001
   nemo-rl-moe watch logs/sft_tiny_moe/exp_001
-  nemo-rl-moe verify logs/sft_tiny_moe/exp_001
-  nemo-rl-moe audit tape
+  nemo-rl-moe verify results/sft_tiny_moe
+  nemo-rl-moe audit my_run/tape
   nemo-rl-moe plan --config grpo_math_1B.yaml policy.model_name=examples/assets/model_configs/Qwen3-1.7B
-  nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
+  nemo-rl-moe convert --from megatron --to hf --input results/sft_tiny_moe/step_50 --output exported
 """
 
 

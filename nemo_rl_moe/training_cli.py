@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
 from nemo_rl_moe.errors import ConfigurationError, UserError, printable
 from nemo_rl_moe.launch import evaluate_command, generate_command
@@ -56,10 +55,10 @@ it starts workers, and starts nothing. Shown are
   dpo   the chosen and the rejected response of each pair, with their prompt
   grpo  the prompts as the model gets them
 
-in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out: lines,
-and parts of conversations that the chat template does not show, such as thinking of earlier turns. In a terminal the
-three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in [[ ]] and what was
-cut off in {{ }}. Control characters of the data are written out.
+in the order of the data, not shuffled; and the numbers of samples and tokens, the longest, and what was left out: lines
+of the data, and parts of conversations that the chat template does not show, such as thinking of earlier turns. In a
+terminal the three kinds of tokens have colours; elsewhere, and where NO_COLOR is set, what is trained on stands in
+[[ ]] and what was cut off in {{ }}. Control characters of the data are written out.
 
 examples:
   nemo-rl-moe data --config sft_tiny_moe.yaml
@@ -93,7 +92,7 @@ Convert a model's folder between Hugging Face's format and Megatron-Core's.
 
 hf        config.json, tokenizer, and weights in *.safetensors files, with an index where there are several
 megatron  config.json, tokenizer, and weights in Megatron-Core's torch_dist format, in the folder 'policy':
-          a checkpoint of a run (results/sft/step_50), or what this command has written
+          a checkpoint of a run (results/sft_tiny_moe/step_50), or what this command has written
 
 Both can be trained as they are (policy.model_name=DIR policy.init=pretrained). The output appears whole or not at all.
 Works on the host, with as much memory as the weights take. Every tensor is accounted for: a missing or unknown one, a
@@ -101,7 +100,7 @@ wrong shape, or a field of config.json that is not supported ends with a line th
 """
 _CONVERT_EXAMPLES = """\
 examples:
-  nemo-rl-moe convert --from megatron --to hf --input results/sft/step_50 --output exported
+  nemo-rl-moe convert --from megatron --to hf --input results/sft_tiny_moe/step_50 --output exported
   nemo-rl-moe convert --from hf --to megatron --input Qwen3-30B-A3B --output Qwen3-30B-A3B-megatron
   nemo-rl-moe convert --from hf --to hf --input float32_model --output bfloat16_model --dtype bfloat16
 """
@@ -165,16 +164,6 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         module.add_arguments(command)
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
         _add_run_id(command)
-    verify_command.add_arguments(
-        commands.add_parser(
-            _VERIFY,
-            help=verify_command.SUMMARY,
-            description=f"{verify_command.SUMMARY[0].upper()}{verify_command.SUMMARY[1:]}.",
-            epilog=verify_command.EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-    )
     _add_convert(commands)
 
 
@@ -194,9 +183,6 @@ def run(options: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) 
     """
     if options.command == _CONVERT:
         return _convert(options)
-    if options.command == _VERIFY:
-        verify_command.run(options, rest)
-        return 0
     overrides = _with_secrets([*options.overrides, *rest])
     if options.command in _WITHOUT_TRAINING:
         return _run_without_training(options, overrides, words)
@@ -427,7 +413,6 @@ _SECRETS = "NEMO_RL_MOE_SECRET_OVERRIDES"
 _CONFIG = "config"
 _CONVERT = "convert"
 _DATA = "data"
-_VERIFY = "verify"
 _PLAN = "plan"
 _COMMANDS = {_CONFIG: _print_config}
 _WITHOUT_TRAINING = {"evaluate": evaluate_command, "generate": generate_command}

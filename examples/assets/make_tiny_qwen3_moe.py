@@ -4,7 +4,8 @@
 
     python examples/assets/make_tiny_qwen3_moe.py [FOLDER]
 
-What it writes depends on nothing but this file, and stands in examples/assets/tiny_qwen3_moe.
+What it writes depends on nothing but this file, and stands in examples/assets/tiny_qwen3_moe. Beside it, in
+tiny_qwen3_moe_tools, stands the same model with a token for each byte and a chat template that shows tools.
 
 Tokens: one for each character that sums, their working and lower-case words need, `<think>` and `</think>`, padding and
 the end token. There is none for "unknown": text with any other character is an error and not silently something else.
@@ -17,9 +18,10 @@ from pathlib import Path
 from string import ascii_lowercase, digits
 
 from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Split
 
 PAD, END = "<pad>", "<eos>"
 OPEN_THINK, CLOSE_THINK = "<think>", "</think>"
@@ -33,6 +35,38 @@ CHAT_TEMPLATE = (
     "{{- message.content -}}\n"
     "{%- endif -%}\n"
     "{%- endfor -%}\n"
+)
+
+TOOLS_SUFFIX = "_tools"
+TOOLS_PAD, TOOLS_START, TOOLS_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+TOOLS_VOCABULARY = (TOOLS_PAD, TOOLS_START, TOOLS_END, *sorted(ByteLevel.alphabet()))
+
+# Qwen3's format: definitions in the system turn, calls and results in tags.
+TOOLS_CHAT_TEMPLATE = (
+    "{%- if tools -%}\n"
+    "{{- '<|im_start|>system\\n<tools>' -}}\n"
+    "{%- for tool in tools -%}{{- '\\n' + (tool | tojson) -}}{%- endfor -%}\n"
+    "{{- '\\n</tools><|im_end|>\\n' -}}\n"
+    "{%- endif -%}\n"
+    "{%- for message in messages -%}\n"
+    "{%- if message.role == 'assistant' -%}\n"
+    "{{- '<|im_start|>assistant\\n' -}}\n"
+    "{%- generation -%}\n"
+    "{{- message.content -}}\n"
+    "{%- for call in message.tool_calls or [] -%}\n"
+    "{{- '<tool_call>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) -}}\n"
+    "{{- '</tool_call>' -}}\n"
+    "{%- endfor -%}\n"
+    "{{- '<|im_end|>' -}}\n"
+    "{%- endgeneration -%}\n"
+    "{{- '\\n' -}}\n"
+    "{%- elif message.role == 'tool' -%}\n"
+    "{{- '<|im_start|>user\\n<tool_response>' + message.content + '</tool_response><|im_end|>\\n' -}}\n"
+    "{%- else -%}\n"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}\n"
+    "{%- endif -%}\n"
+    "{%- endfor -%}\n"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}\n"
 )
 
 MODEL_CONFIG = {
@@ -80,6 +114,30 @@ TOKENIZER_CONFIG = {
 }
 
 
+TOOLS_MODEL_CONFIG = {
+    **MODEL_CONFIG,
+    "eos_token_id": TOOLS_VOCABULARY.index(TOOLS_END),
+    "max_position_embeddings": 4096,
+    "pad_token_id": TOOLS_VOCABULARY.index(TOOLS_PAD),
+    "vocab_size": len(TOOLS_VOCABULARY),
+}
+TOOLS_TOKENIZER_CONFIG = {
+    **TOKENIZER_CONFIG,
+    "eos_token": TOOLS_END,
+    "model_max_length": TOOLS_MODEL_CONFIG["max_position_embeddings"],
+    "pad_token": TOOLS_PAD,
+}
+
+
+def build_tools_tokenizer() -> Tokenizer:
+    """Make a tokenizer with one token a byte, and one for each tag of a turn."""
+    tokenizer = Tokenizer(BPE({token: index for index, token in enumerate(TOOLS_VOCABULARY)}, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.add_special_tokens([TOOLS_PAD, TOOLS_START, TOOLS_END])
+    return tokenizer
+
+
 def build_tokenizer() -> Tokenizer:
     """One token a character; the four longer ones are found before a text is cut into characters."""
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(VOCABULARY)}))
@@ -92,12 +150,18 @@ def build_tokenizer() -> Tokenizer:
 
 
 def write_model_folder(folder: Path) -> None:
-    """Writes the four files; the folder may exist."""
+    """Writes the four files of each of both models; the folders may exist."""
+    tools = folder.with_name(f"{folder.name}{TOOLS_SUFFIX}")
+    _write(folder, MODEL_CONFIG, TOKENIZER_CONFIG, CHAT_TEMPLATE, build_tokenizer())
+    _write(tools, TOOLS_MODEL_CONFIG, TOOLS_TOKENIZER_CONFIG, TOOLS_CHAT_TEMPLATE, build_tools_tokenizer())
+
+
+def _write(folder: Path, config: object, tokenizer_config: object, chat_template: str, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(_as_json(MODEL_CONFIG), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(_as_json(TOKENIZER_CONFIG), encoding="utf-8")
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
-    (folder / "tokenizer.json").write_text(build_tokenizer().to_str(pretty=True) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(_as_json(config), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(_as_json(tokenizer_config), encoding="utf-8")
+    (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n", encoding="utf-8")
 
 
 def _as_json(value: object) -> str:

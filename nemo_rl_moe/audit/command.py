@@ -21,15 +21,15 @@ SUMMARY = "check the routed experts of an RL run, of any trainer: ledger, agreem
 EXAMPLES = """\
 A tape folder holds token ids, routed experts and log-probabilities of a run's sequences, step by step; docs/audit.md
 describes it, and which files of other frameworks are read: verl, slime, miles, NeMo-RL, prime-rl, SkyRL, vLLM, SGLang,
-transformers. Nothing in a file is run.
+transformers. Nothing in a file is run. PATH alone is needed: what it holds tells its format.
 
 examples:
-  nemo-rl-moe audit tape
+  nemo-rl-moe audit my_run/tape                 a tape folder, or the folder of a run of this project with one
   nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B
-  nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B --training router_logits --write-tape tape
-  nemo-rl-moe audit tape --html audit.html --json audit.json
-  nemo-rl-moe audit tape --steps 10:20
-  nemo-rl-moe audit tape --against tape_of_yesterday
+  nemo-rl-moe audit dump/rollout_data --model Qwen3-30B-A3B --training router_logits --write-tape my_run/tape
+  nemo-rl-moe audit my_run/tape --html audit.html --json audit.json
+  nemo-rl-moe audit my_run/tape --steps 10:20
+  nemo-rl-moe audit my_run/tape --against yesterdays_run/tape
 
 exit code: 0 nothing is wrong; 1 routes cannot be right, each told in a line; 2 there is nothing that can be read
 """

@@ -6,16 +6,18 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
-from nemo_rl_moe.checksums import INVENTORY_FILE_NAME, accept_files, find_damage, read_inventory
 from nemo_rl_moe.errors import ConfigurationError, DamageFoundError
 
 SUMMARY = "compare the files of checkpoints and exported models with their checksums; damaged ones are named"
 EXAMPLES = """\
 examples:
-  nemo-rl-moe verify logs/sft_tiny_moe/exp_001           every checkpoint of a run, and its final weights
-  nemo-rl-moe verify results/grpo/step_40                one checkpoint
-  nemo-rl-moe verify --accept my_model                   take the files as they are now, after you have edited some
+  nemo-rl-moe verify results/sft_tiny_moe                every checkpoint of a run (its checkpointing.checkpoint_dir),
+                                                         and its final weights
+  nemo-rl-moe verify results/sft_tiny_moe/step_50        one checkpoint
+  nemo-rl-moe verify --accept results/sft_tiny_moe/final
+                                                         take the files as they are now, after you have edited some
 
 exit code: 0 all files are what was written; 1 a file is damaged; 2 there is nothing to compare with
 """
@@ -42,19 +44,21 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         ConfigurationError: A folder holds no checksums.
         DamageFoundError: Files are missing or damaged.
     """
-    folders = [found for top in [*options.runs, *map(Path, more)] for found in _with_inventory(top)]
+    checksums = _checksums()
+    name = checksums.INVENTORY_FILE_NAME
+    folders = [found for top in [*options.runs, *map(Path, more)] for found in _with_inventory(top, name)]
     if options.accept:
         # The innermost first: the checksum of its list of files stands in the one above.
         for folder in reversed(folders):
-            accept_files(folder)
+            checksums.accept_files(folder)
             print(f"{folder}: checksums of the files as they are now")
         return
     problems = []
     for folder in folders:
-        if damage := find_damage(folder):
+        if damage := checksums.find_damage(folder):
             problems += damage
             continue
-        entries = read_inventory(folder).values()
+        entries = checksums.read_inventory(folder).values()
         checked = [entry for entry in entries if entry.checksum is not None or entry.parts]
         size = sum(entry.num_bytes for entry in checked)
         if checked:
@@ -65,7 +69,18 @@ def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
         raise DamageFoundError(problems)
 
 
-def _with_inventory(top: Path) -> list[Path]:
+def _checksums() -> ModuleType:
+    """Import what reads checksums; it needs one package more than the rest of what works without training."""
+    try:
+        from nemo_rl_moe import checksums
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"verify: needs {error.name}, which is not installed: pip install {error.name}"
+        ) from None
+    return checksums
+
+
+def _with_inventory(top: Path, list_name: str) -> list[Path]:
     """Folders with checksums at or below one, outer ones first."""
     if not top.is_dir():
         raise ConfigurationError(f"{top}: is no folder")
@@ -73,10 +88,10 @@ def _with_inventory(top: Path) -> list[Path]:
     for parent, folders, names in os.walk(top):
         # Staged, replaced and removed checkpoints of a run are nobody's any more.
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        if INVENTORY_FILE_NAME in names:
+        if list_name in names:
             found.append(Path(parent))
     if not found:
         raise ConfigurationError(
-            f"{top}: holds no {INVENTORY_FILE_NAME}: neither a checkpoint nor an exported model with checksums"
+            f"{top}: holds no {list_name}: neither a checkpoint nor an exported model with checksums"
         )
     return found

@@ -13,6 +13,7 @@ from nemo_rl_moe.config.files import DEFAULTS_KEY, exemplars_folder, find_config
 from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
+from nemo_rl_moe.config.shipped_models import with_shipped_models
 from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import MASK, masked, masks_in
@@ -94,6 +95,7 @@ def check_values(
         f"{key}: got {MASK}, which stands in the place of a secret that was left out when the configuration was written"
         for key in masks_in(values)
     ]
+    values = with_shipped_models(values)
     config, schema_problems, is_whole = validate(schema, values, interpolation_problems.keys())
     problems += schema_problems
     problems += combination_problems(config, is_whole=is_whole, megatron_version=installed_megatron_version())

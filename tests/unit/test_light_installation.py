@@ -11,6 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from nemo_rl_moe import cli, training_cli
+from nemo_rl_moe.checksums import accept_files
 from nemo_rl_moe.run_folder.tape_folder import TapeWriter
 from nemo_rl_moe.run_folder.tape_sequences import TapeDescription, TapeSequence
 
@@ -119,6 +120,19 @@ def test_the_callback_needs_transformers_besides(repository_root: Path) -> None:
 def test_hooks_load_without_their_hosts(of_training: str) -> None:
     done = run_without(of_training, "import nemo_rl_moe.hooks.routes, nemo_rl_moe.hooks.router_replay")
     assert done.returncode == 0, done.stderr
+
+
+def test_verify_needs_one_package_more_and_says_which(tmp_path: Path, of_training: str) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"a")
+    accept_files(tmp_path)
+    code = f"from nemo_rl_moe.cli import main; sys.exit(main(['verify', {str(tmp_path)!r}]))"
+    alone = {"pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
+    done = run_without(",".join(set(of_training.split(",")) - alone), code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{tmp_path}: 1 files, 0.0 MB: all as they were written\n"
+    done = run_without(of_training, code)
+    assert done.returncode == 2
+    assert done.stderr == "error: verify: needs pydantic, which is not installed: pip install pydantic\n"
 
 
 def test_training_says_what_is_missing(of_training: str) -> None:

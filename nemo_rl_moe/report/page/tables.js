@@ -20,16 +20,18 @@ function thresholdText({
   sustained_steps: steps,
   missing_routes_share: missing,
   missing_routes_steps: missingSteps,
+  sudden_steps: sudden,
 }) {
   const parts = [];
+  const soon = sudden === null ? "" : ` (${sudden} where it comes at once)`;
   if (dead !== null) {
-    parts.push(`experts dead for ${dead} steps in a row`);
+    parts.push(`experts dead for ${dead} steps in a row${soon}`);
   }
   if (cv !== null) {
     parts.push(`a layer's spread beyond chance above ${cv} for ${steps} steps`);
   }
   if (overload !== null) {
-    parts.push(`an overload above ${overload} for ${steps} steps`);
+    parts.push(`an overload above ${overload} for ${steps} steps${soon}`);
   }
   if (missing !== null) {
     parts.push(`more than ${100 * missing}% of the routes of rollouts missing for ${missingSteps} steps`);

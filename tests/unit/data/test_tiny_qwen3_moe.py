@@ -27,10 +27,12 @@ def test_folder_is_what_the_script_makes(repository, folder, tmp_path):
     spec = importlib.util.spec_from_file_location("maker", repository / "examples/assets/make_tiny_qwen3_moe.py")
     maker = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(maker)
-    maker.write_model_folder(tmp_path)
-    assert sorted(path.name for path in folder.iterdir()) == list(FILES)
-    for name in FILES:
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
+    maker.write_model_folder(tmp_path / folder.name)
+    for name in (folder.name, f"{folder.name}_tools"):
+        shipped = folder.with_name(name)
+        assert sorted(path.name for path in shipped.iterdir()) == list(FILES)
+        for file in FILES:
+            assert (tmp_path / name / file).read_bytes() == (shipped / file).read_bytes()
 
 
 def test_configuration(folder):
@@ -76,4 +78,18 @@ def test_other_characters_are_an_error(tokenizer):
 
 @given(text=st.lists(st.sampled_from([*CHARACTERS, "<think>", "</think>", "<eos>"])).map("".join))
 def test_round_trip(tokenizer, text):
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_the_model_with_tools_shows_them_and_takes_any_text(repository):
+    tokenizer = AutoTokenizer.from_pretrained(repository / "examples/assets/tiny_qwen3_moe_tools")
+    config = AutoConfig.from_pretrained(repository / "examples/assets/tiny_qwen3_moe_tools")
+    assert len(tokenizer) == config.vocab_size == 259
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (config.pad_token_id, config.eos_token_id) == (0, 2)
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "\u00e9?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    text = tokenizer.apply_chat_template(turns, tools=[tool], tokenize=False)
+    assert text.endswith('assistant\n<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|im_end|>\n')
+    assert '"name": "add", "parameters"' in text
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

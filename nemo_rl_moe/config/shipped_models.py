@@ -1,0 +1,36 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of tiny models without weights that ship with this package, so that a shipped configuration runs anywhere."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PACKAGED = Path(__file__).resolve().parents[1] / "exemplar_models"
+_IN_REPOSITORY = Path(__file__).resolve().parents[2] / "examples" / "assets"
+SHIPPED_MODELS = ("tiny_qwen3_moe", "tiny_qwen3_moe_tools")
+
+
+def with_shipped_models(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in which names of shipped models have become paths, where the working folder has no such folder.
+
+    A model is named as in the repository, `examples/assets/tiny_qwen3_moe`, or by the last part of that alone.
+
+    Args:
+        values: Of a configuration, nested.
+    """
+    return {key: _resolved(key, value) for key, value in values.items()}
+
+
+def _resolved(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        found = with_shipped_models(value)
+        return {**found, "name": _path_of(found["name"])} if key == "tokenizer" and "name" in found else found
+    return _path_of(value) if key == "model_name" else value
+
+
+def _path_of(name: Any) -> Any:
+    model = name.rstrip("/").removeprefix("examples/assets/") if isinstance(name, str) else ""
+    if model not in SHIPPED_MODELS or Path(name).exists():
+        return name
+    return str((_PACKAGED if _PACKAGED.is_dir() else _IN_REPOSITORY) / model)
