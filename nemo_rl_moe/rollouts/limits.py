@@ -239,8 +239,9 @@ class RolloutWatch:
         for entry in traceback.extract_stack(frame):
             # What is above this package's last frame is asyncio's and the run's.
             own = [] if Path(entry.filename).parent == Path(__file__).parent else [*own, entry]
+        stack = "".join(traceback.format_list(own[-_STACK_FRAMES:]))
         return (
             f"env.rollout: {self._limits.name} has kept the run's main thread for {lasts_s:.0f} s ({timer.label}, at"
             f" {where(frame)}), and all other trajectories wait meanwhile: await something that does not block, or"
-            f" await asyncio.to_thread(...). Its stack:\n{''.join(traceback.format_list(own[-_STACK_FRAMES:])).rstrip()}"
+            f" await asyncio.to_thread(...). Its stack:\n{stack.rstrip()}"
         )
