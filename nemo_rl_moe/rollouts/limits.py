@@ -218,6 +218,7 @@ class RolloutWatch:
         )
 
     def _described(self, timers: Sequence[TrajectoryTimer]) -> str:
+        timers = sorted(timers, key=lambda timer: timer.seconds(), reverse=True)
         limit_s = self._limits.timeout_s
         of_limit = "" if limit_s is None else f" of {limit_s:g}"
         shown = [
@@ -234,10 +235,13 @@ class RolloutWatch:
 
     def _blocking(self, timer: TrajectoryTimer, lasts_s: float) -> str:
         frame = sys._current_frames().get(self._main)
-        stack = traceback.extract_stack(frame)[-_STACK_FRAMES:]
-        own = [entry for entry in stack if Path(entry.filename).parent != Path(__file__).parent]
+        own: list[traceback.FrameSummary] = []
+        for entry in traceback.extract_stack(frame):
+            # What is above this package's last frame is asyncio's and the run's.
+            own = [] if Path(entry.filename).parent == Path(__file__).parent else [*own, entry]
+        stack = "".join(traceback.format_list(own[-_STACK_FRAMES:]))
         return (
             f"env.rollout: {self._limits.name} has kept the run's main thread for {lasts_s:.0f} s ({timer.label}, at"
             f" {where(frame)}), and all other trajectories wait meanwhile: await something that does not block, or"
-            f" await asyncio.to_thread(...). Its stack:\n{''.join(traceback.format_list(own)).rstrip()}"
+            f" await asyncio.to_thread(...). Its stack:\n{stack.rstrip()}"
         )

@@ -142,6 +142,7 @@ def test_code_that_blocks_the_thread_of_all_costs_its_trajectory_alone() -> None
     assert blocking.startswith("env.rollout: tools:use_tools has kept the run's main thread for 601 s (train:1,")
     assert "asyncio.to_thread" in blocking
     assert "time.sleep(FOR_EVER_S)" in blocking, "its stack"
+    assert "asyncio/" not in blocking, "and nothing above it"
     assert not rollouts.ends
 
 
