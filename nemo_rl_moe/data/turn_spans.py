@@ -69,7 +69,7 @@ def _with_stand_ins(turn: Message, stand_in: str) -> list[Message]:
     as_text = isinstance(function["arguments"], str)
     own = json.loads(function["arguments"]) if as_text else function["arguments"]
     others: list[dict[str, Any]] = [{"stand-in": stand_in}, *({**own, name: stand_in} for name in [*own][:_MOST_NAMES])]
-    changes = [
+    changes: list[dict[str, Any]] = [
         *({"arguments": json.dumps(other, ensure_ascii=False) if as_text else other} for other in others),
         {"name": stand_in},
     ]
