@@ -250,7 +250,8 @@ class _Converted:
         made_by = self._files.adapter.made_by
         shape: tuple[int, ...] | None = None
         largest, written = -1, np.zeros(0, dtype=bool)
-        for files in (self._files, *([] if self._training is None else [self._training])):
+        both: list[_Files | _CapturedRoutes] = [self._files, *([] if self._training is None else [self._training])]
+        for files in both:
             for step in files.steps:
                 for experts in _experts(files.read(step)):
                     if shape is not None and experts.shape[1:] != shape and self._model is None:
