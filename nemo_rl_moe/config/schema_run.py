@@ -17,6 +17,7 @@ from nemo_rl_moe.config.schema_base import (
     PositiveInt,
     Processes,
     Seconds,
+    Share,
     StrictModel,
     Text,
 )
@@ -141,7 +142,7 @@ class AlertsConfig(StrictModel):
     """Steps in a row that `excess_cv` or `overload_factor` must be exceeded."""
     idle_steps: PositiveInt | None
     """Steps in a row of GRPO without any advantage, or with every response cut at the length limit."""
-    missing_routes_share: PositiveFloat | None
+    missing_routes_share: Share | None
     """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
     missing_routes_steps: PositiveInt
     """Steps in a row that `missing_routes_share` must be exceeded."""
