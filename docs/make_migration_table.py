@@ -23,9 +23,15 @@ def reference() -> str:
             "| NeMo-RL | why |\n|---|---|",
             *(_line(f"`{row.theirs}`", row.note) for row in without),
             "\n### Names of data sets\n",
-            "| `dataset_name` | `path` | prompt, answer | to do |\n|---|---|---|---|",
+            "| `dataset_name` | `path` | records | prompt, answer | to do |\n|---|---|---|---|---|",
             *(
-                _line(f"`{name}`", f"`{known.path}`", f"`{known.prompt_key}`, `{known.answer_key}`", known.to_do)
+                _line(
+                    f"`{name}`",
+                    f"`{known.path}`",
+                    known.form,
+                    f"`{known.prompt_key}`, `{known.answer_key}`",
+                    known.to_do,
+                )
                 for name, known in DATASETS.items()
             ),
             "",

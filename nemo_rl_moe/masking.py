@@ -27,13 +27,17 @@ _OF_A_TEXT = re.compile(
 )
 """What stands before `token` where that is a piece of a text."""
 _PLACE = re.compile(r"dir|env|files?|folder|path")
-# One slash where a path has been made of an address.
+# Lengths have limits and words begin once, so that the time is that of the length, whatever the text. One slash stands
+# where a path has been made of an address.
 _USER_AND_PASSWORD = re.compile(
-    r"(?P<before>[A-Za-z][\w+.-]*://?[^\s/@:?#'\"]*):(?:[^\s/?#'\"]*|(?!\d{1,5}[/?#])[^\s'\"]*)@"
+    r"(?P<before>(?<![\w+.-])[A-Za-z][\w+.-]{0,30}://?[^\s/@:?#'\"]{0,300})"
+    r":(?:[^\s/?#'\"]{0,300}|(?!\d{1,5}[/?#])[^\s'\"]{0,300})@"
 )
-_TOKEN_AS_USER = re.compile(r"(?P<before>https?://?)[^\s/@:?#'\"]+@")
+_TOKEN_AS_USER = re.compile(r"(?P<before>https?://?)[^\s/@:?#'\"]{1,300}@")
 _IN_A_QUERY = re.compile(r"(?P<before>[?&](?P<key>[\w.-]+)=)[^\s&#'\"]+")
-_ASSIGNED = re.compile(r"(?P<before>(?P<key>[\w-]+)[\"']?\s*[=:]\s*)(?:\"[^\"]*\"?|'[^']*'?|[^\s,{}\[\]][^,}\]]*)")
+_ASSIGNED = re.compile(
+    r"(?P<before>(?<![\w-])(?P<key>[\w-]+)[\"']?\s*[=:]\s*)(?:\"[^\"]*\"?|'[^']*'?|[^\s,{}\[\]][^,}\]]*)"
+)
 
 
 def is_secret(key: str) -> bool:

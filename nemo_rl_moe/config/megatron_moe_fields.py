@@ -26,6 +26,7 @@ from nemo_rl_moe.config.schema_base import (
 
 LoadBalancingType = Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "quantile_balancing", "none"]
 
+OneOrNone = Annotated[int, Field(ge=0, le=1)]
 # A negative one is none to Megatron-Core.
 CapacityFactor = Annotated[float, Field(le=1000)]
 
@@ -45,7 +46,7 @@ def _unset(since: str | None = None, until: str | None = None) -> Any:
 class MoeTransformerFields(StrictModel):
     """Any of these may be set in `policy.megatron_cfg`; what is not set keeps the model's or Megatron-Core's value."""
 
-    moe_layer_freq: PositiveInt | list[Literal[0, 1]] = _unset()
+    moe_layer_freq: PositiveInt | list[OneOrNone] = _unset()
     """One MoE layer in so many layers, or a list with 1 for each MoE layer and 0 for each dense one."""
     moe_ffn_hidden_size: PositiveInt | None = _unset()
     """Hidden size of each routed expert."""

@@ -44,7 +44,8 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
     try:
         asked = Theirs(one_set_of_samples(masked(theirs), translation))
         off = [*_sections_off(asked.tree), *_sections_of_others(Theirs(asked.tree))]
-        by_rules = [(key, value) for key, value in leaves(asked.tree) if _translate_key(translation, key, value, off)]
+        values = dict(leaves(asked.tree))
+        by_rules = [(key, value) for key, value in values.items() if _translate_key(translation, key, values, off)]
         of_algorithm = GRPO_RULES if translation.algorithm == "grpo" else ()
         for rule in (*TRAINING_RULES, *DATA_RULES, *of_algorithm):
             rule(asked, translation)
@@ -92,8 +93,9 @@ def _sections_of_others(theirs: Theirs) -> Iterator[str]:
             yield section
 
 
-def _translate_key(translation: Translation, key: str, value: Any, off: list[str]) -> bool:
+def _translate_key(translation: Translation, key: str, values: Mapping[str, Any], off: list[str]) -> bool:
     """Carry one key over by its row, or say why not; return True where that is left to a rule."""
+    value = values[key]
     section = next((above for above in off if key.startswith(f"{above}.") or key == above), None)
     if section is not None:
         if (line := f"{section}.*: switched off, or not read") not in translation.idle:
@@ -105,7 +107,8 @@ def _translate_key(translation: Translation, key: str, value: Any, off: list[str
     elif row.ours is None:
         _tell(translation, key, value, row.off, row.note)
     elif row.ours not in _keys_of(translation.algorithm):
-        _tell(translation, key, value, row.off, f"{row.ours} is no key of {translation.algorithm}")
+        idle = values.get(row.repeats) if row.repeats else row.off
+        _tell(translation, key, value, idle, f"{row.ours} is no key of {translation.algorithm}")
     elif row.convert is None:
         return True
     else:

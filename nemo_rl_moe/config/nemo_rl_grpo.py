@@ -91,6 +91,8 @@ def policy_loss(theirs: Theirs, translation: Translation) -> None:
     kind = theirs.get(f"{loss}.reference_policy_kl_type", "k3")
     values[f"{loss}.reference_policy_kl_type"] = "k1" if in_reward else kind
     values[f"{loss}.reference_policy_kl_gradient"] = "estimate" if in_reward else "divergence"
+    if in_reward and kind != "k1":
+        translation.changed.append(f"{loss}.reference_policy_kl_type: {kind}: k1, as it is in the reward")
     if in_reward:
         translation.changed.append(f"{loss}.use_kl_in_reward: of whole responses, by k1, before advantages")
     elif has_divergence and theirs.get(f"{loss}.use_on_policy_kl_approximation", False):

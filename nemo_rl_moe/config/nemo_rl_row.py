@@ -20,6 +20,7 @@ class Row:
         note: What differs; of a key without a counterpart, why there is none.
         convert: Their value to ours; None: a rule sets ours, from several keys.
         off: Their value that asks for nothing, where that is not null, false, zero or empty.
+        repeats: Their key that this one may repeat, and then asks for nothing where it has no counterpart.
     """
 
     theirs: str
@@ -27,6 +28,7 @@ class Row:
     note: str = ""
     convert: Callable[[Any], Any] | None = lambda value: value
     off: Any = None
+    repeats: str | None = None
 
 
 def same_names(section: str, *names: str) -> tuple[Row, ...]:

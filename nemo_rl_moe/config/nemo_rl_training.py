@@ -65,8 +65,9 @@ def _optimizer_on_the_host(theirs: Theirs, translation: Translation) -> None:
 def _recomputed(theirs: Theirs, translation: Translation, engine: str) -> str:
     if not theirs.get(f"{engine}.activation_checkpointing", False):
         return "none"
-    is_selective = theirs.get(f"{engine}.recompute_granularity", "full") == "selective"
-    if not is_selective:
+    if (granularity := theirs.get(f"{engine}.recompute_granularity", "full")) != "selective":
+        if granularity != "full":
+            translation.changed.append(f"{engine}.recompute_granularity: {granularity}: full")
         return "full"
     modules = theirs.get(f"{engine}.recompute_modules", [])
     if modules != ["moe"]:
@@ -136,11 +137,12 @@ def machines(theirs: Theirs, translation: Translation) -> None:
     nodes, gpus = theirs.get("cluster.num_nodes", 1), theirs.get("cluster.gpus_per_node", 1)
     place = "policy.generation.colocated"
     if translation.algorithm == "grpo" and theirs.get(f"{place}.enabled", True) is False:
-        own_gpus, own_nodes = theirs.get(f"{place}.resources.gpus_per_node"), theirs.get(f"{place}.resources.num_nodes")
+        own_gpus = theirs.get(f"{place}.resources.gpus_per_node")
         if nodes == 1:
             values["cluster.roles.generation"] = {"num_nodes": 1, "gpus_per_node": own_gpus}
             gpus -= own_gpus or 0
         else:
+            own_nodes = theirs.get(f"{place}.resources.num_nodes")
             values["cluster.roles.generation"] = {"num_nodes": own_nodes, "gpus_per_node": own_gpus or gpus}
             nodes -= own_nodes or 0
         translation.changed.append(f"{place}.enabled: the engines' GPUs are counted beside the policy's")

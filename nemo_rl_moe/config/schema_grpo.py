@@ -21,6 +21,7 @@ from nemo_rl_moe.config.schema_base import (
     RewardSize,
     Seconds,
     Seed,
+    Share,
     StrictModel,
     Temperature,
     Text,
@@ -32,7 +33,6 @@ from nemo_rl_moe.config.user_code import is_own
 
 NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1, le=1_000_000_000)]
-Share = Annotated[float, Field(gt=0, le=1)]
 RewardWeight = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
 RewardName = Annotated[
     str,

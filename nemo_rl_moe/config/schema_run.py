@@ -17,6 +17,7 @@ from nemo_rl_moe.config.schema_base import (
     PositiveInt,
     Processes,
     Seconds,
+    Share,
     StrictModel,
     Text,
     WholeOrLess,
@@ -145,7 +146,7 @@ class AlertsConfig(StrictModel):
     first one on in which a reward, the whole one or one by name, has had the same value in every response."""
     failed_responses_share: WholeOrLess | None
     """Share of the responses of a step, or of a validation, above which it is told that scoring them failed."""
-    missing_routes_share: PositiveFloat | None
+    missing_routes_share: Share | None
     """Share of the routed experts of GRPO's rollouts that did not arrive, `routing/rows_missing_share`."""
     missing_routes_steps: PositiveInt
     """Steps in a row that `missing_routes_share` must be exceeded."""

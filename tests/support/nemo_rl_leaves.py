@@ -121,7 +121,7 @@ def _others(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [f"{value}x"]
     if isinstance(value, list):
-        return [[*value, *(value[-1:] or ["y"])], value[1:] or ["z"], [0.5, *value[1:]]]
+        return [[*value, *(value[-1:] or ["y"])], value[1:] or ["z"], [0.5, *value[1:]], [{"name": "other"}]]
     return ["something", 7, True, {"dataset_name": "squad"}] if value is None else [{"another": 1}]
 
 

@@ -92,6 +92,15 @@ def test_overrides(text: str, shown: str) -> None:
     assert masked_assignment(text) == shown
 
 
+@pytest.mark.parametrize("part", ["a://b:", "a://b:c", "a", "a ", "HF_TOKEN=", "https://", "?a=", "AbC"])
+def test_long_texts_end(part: str) -> None:
+    """Time grows with the length of a text, whatever it is: a square would end in the limit of the test."""
+    text = part * (600_000 // len(part))
+    assert len(masked_text(text)) > 0
+    assert len(masked_assignment(text)) > 0
+    assert not is_secret("a" * 600_000)
+
+
 def test_masks_are_found_again() -> None:
     values = {"a": {"HF_TOKEN": MASK, "name": MASK}, "uri": "http://me:***@h", "list": [{"password": MASK}]}
     assert list(masks_in(values)) == ["a.HF_TOKEN", "uri", "list.0.password"]

@@ -51,8 +51,14 @@ Problems = Callable[..., list[str]]
         ),
         ("env.reward_weight={a: 1.0}", "env.reward_weight: unknown key; did you mean env.reward_weights?"),
         ("env.reward_weights=[1.0]", "env.reward_weights: got [1.0] (list), expected a section or null"),
-        ("env.reward_weights={a: high}", "env.reward_weights.a: got 'high' (str), expected a number"),
-        ("env.reward_weights={a: .inf}", "env.reward_weights.a: got inf (float), expected a finite number"),
+        (
+            "env.reward_weights={a: high}",
+            "env.reward_weights.a: got 'high' (str), expected a number from -1000000 to 1000000",
+        ),
+        (
+            "env.reward_weights={a: .inf}",
+            "env.reward_weights.a: got inf (float), expected a finite number from -1000000 to 1000000",
+        ),
         (
             "env.reward_weights={a/b: 1.0}",
             "env.reward_weights.a/b: got the name 'a/b', expected letters, digits, underscores, hyphens and dots, at"
@@ -65,15 +71,15 @@ Problems = Callable[..., list[str]]
         ),
         (
             "loss_fn.ratio_clip_min=1.1",
-            "loss_fn.ratio_clip_min: got 1.1 (float), expected a number from 0 up and up to 1",
+            "loss_fn.ratio_clip_min: got 1.1 (float), expected a number from 0 to 1",
         ),
         (
             "loss_fn.kl_output_clamp_value=0.0",
-            "loss_fn.kl_output_clamp_value: got 0.0 (float), expected a number above 0 or null",
+            "loss_fn.kl_output_clamp_value: got 0.0 (float), expected a number above 0 and up to 1000000000 or null",
         ),
         (
             "loss_fn.ratio_clip_c=0.5",
-            "loss_fn.ratio_clip_c: got 0.5 (float), expected a number from 1 up or null",
+            "loss_fn.ratio_clip_c: got 0.5 (float), expected a number from 1 to 1000000000 or null",
         ),
         (
             "loss_fn.force_on_policy_ratio=true",
@@ -90,7 +96,7 @@ Problems = Callable[..., list[str]]
         ("policy.generation.top_p=0", "policy.generation.top_p: got 0 (int), expected a number above 0 and up to 1"),
         (
             "policy.generation.temperature=0",
-            "policy.generation.temperature: got 0 (int), expected a number above 0",
+            "policy.generation.temperature: got 0 (int), expected a number from 0.01 to 100",
         ),
         (
             "policy.generation.stop_token_ids=[1, -1]",

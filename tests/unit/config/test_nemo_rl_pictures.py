@@ -41,7 +41,11 @@ def pictures(folder: Path, **changes: Any) -> Translation:
 
 def test_a_file_of_pictures_is_carried_over_and_its_result_is_valid(tmp_path: Path) -> None:
     translation = pictures(tmp_path)
-    assert problems_of_translation(translation) == []
+    answer = "its `solution` has the answer between <answer> and </answer>: write it alone"
+    assert problems_of_translation(translation) == [
+        f"data.train.dataset_name: clevr-cogent: MMInstruction/Clevr_CoGenT_TrainA_70K_Complex; {answer}",
+        f"data.validation.dataset_name: clevr-cogent: MMInstruction/Clevr_CoGenT_TrainA_70K_Complex; {answer}",
+    ]
     wanted = {
         "data.train.path": "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         "data.train.split": "train",
@@ -60,8 +64,6 @@ def test_a_file_of_pictures_is_carried_over_and_its_result_is_valid(tmp_path: Pa
     told = [
         "env.clevr-cogent.reward_functions: format: 0.2: no such reward; a function of yours that returns a dict of"
         " rewards: env.name: callable, env.reward_weights: {format: 0.2, exact_alnum: 0.8}",
-        "data.train.dataset_name: clevr-cogent: MMInstruction/Clevr_CoGenT_TrainA_70K_Complex; its `solution` has the"
-        " answer between <answer> and </answer>: write it alone",
         "data.default.processor: vlm_hf_data_processor: records are read by their form: docs/data.md",
     ]
     assert [line for line in told if line not in translation.without] == []
@@ -92,7 +94,7 @@ def test_the_environment_is_that_of_the_data(tmp_path: Path, name: str, wanted: 
         data__validation=None,
         data__default={"env_name": name},
     )
-    assert problems_of_translation(translation) == []
+    assert len(problems_of_translation(translation)) == (name == "refcoco")
     assert {key: translation.values.get(key) for key in wanted} == wanted
     assert any(line.startswith(told) for line in translation.without)
     assert "env.clevr-cogent.*: switched off, or not read" in translation.idle
@@ -100,7 +102,8 @@ def test_the_environment_is_that_of_the_data(tmp_path: Path, name: str, wanted: 
 
 def test_parts_that_stay_as_they_are_are_carried_over_from_either_engine(tmp_path: Path) -> None:
     freeze = {"freeze_vision_model": True, "freeze_vision_projection": False, "freeze_language_model": False}
-    megatron = pictures(tmp_path, policy__megatron_cfg__freeze_config=freeze)
+    samples: dict[str, Any] = {"data__train": {"dataset_name": "geometry3k"}, "data__validation": None}
+    megatron = pictures(tmp_path, policy__megatron_cfg__freeze_config=freeze, **samples)
     parts = ("vision_tower", "projector", "language_model")
     assert [megatron.values[f"policy.freeze.{part}"] for part in parts] == [True, False, False]
     assert problems_of_translation(megatron) == []

@@ -18,14 +18,17 @@ M = "policy.megatron_cfg"
         ("sft.max_num_steps=ten", "sft.max_num_steps: got 'ten' (str), expected a whole number above 0 or null"),
         ("sft.max_num_steps=0", "sft.max_num_steps: got 0 (int), expected a whole number above 0 or null"),
         ("sft.max_num_steps=2.0", "sft.max_num_steps: got 2.0 (float), expected a whole number above 0 or null"),
-        ("sft.seed='1'", "sft.seed: got '1' (str), expected a whole number from 0 up"),
-        ("sft.seed=true", "sft.seed: got true (bool), expected a whole number from 0 up"),
+        ("sft.seed='1'", "sft.seed: got '1' (str), expected a whole number from 0 to 4294967295"),
+        ("sft.seed=true", "sft.seed: got true (bool), expected a whole number from 0 to 4294967295"),
         ("sft.val_at_start=1", "sft.val_at_start: got 1 (int), expected true or false"),
         ("sft.val_period=null", "sft.val_period: got null, expected a whole number from 0 up"),
-        ("policy.max_grad_norm=true", "policy.max_grad_norm: got true (bool), expected a number above 0 or null"),
+        (
+            "policy.max_grad_norm=true",
+            "policy.max_grad_norm: got true (bool), expected a number above 0 and up to 1000000000 or null",
+        ),
         (
             "policy.max_grad_norm=.nan",
-            "policy.max_grad_norm: got nan (float), expected a finite number above 0 or null",
+            "policy.max_grad_norm: got nan (float), expected a finite number above 0 and up to 1000000000 or null",
         ),
         (
             "policy.tokenizer.name=''",
@@ -48,7 +51,7 @@ M = "policy.megatron_cfg"
         (f"{M}.moe_router_topk=0", f"{M}.moe_router_topk: got 0 (int), expected a whole number above 0"),
         (
             f"{M}.moe_aux_loss_coeff=[0.1,x]",
-            f"{M}.moe_aux_loss_coeff: got [0.1, 'x'] (list), expected a number from 0 up or a list of numbers",
+            f"{M}.moe_aux_loss_coeff: got [0.1, 'x'] (list), expected a number from 0 to 1000 or a list of numbers",
         ),
         (
             f"{M}.moe_router_load_balancing_type=aux_los",

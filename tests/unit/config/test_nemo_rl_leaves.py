@@ -1,0 +1,208 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Every leaf of a configuration of NeMo-RL is carried over or named: of files of every kind, and by every key name."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from nemo_rl_moe.cli import main
+from nemo_rl_moe.config.nemo_rl import translate
+from nemo_rl_moe.config.nemo_rl_files import read_theirs
+from nemo_rl_moe.config.nemo_rl_keys import row_of
+from tests.support.nemo_rl_leaves import fates_of, places
+from tests.unit.config.test_nemo_rl import COMMON, GENERATION, GRPO, write
+from tests.unit.config.test_nemo_rl_pictures import PICTURES
+
+NAMES_FILE = Path(__file__).with_name("nemo_rl_key_names.yaml")
+THEIRS = "NEMO_RL_CONFIGS"
+SFT = """
+sft: {max_num_epochs: 1, max_num_steps: 60, val_period: 10, val_batches: 8, val_global_batch_size: 32, \
+val_micro_batch_size: 1, val_at_start: true, val_at_end: false, seed: 42}
+checkpointing: {metric_name: "val:val_loss", higher_is_better: false}
+policy: {tokenizer: {chat_template: default}}
+data:
+  max_input_seq_length: 512
+  add_bos: true
+  add_eos: true
+  num_workers: 1
+  train: {dataset_name: OpenMathInstruct-2, output_key: generated_solution, split: train_1M, \
+split_validation_size: 0.05, seed: 42}
+  default: {prompt_file: prompts/math.txt, system_prompt_file: null, processor: sft_processor}
+logger: {num_val_samples_to_print: 3}
+"""
+DPO = """
+dpo: {max_num_epochs: 1, max_num_steps: 60, val_period: -1, val_batches: 8, val_global_batch_size: 16, \
+val_at_start: true, val_at_end: false, seed: 42, reference_policy_kl_penalty: 0.05, preference_loss_weight: 1, \
+sft_loss_weight: 0, preference_average_log_probs: false, sft_average_log_probs: false}
+checkpointing: {metric_name: "val:val_loss", higher_is_better: false}
+data: {train: {dataset_name: HelpSteer3, split: train}, validation: {dataset_name: HelpSteer3, split: validation}}
+"""
+TORCH = """
+policy:
+  megatron_cfg: {enabled: false}
+  dtensor_cfg: {enabled: true, _v2: true, cpu_offload: false, sequence_parallel: true, tensor_parallel_size: 2, \
+context_parallel_size: 1, expert_parallel_size: 2, activation_checkpointing: true, custom_parallel_plan: null, \
+env_vars: {NCCL_DEBUG: INFO}}
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6, weight_decay: 0.01, betas: [0.9, 0.98], eps: 1.0e-8, \
+foreach: false}}
+  scheduler:
+  - {name: torch.optim.lr_scheduler.LinearLR, kwargs: {start_factor: 0.1, end_factor: 1.0, total_iters: 20}}
+  - {name: torch.optim.lr_scheduler.ConstantLR, kwargs: {factor: 1.0, total_iters: 10000}}
+  - {milestones: [20]}
+"""
+SWITCHES = """
+grpo:
+  normalize_rewards: false
+  use_leave_one_out_baseline: true
+  val_start_at: -1
+  adv_estimator: {name: reinforce_plus_plus, minus_baseline: false, normalize_rewards: false, \
+use_leave_one_out_baseline: true}
+  reward_shaping: {enabled: false, max_response_length: 300, overlong_buffer_length: 16, overlong_buffer_penalty: 1}
+loss_fn: {use_kl_in_reward: true, reference_policy_kl_type: k2, use_importance_sampling_correction: false, \
+truncated_importance_sampling_ratio: 2, truncated_importance_sampling_type: tis, use_cispo: true, \
+disable_ppo_ratio: false}
+policy:
+  is_vlm: true
+  logprob_chunk_size: null
+  optimizer: {name: torch.optim.AdamW, kwargs: {lr: 5.0e-6, betas: [0.9, 0.98]}}
+  megatron_cfg:
+    sequence_parallel: false
+    activation_checkpointing: true
+    recompute_granularity: selective
+    recompute_modules: [moe, mlp]
+    optimizer: {optimizer_cpu_offload: false, optimizer_offload_fraction: 0.5, overlap_cpu_optimizer_d2h_h2d: true}
+  generation: {backend: vllm, vllm_kwargs: {}, vllm_cfg: {expert_parallel_size: 8, precision: fp8}, \
+colocated: {enabled: true, resources: {gpus_per_node: 2, num_nodes: 1}}}
+data: {default: {env_name: math, prompt_file: prompts/cot.txt}}
+env: {dapo: {num_workers: 8}, math: {math_verify_impl: hf_math_verify}}
+"""
+GYM = """
+grpo: {adv_estimator: {name: raw_reward, normalize_advantages: true}}
+policy: {generation: {backend: sglang, sglang_cfg: {port: 1}, colocated: {enabled: false, \
+resources: {gpus_per_node: 2, num_nodes: null}}}}
+data: {train: {dataset_name: NemoGymDataset, data_path: no/such.jsonl}, default: {env_name: nemo_gym}}
+env: {should_use_nemo_gym: true, nemo_gym: {port_range_low: 1}}
+cluster: {num_nodes: 1}
+"""
+KINDS: dict[str, tuple[str, ...]] = {
+    "sft": (COMMON, SFT),
+    "sft_torch": (COMMON, SFT, TORCH),
+    "dpo": (COMMON, DPO),
+    "dpo_torch": (COMMON, DPO, TORCH),
+    "grpo": (COMMON, GRPO, GENERATION),
+    "grpo_torch": (COMMON, GRPO, GENERATION, TORCH),
+    "grpo_switches": (COMMON, GRPO, GENERATION, SWITCHES),
+    "grpo_pictures": (COMMON, GRPO, GENERATION, PICTURES),
+    "grpo_gym": (COMMON, GRPO, GENERATION, GYM),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_leaf_is_lost_in_silence(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, *KINDS[kind])
+    fates = fates_of(read_theirs(path), path)
+    assert fates.lost == []
+    assert len(fates.carried) > 25
+    assert len(fates.named) > 5
+
+
+def names() -> Iterator[tuple[str, ...]]:
+    """Places of all keys that NeMo-RL's files have."""
+    return (place for place, _ in places(yaml.safe_load(NAMES_FILE.read_text())))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo_torch", "grpo", "grpo_torch"])
+def test_no_key_of_theirs_is_lost_whatever_file_it_stands_in(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, *KINDS[kind])
+    theirs = read_theirs(path)
+    others = {"sft", "dpo", "grpo"} - {kind.partition("_")[0]}
+    for value in (7, "text"):
+        tree: dict[str, Any] = {}
+        for place in names():
+            row = row_of(".".join(place))
+            # Types of what is carried over are theirs; of all other keys any value does.
+            if place[0] not in others and (row is None or row.ours is None):
+                _put(tree, place, value)
+        lost = fates_of(_under(theirs, tree), path).lost
+        assert lost == []
+
+
+def _put(tree: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
+    for name in place[:-1]:
+        tree = tree.setdefault(name, {})
+    tree[place[-1]] = value
+
+
+def _under(theirs: Any, tree: Any) -> Any:
+    """A tree with the values of another one over it."""
+    if not isinstance(theirs, Mapping) or not isinstance(tree, Mapping):
+        return theirs
+    return {**tree, **{name: _under(value, tree[name]) if name in tree else value for name, value in theirs.items()}}
+
+
+@pytest.mark.parametrize(
+    ("written", "ours", "told"),
+    [
+        ({"chat_template": "default"}, None, ""),
+        ({"chat_template": "Default"}, None, ""),
+        ({"chat_template": None}, "not there", "{% for message in messages %}{{ message['content'] }}{% endfor %}"),
+        ({"chat_template": "{{ messages }}"}, "not there", "write it into a file, and name that"),
+        ({"chat_template": "mine.jinja"}, "mine.jinja", ""),
+        ({}, "not there", ""),
+    ],
+)
+def test_chat_templates(tmp_path: Path, written: dict[str, Any], ours: str | None, told: str) -> None:
+    """`default` is the tokenizer's own, and so is no template at all; null passes the contents on."""
+    (tmp_path / "mine.jinja").write_text("x")
+    path = write(tmp_path, COMMON, GRPO, GENERATION)
+    tree = yaml.safe_load(path.read_text())
+    tree["policy"]["tokenizer"] |= written
+    path.write_text(yaml.safe_dump(tree))
+    translation = translate(path)
+    assert translation.values.get("policy.tokenizer.chat_template", "not there") == ours
+    (lines,) = ([line for line in translation.obstacles if "chat_template" in line],)
+    assert [told in line for line in lines] == ([True] if told else [])
+
+
+def test_samples_that_sft_cannot_read_end_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, COMMON, SFT)
+    assert main(["config", "--from-nemo-rl", str(path)]) == 2
+    told = capsys.readouterr()
+    for line in (
+        "not carried over: data.train.output_key: generated_solution: data.answer_key is no key of sft",
+        "not carried over: data.default.prompt_file: prompts/math.txt: data.prompt_template is no key of sft",
+        "error: " + f"{path}: translated, but not yet right: data.train.dataset_name: OpenMathInstruct-2:"
+        " nvidia/OpenMathInstruct-2; its records are no conversations: write `messages`, or `prompt` and `completion`",
+    ):
+        assert line in told.err.splitlines()
+    assert "chat_template: null" in told.out
+
+
+def test_the_result_is_checked_as_a_run_is_that_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that the result names have to be there."""
+    monkeypatch.chdir(tmp_path)
+    samples = {"dataset_name": "ResponseDataset", "data_path": "mine.jsonl"}
+    template = {"name": "some/model", "chat_template": "mine.jinja"}
+    path = write(tmp_path, COMMON, GRPO, GENERATION, data__train=samples, policy__tokenizer=template)
+    assert main(["config", "--from-nemo-rl", str(path)]) == 2
+    told = capsys.readouterr().err
+    for key in ("data.train.path: mine.jsonl", "policy.tokenizer.chat_template: mine.jinja"):
+        assert f"translated, but not yet right: {key} not found in the working folder {tmp_path}" in told
+    for name in ("mine.jsonl", "mine.jinja"):
+        (tmp_path / name).write_text("x")
+    assert main(["config", "--from-nemo-rl", str(path)]) == 0
+
+
+@pytest.mark.skipif(THEIRS not in os.environ, reason=f"{THEIRS} names no folder of NeMo-RL's configurations")
+def test_no_leaf_of_their_own_files_is_lost() -> None:
+    """About a second a file: `NEMO_RL_CONFIGS=RL/examples/configs pytest ...`."""
+    from tests.support.nemo_rl_leaves import main as walk
+
+    assert walk(Path(os.environ[THEIRS])) == 0
