@@ -159,6 +159,8 @@ def update_engine(
     assert isinstance(engine, ScoringEngine)  # others have no check
     with clock.phase("refit_check"):
         gap = check.after_refit(engine)
+    if check.share_compared is not None:
+        metrics["refit/weights_compared"] = check.share_compared
     return metrics | {"refit/logprob_gap": gap.largest, "refit/checks_failed": float(check.num_failed)}
 
 

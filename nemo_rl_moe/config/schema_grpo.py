@@ -198,7 +198,7 @@ class RefitCheckConfig(StrictModel):
     """Tokens of each."""
     max_logprob_gap: PositiveFloat | None
     """Largest difference of a token's log-probabilities that is taken for rounding, in nats; null: 1e-4 in float32; in
-    other formats their mean may be ten times that of the start, at least 0.1 and at most 0.5."""
+    other formats their mean may be four times that of the run's refits before, at least 0.03 and at most 0.5."""
     on_failure: Literal["stop", "refit"]
     """stop: end the run; refit: send the weights once more, and end it when that does not help."""
 

@@ -19,6 +19,7 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.images import Picture, image_inputs
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.weight_sync.fingerprints import FingerprintingEngine, common_format
 from nemo_rl_moe.weight_sync.refit_check import (
     FLOAT32_BOUND,
     RefitCheck,
@@ -47,7 +48,10 @@ def make_refit_check(
     sequences = probe_sequences(chosen.num_sequences, chosen.num_tokens, hf_config.vocab_size)
     pictures = [picture_probe(sequence, hf_config, longest, n) for n, sequence in enumerate(sequences)]
     sequences, inputs = [list(ids) for ids, _ in pictures], [found for _, found in pictures if found]
-    in_float32 = {config.policy.precision, getattr(engine, "dtype", config.policy.precision)} == {"float32"}
+    engines_format: str = getattr(engine, "dtype", config.policy.precision)
+    in_float32 = {config.policy.precision, engines_format} == {"float32"}
+    # Of tensors that several ranks share, none of them has a fingerprint.
+    gives_fingerprints = isinstance(engine, FingerprintingEngine) and getattr(engine, "ranks_per_engine", 1) == 1
 
     def explain(copy: int) -> str:
         # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
@@ -79,6 +83,8 @@ def make_refit_check(
         bound_nats=chosen.max_logprob_gap,
         refits_again=chosen.on_failure == "refit",
         model_inputs=inputs,
+        start_fingerprints=policy.start_fingerprints if gives_fingerprints else None,
+        number_format=common_format(config.policy.precision, engines_format),
     )
 
 

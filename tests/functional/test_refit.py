@@ -242,6 +242,12 @@ def test_the_time_of_the_refit_is_told(runs: dict[str, Path]) -> None:
     assert "timing/refit/seconds" not in read_jsonl(runs["megatron"] / "metrics.jsonl")
 
 
+def test_each_refit_is_checked_tensor_by_tensor(runs: dict[str, Path]) -> None:
+    history = read_jsonl(runs["transformers"] / "metrics.jsonl")
+    assert history["train/refit/weights_compared"] == [(step, 1.0) for step in (1, 2, 3)], "all of them"
+    assert {value for _, value in history["train/refit/checks_failed"]} == {0.0}
+
+
 @pytest.mark.slow
 def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
     """The documentation's, found in the folder that the command runs in."""

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines: the trainer's log-probs and ends of responses, weights that arrive, faults that are found."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -273,6 +274,43 @@ def test_in_sixteen_bits_a_round_trip_is_exact(vllm_cluster: RayCluster, trainer
         trainer.refit(engine, changed("layers.1.mlp.gate.weight", lambda tensor: tensor.roll(1, 0)))
         with pytest.raises(WeightSyncError, match="does not compute with the trainer's weights"):
             check.after_refit(engine)
+    finally:
+        engine.shutdown()
+
+
+TINY_FAULTS: dict[str, Change] = {
+    "model.layers.1.mlp.experts.3.up_proj.weight": changed("1.mlp.experts.3.up_proj", lambda each: 1.01 * each),
+    "model.embed_tokens.weight": changed("embed_tokens", lambda each: each + 1e-3),
+    "model.layers.0.self_attn.k_proj.weight": changed("layers.0.self_attn.k_proj", lambda each: each.roll(1, 0)),
+    "model.layers.2.post_attention_layernorm.weight": changed("layers.2.post_attention", torch.zeros_like),
+    "lm_head.weight": changed("lm_head", lambda each: 1.01 * each),
+}
+"""By the one tensor that they change."""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_every_tensor_of_an_engine_is_compared(vllm_cluster: RayCluster, trainer: Trainer, dtype: str) -> None:
+    """Joined projections, packed kernels, and experts that are filled up to a multiple of 32."""
+    engine = start_engine(vllm_cluster, trainer, dtype=dtype)
+    try:
+        trainer.refit(engine)
+        check = check_of(
+            engine,
+            trainer,
+            in_float32=dtype == "float32",
+            start_fingerprints=trainer.start_fingerprints,
+            number_format=dtype,
+        )
+        for _ in range(3):
+            check.after_refit(engine)
+            assert check.share_compared == 1
+            trainer.move()
+            trainer.refit(engine)
+        for name, change in TINY_FAULTS.items():
+            trainer.refit(engine, change)
+            named = f"in copy 0 1 of {len(trainer.tensors)} tensors differ: {name} "
+            with pytest.raises(WeightSyncError, match=re.escape(named)):
+                check.after_refit(engine)
     finally:
         engine.shutdown()
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineSetup
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec, WeightTransport
 
 NUM_WORKERS = 2
@@ -47,6 +48,7 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
         config = AutoConfig.from_pretrained(model_folder)
         self._model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         self._asleep: Path | None = None
+        self._names: list[str] = []
 
     def receive(self, spec: TransportSpec, receiver: int) -> str | None:
         """Takes part in a transfer; what went wrong, or None."""
@@ -74,6 +76,18 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
             length = ends[0] + 1 if len(ends) else len(row_tokens)
             found.append(GeneratedSequence(row_tokens[:length], row_logprobs[:length], not len(ends), version))
         return found
+
+    @torch.no_grad()
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[np.ndarray]:
+        """Log-probability of each token after the first."""
+        ids = torch.tensor(sequences)
+        logprobs = (self._model(input_ids=ids).logits / temperature).log_softmax(-1)
+        return list(logprobs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0].numpy())
+
+    def weight_fingerprints(self, number_format: str) -> dict[str, str]:
+        """Return the fingerprints of the tensors that have arrived, as they lie in the model."""
+        parameters = dict(self._model.named_parameters())
+        return fingerprints_of(((name, place_of(name, parameters)) for name in self._names), number_format)
 
     def sleep(self) -> None:
         """Leaves the memory: the weights wait on the disk."""
@@ -116,7 +130,9 @@ class TransformersWorker:  # pragma: no cover  (runs in another process)
         """Fills every parameter of the model, or raises."""
         parameters = dict(self._model.named_parameters())
         missing = sum(parameter.numel() for parameter in parameters.values())
+        self._names = []
         for name, tensor in tensors:
+            self._names.append(name)
             target = place_of(name, parameters)
             if target.shape != tensor.shape:
                 raise ValueError(f"{name}: got the shape {tuple(tensor.shape)}, expected {tuple(target.shape)}")
@@ -182,6 +198,14 @@ class TransformersEngine:
             if problem is not None:
                 raise WeightSyncError(problem)
         self._version = version
+
+    def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[np.ndarray]]:
+        """Log-probability of each token after the first, by each copy."""
+        return list(ray.get([worker.score.remote(sequences, temperature) for worker in self._workers]))
+
+    def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
+        """Return the fingerprints of the weights that each copy stores."""
+        return list(ray.get([worker.weight_fingerprints.remote(number_format) for worker in self._workers]))
 
     def sleep(self) -> None:
         """Drops the models from memory."""

@@ -30,6 +30,7 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.diagnosis import disagreement
 from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY, FolderTransport
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck, probe_sequences
 from nemo_rl_moe.weight_sync.transport import TransportSpec
@@ -131,6 +132,11 @@ class Trainer:
     def start_scores(self, sequences: Sequence[Sequence[int]]) -> Callable[[], list[Any]]:
         """As `scores`, computed at once."""
         found = self.scores(sequences)
+        return lambda: found
+
+    def start_fingerprints(self, number_format: str) -> Callable[[], dict[str, str]]:
+        """Return what gives the fingerprints of the weights as they are."""
+        found = fingerprints_of(self.tensors.items(), number_format)
         return lambda: found
 
     def refit(self, engine: VllmEngine, change: Change = as_they_are, *, altered: bool = False) -> None:

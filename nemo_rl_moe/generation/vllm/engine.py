@@ -274,18 +274,39 @@ class VllmEngine:
             GenerationError: An engine died or does not answer; another one takes its place with the next weights.
         """
         self._wake("kv_cache")  # a paused engine would wait for it for ever
-        calls = [(engine, engine.actor.score.remote(sequences, temperature, *model_inputs)) for engine in self._engines]
-        scores: list[list[Float[np.ndarray, " tokens"]]] = []
-        problem = None
+        scores: list[list[Float[np.ndarray, " tokens"]]] = self._answers_of_all(
+            "scored", "score", sequences, temperature, *model_inputs
+        )
+        return scores
+
+    def weight_fingerprints(self, number_format: str) -> list[dict[str, str]]:
+        """Return the fingerprints of the weights that each engine stores; empty where several ranks share them.
+
+        Raises:
+            GenerationError: An engine died or does not answer; another one takes its place with the next weights.
+        """
+        if self.ranks_per_engine > 1:
+            return [{} for _ in self._engines]
+        found: list[dict[str, str]] = self._answers_of_all("read its weights", "weight_fingerprints", number_format)
+        return found
+
+    def _answers_of_all(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of every engine at the same time; return what each answers.
+
+        Raises:
+            GenerationError: An engine died or does not answer while it is `doing`.
+        """
+        calls = [(engine, getattr(engine.actor, method).remote(*arguments)) for engine in self._engines]
+        answers, problem = [], None
         for engine, call in calls:
             try:
-                scores.append(ray.get(call, timeout=self._stall_timeout_s))
+                answers.append(ray.get(call, timeout=self._stall_timeout_s))
             except RayError as error:
-                problem = f"{engine.name} {reason_of(error)} while it scored"
+                problem = f"{engine.name} {reason_of(error)} while it {doing}"
                 self._give_up(engine, reason_of(error))
         if problem is not None:
             raise GenerationError(problem)
-        return scores
+        return answers
 
     def process_ids(self) -> list[int]:
         """Processes of the engines that are there."""

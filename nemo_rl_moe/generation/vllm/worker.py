@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import torch
 from jaxtyping import Float, Shaped
 
 from nemo_rl_moe.distributed.batch import ModelInput
@@ -22,6 +23,7 @@ from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import outlive_requests_to_stop
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters, store_routes
 from nemo_rl_moe.generation.vllm.images import PicturePrompts, PictureSettings, as_loader_expects, register
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec
 
 _LONGEST_REASON = 500
@@ -238,6 +240,11 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         (outputs,) = self._engine.collective_rpc(_with_outputs_noted, args=(partial(self.score, [token_ids], 1.0),))
         return dict(outputs)
 
+    def weight_fingerprints(self, number_format: str) -> dict[str, str]:
+        """Return the fingerprints of the weights that an engine of one rank stores, by Hugging Face names."""
+        (found,) = self._engine.collective_rpc(_fingerprints, args=(number_format,))
+        return dict(found)
+
     def receive(self, spec: TransportSpec, first_receiver: int) -> str | None:
         """Takes part in a transfer with all ranks of the engine; what went wrong, or None."""
         try:
@@ -299,6 +306,13 @@ def _receive(worker: Any, spec: TransportSpec, first_receiver: int, pictures: Pi
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _fingerprints(worker: Any, number_format: str) -> dict[str, str]:
+    from nemo_rl_moe.generation.vllm.stored_weights import stored_tensors
+
+    with torch.inference_mode():
+        return fingerprints_of(stored_tensors(worker.model_runner.get_model()), number_format)
 
 
 def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str, Any]:

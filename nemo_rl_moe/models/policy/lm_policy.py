@@ -45,6 +45,7 @@ from nemo_rl_moe.models.policy.megatron_policy_worker import (
 from nemo_rl_moe.models.policy.model_workers import POLICY_ROLE, ModelWorkers, in_rows, join_metrics
 from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.carriers import Carrier, make_carrier
+from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
 from nemo_rl_moe.weight_sync.folder import FolderTransport, folder_of_one_machine
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
@@ -255,6 +256,15 @@ class MegatronPolicy(ModelWorkers):
         """
         send = partial(self._send_weights, altered, then)
         return FolderTransport(self._transfer_folder(), len(self._coordinates), send, make_carrier=self._carrier)
+
+    def start_fingerprints(self, number_format: str) -> Callable[[], Fingerprints]:
+        """Have all ranks begin with the fingerprints of their weights; return what waits for those of all tensors.
+
+        Args:
+            number_format: Of `weight_sync.fingerprints.fingerprint`.
+        """
+        by_rank = self._workers.start_each("weight_fingerprints", [(number_format,)] * len(self._coordinates))
+        return lambda: {name: found for of_rank in by_rank() for name, found in of_rank.items()}
 
     def save_weights(self, directory: Path) -> Sequence[str]:
         """Writes the weights as a Hugging Face folder; it appears whole or not at all.

@@ -207,6 +207,10 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         except WeightSyncError as error:
             return SendOutcome(problem=str(error))
 
+    def weight_fingerprints(self, number_format: str) -> dict[str, str]:
+        """Return the fingerprints of this rank's part of the weights."""
+        return self._trainer.weight_fingerprints(number_format)
+
     def offload_optimizer(self) -> int:
         """Moves the optimizer's state to the host; the bytes that this rank's device gained."""
         return self._trainer.offload_optimizer()

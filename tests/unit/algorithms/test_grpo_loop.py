@@ -214,6 +214,8 @@ def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
     assert engine.diary == ["refit 0", "score weights"]
     assert policy.diary == ["weights", "trainer begins"], "while the engine still loads"
     assert {"refit", "refit_check"} <= {key.split("/")[1] for key in clock.metrics()}
+    check.share_compared = 0.75
+    assert update_engine(engine, policy, clock, check)["refit/weights_compared"] == 0.75  # type: ignore[arg-type]
     assert update_engine(engine, policy, clock) == {"refit/bytes": 24.0}  # type: ignore[arg-type]
     engine.gap = 2e-4
     with pytest.raises(WeightSyncError, match="It is copy 0"):

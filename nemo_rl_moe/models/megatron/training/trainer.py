@@ -52,6 +52,7 @@ from nemo_rl_moe.models.model_files import write_model_files
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeReport
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import TransportSpec
 
 # isort: split
@@ -217,6 +218,14 @@ class MegatronModel:
         finally:
             # The ranks bring each tensor together: one that stopped early would keep the others waiting.
             deque(tensors, maxlen=0)
+
+    def weight_fingerprints(self, number_format: str) -> dict[str, str]:
+        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
+
+        Args:
+            number_format: Of `weight_sync.fingerprints.fingerprint`.
+        """
+        return fingerprints_of(tensors_of_this_rank(self.chunks, self.config, self.hf_config), number_format)
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.

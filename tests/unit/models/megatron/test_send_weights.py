@@ -12,6 +12,7 @@ import torch.distributed as dist
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.models.megatron.weights.hf_export import tensors_of_this_rank
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.folder import FolderTransfer
 from nemo_rl_moe.weight_sync.transport import NamedTensor
 from tests.support.generation_run import build_trainer
@@ -56,6 +57,34 @@ def send_twice(policy: PolicyConfig, folder: Path) -> tuple[str, set[str], set[s
         receiving = pool.submit(whole.receive, 0, keep) if rank == 0 else None
         sent = trainer.send_weights(whole)
         return str(error.value), received, own, sent, receiving.result() if receiving else 0
+
+
+def fingerprints_of_a_transfer(policy: PolicyConfig, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Fingerprints that this rank takes of its weights, and those of what arrives at a thread of rank 0."""
+    with parallel_job(policy) as rank, ThreadPoolExecutor(1) as pool:
+        trainer = build_trainer(policy)
+        arrived: dict[str, str] = {}
+        transfer = FolderTransfer(folder, 0, num_senders=2, num_receivers=1, bucket_bytes=BUCKET_BYTES)
+
+        def keep(tensors: Iterator[NamedTensor]) -> None:
+            arrived.update(fingerprints_of(tensors, "bfloat16"))
+
+        receiving = pool.submit(transfer.receive, 0, keep) if rank == 0 else None
+        trainer.send_weights(transfer)
+        found = trainer.weight_fingerprints("bfloat16")
+        if receiving is not None:
+            receiving.result()
+        return found, arrived
+
+
+def test_fingerprints_of_all_ranks_are_those_of_what_arrives(tmp_path: Path) -> None:
+    (found, arrived), (of_other, _) = run_ranks(
+        fingerprints_of_a_transfer, 2, tiny_policy(2, precision="bfloat16", **layout(tp=2)), tmp_path
+    )
+    assert found
+    assert of_other
+    assert not found.keys() & of_other.keys()
+    assert found | of_other == arrived
 
 
 def test_ranks_stay_in_step_when_a_receiver_fails(tmp_path: Path) -> None:

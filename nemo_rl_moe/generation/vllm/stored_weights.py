@@ -1,0 +1,118 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Weights as they lie in a vLLM engine of one rank, by their Hugging Face names.
+
+vLLM joins projections (`qkv_proj`, `gate_up_proj`, `w13_weight`) and, on CPUs, packs them into the layout of a kernel.
+Joined ones are cut apart, packed ones are unpacked: what is compared is what the engine computes with. Weights in a
+layout that is not known here are left out.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
+"""Kernels of experts that keep the order of the rows; others swap, shuffle or interleave them."""
+WIDEST_READ_OUT = 512
+"""Inputs of a packed layer up to which its weights are read out: the products grow with their square."""
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and values of each tensor whose layout is known; those of experts, one at a time.
+
+    Args:
+        model: vLLM's model.
+    """
+    joined: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    for prefix, module in model.named_modules():
+        if hasattr(module, "w13_weight"):
+            yield from _experts(prefix.removesuffix(".routed_experts"), module)
+            continue
+        for kind, parameter in module.named_parameters(recurse=False):
+            values = _linear_weight(module) if kind == "weight" and not parameter.numel() else parameter.detach()
+            if values is None:
+                continue
+            if (rows := getattr(module, "org_vocab_size", None)) is not None:
+                values = values[:rows]  # vLLM pads the vocabulary
+            parent, _, own = prefix.rpartition(".")
+            parts = joined.get(own, (own,))
+            sizes = getattr(module, "output_sizes", None) or [len(values)]
+            if len(parts) != len(sizes) or sum(sizes) != len(values):
+                continue
+            for part, of_part in zip(parts, values.split(list(sizes)), strict=True):
+                yield ".".join(filter(None, (parent, part, kind))), of_part
+
+
+def _linear_weight(module: Any) -> Tensor | None:
+    """Return the weights of a linear layer that are packed in its kernel: its outputs for rows of the unit matrix.
+
+    Products with 0 and 1 and their sums are exact. None where there is no such kernel, or it would take too long.
+    """
+    kernel: Callable[[Tensor, None, None], Tensor] | None = getattr(module, "cpu_linear", None)
+    widths = (getattr(module, name, None) for name in ("input_size_per_partition", "input_size", "embedding_dim"))
+    width: int | None = next(filter(None, widths), None)
+    if kernel is None or width is None or width > WIDEST_READ_OUT:
+        return None
+    return kernel(torch.eye(width, dtype=module.weight.dtype), None, None).t()
+
+
+def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the projections of each expert."""
+    method = module.quant_method
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", None)
+    if backend not in PLAIN_BACKENDS or getattr(module, "is_fused_checkpoint_transposed", False):
+        return
+    gate_up, down = module.w13_weight.detach(), module.w2_weight.detach()
+    unpack_gate_up, unpack_down = (lambda values: values), (lambda values: values)
+    if backend == "CPU":
+        kernel = getattr(method.moe_kernel, "fused_experts", None)
+        if kernel is None or getattr(kernel, "_use_zentorch", False):
+            return
+        unpack_gate_up, unpack_down = (unpacking(gate_up, kernel.isa), unpacking(down, kernel.isa))
+    width: int = module.moe_config.intermediate_size_per_partition
+    names = module.ckpt_gate_proj_name, module.ckpt_up_proj_name, module.ckpt_down_proj_name
+    for expert in range(len(gate_up)):
+        gate, up = unpack_gate_up(gate_up[expert]).chunk(2)
+        of_expert = gate[:width], up[:width], unpack_down(down[expert])[:, :width]
+        for name, values in zip(names, of_expert, strict=True):
+            yield f"{prefix}.{expert}.{name}.weight", values
+
+
+def unpacking(
+    packed: Tensor, isa: str, pack: Callable[[Tensor, str], Tensor] | None = None
+) -> Callable[[Tensor], Tensor]:
+    """Return what puts the numbers of one expert back in the order of its rows.
+
+    Packing moves numbers and changes none, so numbers that say their own place show where each of them goes.
+
+    Args:
+        packed: Weights of all experts, packed.
+        isa: Instructions of the kernel that they are packed for.
+        pack: Packs weights `[experts, rows, columns]`; None: vLLM's own.
+    """
+    pack = pack or _pack_of_vllm()
+    shape = packed.shape[1:]
+    places = torch.arange(shape.numel(), dtype=torch.int64)
+    as_integers = torch.int32 if packed.dtype.itemsize == 4 else torch.int16
+    found = torch.zeros_like(places)
+    digit_bits = 15  # what a signed number of 16 bits holds
+    for shift in range(0, max(1, int(places[-1]).bit_length()), digit_bits):
+        digits = (places >> shift & (1 << digit_bits) - 1).to(as_integers)
+        moved = pack(digits.view(packed.dtype).view(1, *shape).contiguous(), isa)
+        found |= moved.contiguous().view(as_integers).flatten().long() << shift
+
+    def unpack(values: Tensor) -> Tensor:
+        flat = torch.empty(shape.numel(), dtype=values.dtype)
+        flat[found] = values.flatten()
+        return flat.view(shape)
+
+    return unpack
+
+
+def _pack_of_vllm() -> Callable[[Tensor, str], Tensor]:
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    pack: Callable[[Tensor, str], Tensor] = cpu_prepack_moe_weight
+    return pack

@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of weights: a checksum of each tensor's values, of the trainer's and of those that an engine stores.
+
+Log-probabilities in 16 bits hide small faults behind rounding; a checksum of the stored values hides none. Both sides
+round to one number format first, so that a right copy has the trainer's fingerprint in every format.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from nemo_rl_moe.checksums import checksum_of
+
+Fingerprints = Mapping[str, str]
+"""Shape and checksum of each tensor, by its Hugging Face name."""
+_MOST_NAMED = 4
+
+
+@runtime_checkable
+class FingerprintingEngine(Protocol):
+    """A generation engine that can say which weights it stores."""
+
+    def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
+        """Return the fingerprints of the tensors as they lie in each copy of the weights, `[copy][name]`.
+
+        A tensor that the engine stores in a form of its own, and cannot map back, is left out.
+
+        Args:
+            number_format: Of `fingerprint`.
+        """
+        ...
+
+
+def fingerprint(tensor: Tensor, number_format: str) -> str:
+    """Return a tensor's shape and the checksum of its values.
+
+    Args:
+        tensor: In any format, on any device.
+        number_format: Format that the values are rounded to first, such as `bfloat16`.
+    """
+    dtype: torch.dtype = getattr(torch, number_format)
+    values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
+    shape = "x".join(map(str, values.shape))
+    return f"{shape} {checksum_of(values.flatten().view(torch.uint8).numpy())}"
+
+
+def fingerprints_of(tensors: Iterable[tuple[str, Tensor]], number_format: str) -> dict[str, str]:
+    """Return the fingerprint of each tensor, taken one at a time."""
+    return {name: fingerprint(tensor, number_format) for name, tensor in tensors}
+
+
+def common_format(trainers: str, engines: str) -> str:
+    """Return the format in which a right copy equals the trainer's weights: the narrower one of two."""
+    return trainers if engines == "float32" else engines
+
+
+@dataclass(frozen=True)
+class WeightComparison:
+    """Comparison of an engine's fingerprints with the trainer's.
+
+    Attributes:
+        different: Names of the tensors that differ, in the trainer's order.
+        num_compared: Tensors of which both sides have a fingerprint.
+        num_tensors: The trainer's tensors.
+    """
+
+    different: Sequence[str]
+    num_compared: int
+    num_tensors: int
+
+    @property
+    def share_compared(self) -> float:
+        """Share of the trainer's tensors that could be compared."""
+        return self.num_compared / self.num_tensors if self.num_tensors else 0.0
+
+    def __str__(self) -> str:
+        more = f" and {len(self.different) - _MOST_NAMED} more" if len(self.different) > _MOST_NAMED else ""
+        return (
+            f"{len(self.different)} of {self.num_compared} tensors differ:"
+            f" {', '.join(self.different[:_MOST_NAMED])}{more}"
+        )
+
+
+def compare_fingerprints(found: Fingerprints, expected: Fingerprints) -> WeightComparison:
+    """Compare what an engine stores with what the trainer has.
+
+    Pass over names that one side lacks, and tensors of another shape: weights of a wrong shape cannot be loaded, so the
+    engine has put them into a layout of its own.
+    """
+    shared = [name for name in expected if name in found and _shape(found[name]) == _shape(expected[name])]
+    different = [name for name in shared if found[name] != expected[name]]
+    return WeightComparison(different, len(shared), len(expected))
+
+
+def _shape(of: str) -> str:
+    return of.partition(" ")[0]
