@@ -67,8 +67,8 @@ def _experts(prefix: str, module: Any) -> Iterator[tuple[str, Tensor]]:
     gate_up, down = module.w13_weight.detach(), module.w2_weight.detach()
     unpack_gate_up, unpack_down = (lambda values: values), (lambda values: values)
     if backend == "CPU":
-        kernel = method.moe_kernel.fused_experts
-        if getattr(kernel, "_use_zentorch", False):
+        kernel = getattr(method.moe_kernel, "fused_experts", None)
+        if kernel is None or getattr(kernel, "_use_zentorch", False):
             return
         unpack_gate_up, unpack_down = (unpacking(gate_up, kernel.isa), unpacking(down, kernel.isa))
     width: int = module.moe_config.intermediate_size_per_partition

@@ -104,7 +104,10 @@ def test_what_cannot_be_mapped_is_left_out() -> None:
     del no_kernel.cpu_linear
     too_wide = packed(Linear(values(2, 513)))
     shuffled = Experts(values(EXPERTS, 8, HIDDEN), values(EXPERTS, HIDDEN, 4), "FLASHINFER_CUTLASS")
+    not_ready = Experts(values(EXPERTS, 8, HIDDEN), values(EXPERTS, HIDDEN, 4), "CPU")
+    not_ready.quant_method.moe_kernel = None
     assert_holds(model_of(attn__qkv_proj=unknown_sizes, head=no_kernel, wide=too_wide, mlp__experts=shuffled), {})
+    assert_holds(model_of(mlp__experts=not_ready), {})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
