@@ -228,14 +228,6 @@ class MegatronModel:
         """
         return fingerprints_of(tensors_of_this_rank(self.chunks, self.config, self.hf_config), number_format)
 
-    def weight_fingerprints(self, number_format: str) -> dict[str, str]:
-        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
-
-        Args:
-            number_format: Of `weight_sync.fingerprints.fingerprint`.
-        """
-        return fingerprints_of(tensors_of_this_rank(self.chunks, self.config, self.hf_config), number_format)
-
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.
 
