@@ -4,8 +4,8 @@
 
 Usage: python -m tests.support.nemo_rl_leaves RL/examples/configs
 
-walks the YAML files below a folder and prints how many leaves were carried over or named, which ones were lost, how many
-results a start would take, and what would stop the others. Exit code 1 where a leaf was lost.
+walks the YAML files below a folder and prints how many leaves were carried over or named, which ones were lost, how
+many results a start would take, and what would stop the others. Exit code 1 where a leaf was lost.
 """
 
 import copy
