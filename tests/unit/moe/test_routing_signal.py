@@ -47,8 +47,7 @@ def test_agreement_that_drops_is_told_after_two_steps() -> None:
         (
             {CLEAR_DIFFERING: 0.21, CLEAR_LAYER: 7.0},
             "clear_choices_differ",
-            "routers of layer 7 would choose other experts than the rollout in 21.0% of their clearest choices since"
-            " step 3",
+            "layer 7 would choose other experts than the rollout in 21.0% of their clearest choices since step 3",
         ),
         ({MISSING_SHARE: 1.0, MISSING_RANK: 5.0}, "missing_rows", "data-parallel rank 5 has lacked 100% of"),
         ({FROZEN_LAYERS: 4.0}, "frozen_expert_bias", "the expert bias of 4 layers has not moved since step 3"),

@@ -35,6 +35,7 @@ from tests.support.tiny_model import (
 )
 
 PACKED = {"sequence_packing__enabled": True}
+IN_BFLOAT16 = {"precision": "bfloat16", "activation_checkpointing": "full"}
 ONE_SHARE = (tuple(range(6)),)
 UNEVEN_SHARES = ((0, 2, 3, 4, 5), (1,))
 NUM_LAYERS, NUM_EXPERTS, TOPK = 4, 8, 2
@@ -364,7 +365,12 @@ def test_routes_of_generation_are_those_of_training(
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize(
     ("world_size", "changes", "shares"),
-    [(1, {}, ONE_SHARE), (2, layout(tp=2) | PACKED, ONE_SHARE), (2, layout(pp=2, vpp=2), ONE_SHARE)],
+    [
+        (1, {}, ONE_SHARE),
+        (2, layout(tp=2) | PACKED, ONE_SHARE),
+        (2, layout(pp=2, vpp=2), ONE_SHARE),
+        (2, layout(pp=2) | IN_BFLOAT16, ONE_SHARE),
+    ],
 )
 def test_a_fault_of_the_tape_is_named(world_size: int, changes: dict[str, Any], shares: Any, fault: Any) -> None:
     """From the passes of a layout, where no rank has all layers or all tokens."""
