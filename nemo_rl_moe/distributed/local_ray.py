@@ -119,7 +119,7 @@ class LocalRay:
     """Ray's servers as children of this process.
 
     A thread notices within a second that one of them has died, killed when memory runs out say, which Ray itself
-    reports after a minute or not at all; and that one has been stopped for half a minute. A program that is still there
+    reports after a minute or not at all; and that one has been stopped for 20 seconds. A program that is still there
     a few seconds later is ended with a message.
 
     On a busy machine the raylet dies while it starts: it waits for 15 s, and no longer, for its agents to write down
