@@ -63,8 +63,8 @@ def _ties_alone(totals: LedgerTotals) -> Bool[np.ndarray, " layers"]:
 def clear_differences(totals: LedgerTotals, layers: Sequence[int]) -> dict[str, float]:
     """Return metrics of the layer whose clear choices differ most; none where margins explain what differs.
 
-    Clear choices are those of the widest classes of margins. Where the share of them that differs is three quarters of
-    that of all choices or more, neither rounding nor a few updates is the cause.
+    Clear choices are those of the widest classes of margins. Where they differ in 5% of their rows or more, and in
+    three quarters of the share of all rows, neither rounding nor a few updates is the cause.
 
     Args:
         totals: Of the step.
