@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each leaf of NeMo-RL's configurations in a translation: carried over, named, or lost in silence.
+"""Find out what becomes of each leaf of NeMo-RL's configurations in a translation: carried over, named, or lost.
 
 Usage: python -m tests.support.nemo_rl_leaves RL/examples/configs
 
-walks the YAML files below a folder and prints how many leaves were carried over or named, which ones were lost, how many
-results a start would take, and what would stop the others. Exit code 1 where a leaf was lost.
+walks the YAML files below a folder and prints how many leaves were carried over or named, which ones were lost, how
+many results a start would take, and what would stop the others. Exit code 1 where a leaf was lost.
 """
 
 import copy

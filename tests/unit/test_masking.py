@@ -12,16 +12,61 @@ from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import printable
 from nemo_rl_moe.masking import MASK, is_secret, masked, masked_assignment, masked_text, masks_in
 
-SECRET_NAMES = (
-    "HF_TOKEN GITHUB_TOKEN_2 token auth_token accessToken access_tokens WANDB_API_KEY OPENAI_KEY api_keys apiKey APIKEY"
-    " AWS_SECRET_ACCESS_KEY client_secret secrets password DB_PASSWORD MY_PASS db_pwd PASSPHRASE credentials"
-    " HTTP_AUTH Authorization AZURE_STORAGE_CONNECTION_STRING private_key cookie"
-).split()
-OTHER_NAMES = (
-    "num_tokens max_new_tokens tokenizer TOKENIZERS_PARALLELISM eos_token pad_token image_token stop_token_ids"
-    " token_level_loss tokens key keys image_key output_key prompt_key num_key_value_heads pass pass_at_k PWD"
-    " HF_TOKEN_PATH password_file NCCL_DEBUG author monkey keyboard secretary"
-).split()
+SECRET_NAMES = [
+    "HF_TOKEN",
+    "GITHUB_TOKEN_2",
+    "token",
+    "auth_token",
+    "accessToken",
+    "access_tokens",
+    "WANDB_API_KEY",
+    "OPENAI_KEY",
+    "api_keys",
+    "apiKey",
+    "APIKEY",
+    "AWS_SECRET_ACCESS_KEY",
+    "client_secret",
+    "secrets",
+    "password",
+    "DB_PASSWORD",
+    "MY_PASS",
+    "db_pwd",
+    "PASSPHRASE",
+    "credentials",
+    "HTTP_AUTH",
+    "Authorization",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "private_key",
+    "cookie",
+]
+OTHER_NAMES = [
+    "num_tokens",
+    "max_new_tokens",
+    "tokenizer",
+    "TOKENIZERS_PARALLELISM",
+    "eos_token",
+    "pad_token",
+    "image_token",
+    "stop_token_ids",
+    "token_level_loss",
+    "tokens",
+    "key",
+    "keys",
+    "image_key",
+    "output_key",
+    "prompt_key",
+    "num_key_value_heads",
+    "pass",
+    "pass_at_k",
+    "PWD",
+    "HF_TOKEN_PATH",
+    "password_file",
+    "NCCL_DEBUG",
+    "author",
+    "monkey",
+    "keyboard",
+    "secretary",
+]
 
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
