@@ -312,7 +312,7 @@ def _driver_words(arguments: Sequence[str], run_id: str) -> list[str]:
 
 
 def _driver_environment(overrides: Sequence[str]) -> dict[str, str]:
-    """Variables for the process that runs a command: where it looks for modules, and secrets of overrides.
+    """Return variables for the process that runs a command: where it looks for modules, and secrets of overrides.
 
     Its command line, which anybody on the machine, Ray's dashboard and W&B see, has these masked.
     """
@@ -322,7 +322,7 @@ def _driver_environment(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _with_secrets(overrides: Sequence[str]) -> list[str]:
-    """Overrides with the secrets that `_driver_environment` has passed on, which nothing else inherits."""
+    """Return overrides with the secrets that `_driver_environment` has passed on, which nothing else inherits."""
     hidden: dict[str, str] = json.loads(os.environ.pop(_SECRETS, "{}"))
     return [hidden.get(text, text) for text in overrides]
 

@@ -126,6 +126,6 @@ def _tell(translation: Translation, key: str, value: Any, off: Any, why: str) ->
 
 @cache
 def _keys_of(algorithm: str) -> frozenset[str]:
-    """Keys of the algorithm; of the places of its workers, the one of engines."""
+    """Return the keys of the algorithm; of the places of its workers, the one of engines."""
     own = {PLACE_OF_ENGINES} if algorithm == "grpo" else set()
     return frozenset(known_keys(ALGORITHMS[algorithm].config_class)) | own

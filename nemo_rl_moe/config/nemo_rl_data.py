@@ -104,7 +104,7 @@ def data(theirs: Theirs, translation: Translation) -> None:
 
 
 def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
-    """One set of samples."""
+    """Translate one set of samples."""
     values = translation.values
     known = _dataset(theirs, translation, part)
     split = _of(theirs, part, "split") or known.split
@@ -125,7 +125,7 @@ def _samples(theirs: Theirs, translation: Translation, part: str) -> None:
 
 
 def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDataset:
-    """What is known of a set of samples; what keeps its records from being read goes to the obstacles."""
+    """Return what is known of a set of samples; what keeps its records from being read goes to the obstacles."""
     wanted, to_do = _WANTED[translation.algorithm]
     path = _of(theirs, part, "data_path")
     name = _of(theirs, part, "dataset_name")
@@ -143,7 +143,7 @@ def _dataset(theirs: Theirs, translation: Translation, part: str) -> KnownDatase
 
 
 def _of(theirs: Theirs, part: str, name: str) -> Any:
-    """Value of a set of samples, or else that of all sets."""
+    """Return the value of a set of samples, or else that of all sets."""
     return theirs.first(f"data.{part}.{name}", f"data.default.{name}")
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""What becomes of each leaf of NeMo-RL's configurations in a translation: carried over, named, or lost in silence.
+"""Find out what becomes of each leaf of NeMo-RL's configurations in a translation: carried over, named, or lost.
 
 Usage: python -m tests.support.nemo_rl_leaves RL/examples/configs
 

@@ -112,7 +112,7 @@ def test_no_leaf_is_lost_in_silence(tmp_path: Path, kind: str) -> None:
 
 
 def names() -> Iterator[tuple[str, ...]]:
-    """Places of all keys that NeMo-RL's files have."""
+    """Yield the places of all keys that NeMo-RL's files have."""
     return (place for place, _ in places(yaml.safe_load(NAMES_FILE.read_text())))
 
 
@@ -139,7 +139,7 @@ def _put(tree: dict[str, Any], place: tuple[str, ...], value: Any) -> None:
 
 
 def _under(theirs: Any, tree: Any) -> Any:
-    """A tree with the values of another one over it."""
+    """Return a tree with the values of another one over it."""
     if not isinstance(theirs, Mapping) or not isinstance(tree, Mapping):
         return theirs
     return {**tree, **{name: _under(value, tree[name]) if name in tree else value for name, value in theirs.items()}}
