@@ -174,12 +174,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP_INSTALL) --constraint constraints.txt $(TORCH_PIP_ARGUMENTS) '$(TORCH)'
 	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and the test tools (some minutes)"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
-	@rm -f $(VENV)/.installed-* && touch $@
+	@rm -f $(VENV)/.installed-* $(VENV)/.gpu-* && touch $@
 
 # All in the releases of a file of its own: vLLM takes some older than those of constraints.txt, and one torch alone. These
 # are the lines of docs/gpu.md. With them the project is installed, so that no other target does it again.
 $(GPU_STAMP): pyproject.toml constraints-gpu.txt
 	$(MAKE_VENV)
+	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(3 if torch.version.cuda is None else 0)' 2>/dev/null; [ $$? -ne 3 ] || { \
+		echo "error: the torch in $(VENV) is a build for CPUs: make clean, then make gpu" >&2; exit 2; }
 	@echo "[gpu] torch for CUDA, then vLLM, this project and the test tools (10 GB, some minutes)"
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt $(TORCH_PIP_ARGUMENTS) torch
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt --editable '.[test,vllm]'

@@ -182,7 +182,10 @@ def _run_process() -> NoReturn:
 
     A tool that hangs in `asyncio.to_thread` would keep the process for ever: Python waits for such threads at its end.
     """
-    code = _main_of_a_process()
+    try:
+        code = _main_of_a_process()
+    except SystemExit as error:  # a request to stop before there is anything to keep
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     if "--run-id" in sys.argv:
         sys.stdout.flush()
         last_resort = threading.Timer(LEAVING_S, os._exit, [code])

@@ -38,6 +38,7 @@ _IN_A_QUERY = re.compile(r"(?P<before>[?&](?P<key>[\w.-]+)=)[^\s&#'\"]+")
 _ASSIGNED = re.compile(
     r"(?P<before>(?<![\w-])(?P<key>[\w-]+)[\"']?\s*[=:]\s*)(?:\"[^\"]*\"?|'[^']*'?|[^\s,{}\[\]][^,}\]]*)"
 )
+_OPENED = re.compile(r"(?<![\w-])(?P<key>[\w-]+)[\"']?\s*[=:]\s*[\[{]")
 
 
 def is_secret(key: str) -> bool:
@@ -91,9 +92,11 @@ def masked_text(text: str) -> str:
 
 def masked_assignment(text: str) -> str:
     """Return an override such as `section.HF_TOKEN=value` with secrets masked, well formed or not."""
-    key, sign, _ = text.partition("=")
-    if sign and is_secret(key.strip()):
+    key, sign, value = text.partition("=")
+    if sign and any(map(is_secret, key.strip().split("."))):
         return f"{key}{sign}{MASK}"
+    if any(is_secret(found["key"]) for found in _OPENED.finditer(value)):
+        return f"{key}{sign}{MASK}"  # which of the nested values are secrets is not worth a parser
     return masked_text(_ASSIGNED.sub(_hide_if_secret, text))
 
 
@@ -102,8 +105,14 @@ def masks_in(value: Any, key: str = "") -> Iterator[str]:
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, entry in entries:
         yield from masks_in(entry, f"{key}.{name}" if key else str(name))
-    if isinstance(value, str) and ((value == MASK and any(map(is_secret, key.split(".")))) or f"{MASK}@" in value):
+    if isinstance(value, str) and ((value == MASK and any(map(is_secret, key.split(".")))) or _has_masks(value)):
         yield key
+
+
+def _has_masks(text: str) -> bool:
+    """Return True where `masked_text` has put masks into a text."""
+    queries = _IN_A_QUERY.finditer(text)
+    return f"{MASK}@" in text or any(is_secret(each["key"]) and each[0].endswith(f"={MASK}") for each in queries)
 
 
 def _hide_if_secret(found: re.Match[str]) -> str:

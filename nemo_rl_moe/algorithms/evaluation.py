@@ -37,12 +37,12 @@ class EvaluationSummary:
     """Estimates of one evaluation.
 
     Attributes:
-        reward: Mean reward of a response.
+        reward: Mean reward of a response; None where no response could be scored.
         accuracy: Share of responses that pass.
         pass_at_k: Chance that one of `k` responses passes, by `k`; of `k` = 1 it is the accuracy.
     """
 
-    reward: Estimate
+    reward: Estimate | None
     accuracy: Estimate
     pass_at_k: dict[int, Estimate]
 
@@ -94,7 +94,7 @@ def summarise_evaluation(
     counts = passed.sum(dim=1)
     ks = (1, *values_of_k(num_generations))
     return EvaluationSummary(
-        reward=estimate(_mean_rewards(trajectories, num_generations, failures)),
+        reward=estimate(rewards) if len(rewards := _mean_rewards(trajectories, num_generations, failures)) else None,
         accuracy=estimate(passed.double().mean(dim=1)),
         pass_at_k={k: estimate(pass_at_k(counts, num_generations, k)) for k in ks},
     )

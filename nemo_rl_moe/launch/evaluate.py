@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.evaluation import EvaluationSummary, summarise_evaluation
+from nemo_rl_moe.algorithms.evaluation import Estimate, EvaluationSummary, summarise_evaluation
 from nemo_rl_moe.algorithms.grpo import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.atomic_writes import write_whole
@@ -93,7 +93,10 @@ def result_lines(config: GRPOMasterConfig, evaluation: Evaluation, threshold: fl
     """The result for the eye."""
     summary, samples = evaluation.summary, config.grpo.val_num_generations
     num_prompts = len(evaluation.trajectories) // samples
-    rows = [("accuracy", summary.accuracy), ("reward", summary.reward)]
+    rows: list[tuple[str, Estimate | str]] = [
+        ("accuracy", summary.accuracy),
+        ("reward", summary.reward or "none, as no response could be scored"),
+    ]
     rows += [(f"pass@{k}", value) for k, value in summary.pass_at_k.items() if samples > 1]
     lines = [
         "",
@@ -146,7 +149,7 @@ def results_of(config: GRPOMasterConfig, evaluation: Evaluation, threshold: floa
         "passes": pass_rule(threshold),
         "threshold": threshold,
         "accuracy": asdict(summary.accuracy),
-        "reward": asdict(summary.reward),
+        "reward": None if summary.reward is None else asdict(summary.reward),
         "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
         "metrics": dict(evaluation.metrics),
     }

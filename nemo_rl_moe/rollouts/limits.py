@@ -30,6 +30,7 @@ STUBBORN_S = 30.0
 POLL_S = 0.25
 INTERRUPTION = signal.SIGRTMIN
 """Signal that interrupts code which blocks: none that libraries use, as they do SIGALRM for limits of their own."""
+_OWN_FOLDER = str(Path(__file__).parent)
 _AGAIN_S = 1.0
 _MOST_TOLD = 4
 _STACK_FRAMES = 6
@@ -195,7 +196,9 @@ class RolloutWatch:
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal, in the main thread: raise in the code that keeps it, unless that has just ended."""
         step = self._time.step
-        if step is None or not self._is_to_be_interrupted(*step):
+        # What this package does between two awaits is done whole; the watcher asks again.
+        is_ours = frame is not None and frame.f_code.co_filename.startswith(_OWN_FOLDER)
+        if step is None or is_ours or not self._is_to_be_interrupted(*step):
             return
         timer, _ = step
         if self.has_expired(timer) and not timer.is_over:

@@ -3,6 +3,7 @@
 """Engines that sleep while the trainer has their GPUs, in GRPO's own loop: a stand-in keeps vLLM's rules of sleep."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import ray
 import torch
 
-from nemo_rl_moe.algorithms.grpo import train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -142,8 +143,8 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
         config,
         engines.policy,
         engine,
-        SynchronousSource(config.grpo, worker, loader, SAMPLING),
-        Validator(config.grpo, worker, prompts(2, "val"), SAMPLING),
+        SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config)),
+        Validator(config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(config)),
         PAD_TOKEN,
         make_recorder(ListLogger(), [], note, DiaryOfCheckpoints(), start=start),
     )
@@ -227,6 +228,18 @@ def test_an_engine_that_sleeps_is_not_asked(place: tuple[RayCluster, Path]) -> N
         refit(engine, engines.policy)
         assert len(generated(engine, requests(1))) == 1
         assert engines.warnings == []
+
+
+def test_an_engine_that_dies_while_it_has_nothing_to_do_is_replaced(place: tuple[RayCluster, Path]) -> None:
+    with Engines(*place) as engines:
+        engine: Any = engines.engine
+        refit(engine, engines.policy)
+        os.kill(engine.process_ids()[0], signal.SIGKILL)
+        assert len(generated(engine, requests(2))) == 2
+        os.kill(engine.process_ids()[0], signal.SIGKILL)
+        with pytest.raises(GenerationError, match="1 of 1 engines were lost before they scored"):
+            engine.score([[1, 2]], 1.0)
+        assert len(engines.warnings) == 2
 
 
 def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], monkeypatch: pytest.MonkeyPatch) -> None:

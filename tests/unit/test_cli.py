@@ -207,13 +207,15 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(word in printed for word in words)
 
 
-def test_a_thread_that_never_ends_does_not_keep_a_run() -> None:
+@pytest.mark.parametrize(("end", "code"), [("lambda: 3", 3), ("lambda: sys.exit(143)", 143)])
+def test_a_thread_that_never_ends_does_not_keep_a_run(end: str, code: int) -> None:
+    """Nor one that is asked to stop before there is anything to keep, which raises SystemExit."""
     program = (
         "import sys, threading, time\n"
         "from nemo_rl_moe import cli\n"
         "threading.Thread(target=time.sleep, args=(3600,)).start()\n"
-        "cli.main, cli.LEAVING_S = lambda: 3, 0.2\n"
+        f"cli.main, cli.LEAVING_S = {end}, 0.2\n"
         "cli._run_process()\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, "--run-id", "x"], timeout=120, check=False)
-    assert done.returncode == 3
+    done = subprocess.run([sys.executable, "-c", program, "--run-id", "x"], timeout=280, check=False)
+    assert done.returncode == code

@@ -92,6 +92,9 @@ def test_trees(value: Any, left: Any) -> None:
         ("a.b={'HF_TOKEN': 'a,b'", "a.b={'HF_TOKEN': ***"),
         ("+logger.mlflow.tracking_uri=http://me:p@h", "+logger.mlflow.tracking_uri=http://me:***@h"),
         ("data.train.path=key.jsonl", "data.train.path=key.jsonl"),
+        ("env.parameters.credentials.user=b", "env.parameters.credentials.user=***"),
+        ("env.parameters={api_key: [s1, s2], y: 2}", "env.parameters=***"),
+        ("env.parameters={'credentials': {user: a, pass: b}}", "env.parameters=***"),
     ],
 )
 def test_overrides(text: str, shown: str) -> None:
@@ -108,5 +111,6 @@ def test_long_texts_end(part: str) -> None:
 
 
 def test_masks_are_found_again() -> None:
-    values = {"a": {"HF_TOKEN": MASK, "name": MASK}, "uri": "http://me:***@h", "list": [{"password": MASK}]}
-    assert list(masks_in(values)) == ["a.HF_TOKEN", "uri", "list.0.password"]
+    addresses = {"uri": "http://me:***@h", "query": "https://h/x?a=1&token=***"}
+    values = {"a": {"HF_TOKEN": MASK, "name": MASK}, **addresses, "list": [{"password": MASK}]}
+    assert list(masks_in(values)) == ["a.HF_TOKEN", "uri", "query", "list.0.password"]

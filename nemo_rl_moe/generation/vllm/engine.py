@@ -174,7 +174,8 @@ class VllmEngine:
                 self._refit(self)
             num_before = len(self._engines)
             self._require_awake()
-            yield from self._answers(waiting)
+            if self._engines:  # all that did not answer are given up
+                yield from self._answers(waiting)
             lives -= num_before - len(self._engines)
             if lives < 0:
                 raise GenerationError("vLLM's engines fail again and again; the last reason is told above")
@@ -279,8 +280,13 @@ class VllmEngine:
             GenerationError: An engine has no weights, or died, or does not answer; another one takes the place of such
                 a one with the next weights.
         """
+        num_before = len(self._engines)
         self._wake("kv_cache")
         self._require_awake()
+        if len(self._engines) < num_before:
+            raise GenerationError(
+                f"{num_before - len(self._engines)} of {num_before} engines were lost before they scored"
+            )
         scores: list[list[Float[np.ndarray, " tokens"]]] = self._answers_of_all(
             "scored", "score", sequences, temperature, *model_inputs
         )

@@ -114,7 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
     driver = installed_driver()
     # An image for machines with GPUs may be made on one without.
-    if driver is not None and (problem := problem_with_driver(torch.version.cuda, driver)):
+    # CUDA's own packages for compatibility let some older drivers do.
+    is_unusable = driver is not None and not torch.cuda.is_available()
+    if is_unusable and driver is not None and (problem := problem_with_driver(torch.version.cuda, driver)):
         tell(f"torch {torch.__version__} cannot use the GPUs of this machine: {problem}")
         return EXIT_BAD_INPUT
     limits = ["--constraint", str(parsed.constraint)] if parsed.constraint else []

@@ -37,6 +37,7 @@ def test_three_prompts_of_four_responses() -> None:
     assert summary.accuracy.mean == pytest.approx(0.25)
     assert summary.accuracy.standard_error == pytest.approx(0.25 / 3**0.5)
     # Means of the rewards: 2/8, 5/8, 0.
+    assert summary.reward is not None
     assert summary.reward.mean == pytest.approx(7 / 24)
     # Of 6 pairs of responses, 3 hold the one right one; of two right ones all but one pair do.
     assert summary.pass_at_k.keys() == {1, 2, 4}

@@ -266,6 +266,8 @@ def test_validation_counts_a_failure_as_not_right_and_its_reward_not_at_all() ->
     assert rollout_metrics(responses, as_zero.counted(responses))["reward"] == -0.5
     summary = summarise_evaluation(responses, 2, None, rule)
     assert summary.accuracy.mean == pytest.approx(0.5 / 3)
+    assert summary.reward is not None
     assert summary.reward.mean == pytest.approx((1.0 - 2.0) / 2)
+    assert summarise_evaluation(responses[4:], 2, None, rule).reward is None, "no number, which would be NaN"
     # With a threshold below 0, reward 0 in place of a score would pass.
     assert passes(responses, 2, -1.0).tolist() == [[True, False], [True, False], [False, False]]

@@ -214,6 +214,7 @@ def test_prompts_of_grpo_as_the_product_reads_and_scores_them(maker, small, tmp_
             "num_workers": 1,
             "timeout_s": 60.0,
             "on_failure": "leave_out",
+            "rollout_timeout_s": 600.0,
             "answer_after": "</think>",
             "score_truncated": False,
             "reasoning_gym": task,

@@ -235,6 +235,7 @@ def prompts_of(path, tokenizer, **data):
             "num_workers": 1,
             "timeout_s": 60.0,
             "on_failure": "leave_out",
+            "rollout_timeout_s": 600.0,
             "answer_after": None,
             "score_truncated": True,
             "reasoning_gym": None,

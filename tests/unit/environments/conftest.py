@@ -32,6 +32,7 @@ def env_config() -> Callable[..., EnvironmentConfig]:
             "num_workers": 1,
             "timeout_s": 60.0,
             "on_failure": "leave_out",
+            "rollout_timeout_s": 600.0,
             "answer_after": None,
             "score_truncated": False,
             "reasoning_gym": None,

@@ -42,8 +42,8 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        (["--temperature", "-1"], "--temperature: got -1 (int), expected a number from 0 up"),
-        (["--temperature", "hot"], "--temperature: got 'hot' (str), expected a number from 0 up"),
+        (["--temperature", "-1"], "--temperature: got -1 (int), expected a number from 0 to 100"),
+        (["--temperature", "hot"], "--temperature: got 'hot' (str), expected a number from 0 to 100"),
         (["--top-p", "2"], "--top-p: got 2 (int), expected a number above 0 and up to 1"),
         (["--max-new-tokens", "0"], "--max-new-tokens: got 0 (int), expected a whole number above 0"),
         (

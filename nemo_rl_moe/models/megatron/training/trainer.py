@@ -226,7 +226,12 @@ class MegatronModel:
         Args:
             number_format: Of `weight_sync.fingerprints.fingerprint`.
         """
-        return fingerprints_of(tensors_of_this_rank(self.chunks, self.config, self.hf_config), number_format)
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            return fingerprints_of(tensors, number_format)
+        finally:
+            deque(tensors, maxlen=0)  # the others wait in its collectives
+            torch.cuda.empty_cache()  # the engine's cache comes next
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
         """Writes the weights as a Hugging Face folder. Every rank calls it.
