@@ -180,8 +180,6 @@ $(STAMP): pyproject.toml constraints.txt
 # are the lines of docs/gpu.md. With them the project is installed, so that no other target does it again.
 $(GPU_STAMP): pyproject.toml constraints-gpu.txt
 	$(MAKE_VENV)
-	@$(VENV)/bin/python -c 'import torch, sys; sys.exit(3 if torch.version.cuda is None else 0)' 2>/dev/null; [ $$? -ne 3 ] || { \
-		echo "error: the torch in $(VENV) is a build for CPUs: make clean, then make gpu" >&2; exit 2; }
 	@echo "[gpu] torch for CUDA, then vLLM, this project and the test tools (10 GB, some minutes)"
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt $(TORCH_PIP_ARGUMENTS) torch
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt --editable '.[test,vllm]'

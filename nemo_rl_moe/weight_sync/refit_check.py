@@ -39,8 +39,6 @@ SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND = 0.03, 0.5
 COARSE_FACTOR = 4.0
 """In 16 bits, of the mean difference: in 400 right refits of ten model shapes it was up to 2.7 times that of the run's
 first one, as tokens go to other experts by rounding."""
-LARGEST_RISE = 3.0
-"""Of the mean difference over that of the first right refit: what rises further is no measure of rounding."""
 UNMOVED = 0.01
 """Mean difference, in nats, below which scores of other weights count as those of the first ones."""
 
@@ -181,7 +179,7 @@ class RefitCheck:
     def __post_init__(self) -> None:
         fixed = FLOAT32_BOUND if self.bound_nats is None and self.in_float32 else self.bound_nats
         self._fixed_bound = None if fixed is None else Bound(fixed, of_the_mean=False)
-        self._noise = self._first_gap = 0.0
+        self._noise = 0.0
         self._is_first = True
         self._expected: Callable[[], Scores] | None = None
         self._expected_weights: Callable[[], Fingerprints] | None = None
@@ -213,9 +211,7 @@ class RefitCheck:
                 problem = self._problem(found)
         if problem is not None:
             raise WeightSyncError(f"{problem}{self._explanation(found)}")
-        # Limited, so that gaps which only just pass do not raise the bound from refit to refit.
-        self._first_gap = self._first_gap or found.gap.mean
-        self._noise = max(self._noise, min(found.gap.mean, LARGEST_RISE * self._first_gap))
+        self._noise = max(self._noise, found.gap.mean)
         return found.gap
 
     def _examine(self, engine: ScoringEngine) -> "Finding":

@@ -43,6 +43,7 @@ def environment(name: str = "callable", num_workers: int = 1, **changes: object)
         "name": name,
         "num_workers": num_workers,
         "timeout_s": TIMEOUT_S,
+        "rollout_timeout_s": 600.0,
         "on_failure": "leave_out",
         "answer_after": None,
         "score_truncated": False,

@@ -27,7 +27,7 @@ FLOAT32_EPSILON = 2.0**-23
 REWARD_KEYS = {"reward", "reward_std", "accuracy", "frac_zero_std_groups"}
 LENGTH_KEYS = {"mean_gen_tokens_per_sample", "max_gen_tokens_per_sample", "truncation_rate"}
 ADVANTAGE_KEYS = {f"advantages/{kind}" for kind in ("mean", "min", "max")}
-FAULT_KEYS = {f"env/num_{kind}" for kind in ("errors", "timeouts", "died")}
+FAULT_KEYS = {"env/failed_share", *(f"env/num_{kind}" for kind in ("errors", "timeouts", "died"))}
 LOSS_KEYS = {
     "approx_entropy",
     "clip_fraction_high",
@@ -109,7 +109,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, data: Path) -> FinishedRun:
 def test_logs_reward_beside_routing_by_the_field_s_names(run: FinishedRun) -> None:
     keys = {key.removeprefix("train/") for key in run.history() if key.startswith("train/")}
     routing = {key for key in keys if key.startswith(("moe/", "moe_expert_utilization/"))}
-    assert keys - routing == REWARD_KEYS | LENGTH_KEYS | ADVANTAGE_KEYS | FAULT_KEYS | LOSS_KEYS
+    of_groups = {"env/num_groups_left_out"}
+    assert keys - routing == REWARD_KEYS | LENGTH_KEYS | ADVANTAGE_KEYS | FAULT_KEYS | LOSS_KEYS | of_groups
     assert {"moe/load_balancing_loss", "moe/cv_mean", "moe/max_overload_factor"} <= routing
     validation = {key.removeprefix("val/") for key in run.history() if key.startswith("val/")}
     assert validation == {"reward", "reward_std", "accuracy", "pass_at_2"} | LENGTH_KEYS | FAULT_KEYS

@@ -182,5 +182,6 @@ def test_an_extension_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_torch_for_cpus_is_refused_before_anything_is_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert install_transformer_engine.main([]) == 2
     assert capsys.readouterr().err == (
-        f"error: torch {torch.__version__} is no build for CUDA 13, which Transformer Engine is compiled for here\n"
+        f"error: torch {torch.__version__} is no build for CUDA 13, which Transformer Engine is compiled for here;"
+        " in an environment with the build for CPUs: make clean, then make gpu\n"
     )

@@ -110,7 +110,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
 
     if torch.version.cuda is None or torch.version.cuda.partition(".")[0] != CUDA:
-        tell(f"torch {torch.__version__} is no build for CUDA {CUDA}, which Transformer Engine is compiled for here")
+        tell(
+            f"torch {torch.__version__} is no build for CUDA {CUDA}, which Transformer Engine is compiled for here;"
+            " in an environment with the build for CPUs: make clean, then make gpu"
+        )
         return EXIT_BAD_INPUT
     driver = installed_driver()
     # An image for machines with GPUs may be made on one without.
