@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether torch can use a machine's GPUs: Ray hands out all that the machine has, also those that torch cannot use."""
+"""Check that torch can use a machine's GPUs: Ray hands out all of them, also those that torch cannot use."""
 
 import os
 import re

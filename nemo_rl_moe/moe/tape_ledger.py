@@ -210,7 +210,7 @@ class LedgerTotals:
 
     @property
     def of_experts(self) -> Int[np.ndarray, "kinds layers experts"]:
-        """How often tape, routers and both name each expert."""
+        """Return the counts of each expert in the captured routes, by the routers, and by both."""
         return torch.stack([self.tape_experts, self.live_experts, self.agreed_experts]).numpy()
 
     @property

@@ -100,7 +100,7 @@ class Gap:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check has found.
+    """Result of a check.
 
     Attributes:
         gap: Of the copy of the weights that differs most.
