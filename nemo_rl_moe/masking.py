@@ -25,7 +25,7 @@ _OF_A_TEXT = re.compile(
     r"a|added|and|begin|bos|cls|decoder|each|end|eos|extra|first|generated|image|last|mask|max|min|next|num|pad|per"
     r"|prompt|response|sep|special|start|stop|think|tool|unk|video|vision"
 )
-"""What stands before `token` where that is a piece of a text."""
+"""Words before `token` where that is a piece of a text."""
 _PLACE = re.compile(r"dir|env|files?|folder|path")
 # Lengths have limits and words begin once, so that the time is that of the length, whatever the text. One slash stands
 # where a path has been made of an address.

@@ -26,7 +26,7 @@ _LEAST_LEAD, _SIGMAS = 0.1, 6.0
 _CLEAR_LEAD = 0.5
 """Gain of a few ids of a permutation that needs no number of rows of their own."""
 _LEAST_ROWS, _LEAST_OF_EITHER, _MOST_AGREED = 36, 12, 0.25
-"""Of two ids that are known to be exchanged by their counts alone."""
+"""Limits for two ids that are taken as exchanged by their counts alone."""
 _MOST_NAMED = 4
 
 
