@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.models.megatron.training import trainer as trainer_module
+from nemo_rl_moe.models.megatron.training import observers
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
@@ -77,13 +77,13 @@ def logged_report(job: Job) -> dict[str, Any]:
     """One step on every rank: what the report did, and what it said."""
     policy = tiny_policy(job.world_size, **layout(**job.sizes), **job.changes)
     collectives, waits = CollectiveLog(), WaitLog()
-    collect = trainer_module.get_moe_metrics
+    collect = observers.get_moe_metrics
 
     def logged(*args: Any, **kwargs: Any) -> Any:
         with collectives, waits:
             return collect(*args, **kwargs)
 
-    with parallel_job(policy), mock.patch.object(trainer_module, "get_moe_metrics", logged):
+    with parallel_job(policy), mock.patch.object(observers, "get_moe_metrics", logged):
         trainer = MegatronTrainer(policy, tiny_hf_config(**job.model), None, num_steps=10)
         place = trainer.coordinates
         batch = with_image_tokens(tiny_batch(1)) if job.images else tiny_batch(1)

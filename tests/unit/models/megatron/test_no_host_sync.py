@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import per_sequence
+from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from tests.support.gloo_ranks import run_ranks
+from tests.support.observed import observer_of
 from tests.support.tiny_model import (
     layout,
     parallel_job,
@@ -104,13 +106,14 @@ def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]
         trainer = build_trainer(settings)
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         shard = shard_of_step(trainer, settings, 1)
-        waits, report = Waits(), trainer._moe_metrics
+        waits, of_load = Waits(), observer_of(trainer, ExpertLoadReports)
+        report = of_load.end_step
 
-        def stop_and_report(num_microbatches: int) -> Any:
+        def stop_and_report() -> Any:
             waits.stop()
-            return report(num_microbatches)
+            return report()
 
-        trainer._moe_metrics = stop_and_report  # type: ignore[method-assign]
+        of_load.end_step = stop_and_report  # type: ignore[method-assign]
         with waits:
             trainer.train([shard], sft_loss)
         return waits.until_stop, dict(waits.counts)
@@ -120,13 +123,14 @@ def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
     """Counts on this rank of a step whose sequences have advantages, from its start to its MoE report."""
     with parallel_job(policy):
         trainer = build_trainer(RunSettings(policy))
-        waits, report = Waits(), trainer._moe_metrics
+        waits, of_load = Waits(), observer_of(trainer, ExpertLoadReports)
+        report = of_load.end_step
 
-        def stop_and_report(num_microbatches: int) -> Any:
+        def stop_and_report() -> Any:
             waits.stop()
-            return report(num_microbatches)
+            return report()
 
-        trainer._moe_metrics = stop_and_report  # type: ignore[method-assign]
+        of_load.end_step = stop_and_report  # type: ignore[method-assign]
         batch = tiny_batch(1).with_columns(advantages=per_sequence(torch.arange(8.0)))
         place = trainer.coordinates
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
