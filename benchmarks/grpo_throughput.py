@@ -32,7 +32,8 @@ from small_model import (
     write_model,
 )
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
+from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import Observers
 from nemo_rl_moe.config.loading import load_grpo_config

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, ratio_is_one, update_engine
+from nemo_rl_moe.algorithms.grpo import update_engine
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, ratio_is_one
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepOutcome, StepRecorder, num_training_steps

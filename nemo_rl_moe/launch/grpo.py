@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
+from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.own_objective import check_objective
 from nemo_rl_moe.algorithms.own_advantages import check_estimator

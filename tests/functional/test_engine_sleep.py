@@ -14,7 +14,8 @@ import pytest
 import ray
 import torch
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.evaluation import passes, summarise_evaluation
-from nemo_rl_moe.algorithms.grpo import (
+from nemo_rl_moe.algorithms.grpo_batch import (
     advantages_of_groups,
     failure_rule,
     make_batch,

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, ratio_is_one, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, ratio_is_one
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_recorder import RunSummary

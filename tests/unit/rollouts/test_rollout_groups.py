@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_moe.algorithms.grpo import failure_rule
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
