@@ -33,7 +33,7 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.grpo import train_grpo
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import Observers
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -50,7 +50,6 @@ from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import SingleTurn
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
@@ -244,7 +243,7 @@ def run(
         config,
         policy,
         engine,
-        SynchronousSource(config.grpo, worker, prompts, sampling, failure_rule(config)),
+        make_source(config, worker, prompts, sampling),
         Validator(config.grpo, worker, (), sampling, failure_rule(config)),
         pad_token_id(tokenizer),
         recorder_without_checkpoints(

@@ -3,31 +3,34 @@
 """The batch of a step of GRPO: rewards, advantages and log-probabilities of its trajectories."""
 
 import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.advantages import (
-    clip_advantages,
-    compute_advantages,
-    decoupled_advantages,
-    shape_rewards,
-)
+from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, for_each, shape_rewards
+from nemo_rl_moe.algorithms.custom_estimator import find_estimator
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.distributed.batch import TokenBatch, per_sequence, per_token
+from nemo_rl_moe.distributed.batch import TokenBatch, per_token
+from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
-from nemo_rl_moe.rollouts.source import RolloutGroups, weights_of_each_reward
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import (
+    Trajectory,
+    advantage_column,
     group_named_rewards,
     group_rewards,
     group_sampled_tokens,
+    sampled_tokens,
     training_batch,
 )
+from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
@@ -42,45 +45,84 @@ def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Ten
 
 
 def failure_rule(config: GRPOMasterConfig) -> FailureRule:
-    """Return the treatment of responses that the environment failed to score."""
-    return FailureRule.of(config.env.on_failure, config.grpo)
+    """Return the treatment of responses that the environment failed to score.
+
+    A response needs another one of its group, or of the step, where the estimator compares it with those.
+    """
+    baseline = find_estimator(config.grpo.adv_estimator.name).baseline
+    compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
+    return FailureRule(config.env.on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2)
+
+
+def make_source(
+    config: GRPOMasterConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters
+) -> SynchronousSource:
+    """Return the source of a run's trajectories, with dynamic sampling by what its estimator can learn from."""
+    informative = partial(informative_groups, config)
+    return SynchronousSource(config.grpo, worker, rounds, sampling, failure_rule(config), informative)
+
+
+def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajectory]) -> Bool[Tensor, " groups"]:
+    """Return which groups the estimator can learn from, by the rewards as the environment gave them."""
+    rewards = group_rewards(trajectories, config.grpo.num_generations_per_prompt)
+    return find_estimator(config.grpo.adv_estimator.name).is_informative(
+        estimator_inputs(config, trajectories, rewards)
+    )
+
+
+def estimator_inputs(
+    config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
+) -> EstimatorInputs:
+    """Collect what an estimator sees of trajectories, group after group, with these rewards."""
+    size = config.grpo.num_generations_per_prompt
+    failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
+    weights = config.env.reward_weights or {}
+    mask = sampled_tokens(trajectories)
+    return EstimatorInputs(
+        rewards=failures.filled(rewards, is_scored),
+        takes_part=failures.taking_part(is_scored),
+        config=config.grpo.adv_estimator,
+        named_rewards=_named_rewards(trajectories, weights, failures, is_scored),
+        reward_weights=weights,
+        group_ids=tuple(trajectory.group_id for trajectory in trajectories[::size]),
+        num_tokens=group_sampled_tokens(trajectories, size),
+        token_mask=mask.view(-1, size, mask.shape[1]),
+    )
+
+
+def _named_rewards(
+    trajectories: Sequence[Trajectory],
+    weights: Mapping[str, float],
+    failures: FailureRule,
+    is_scored: Bool[Tensor, "groups generations"],
+) -> dict[str, Float[Tensor, "groups generations"]]:
+    if not weights:
+        return {}
+    named = group_named_rewards(trajectories, is_scored.shape[1], weights)
+    # The worst reward of a negative weight is the highest.
+    signs = [math.copysign(1.0, weight) for weight in weights.values()]
+    filled = [sign * failures.filled(sign * rewards, is_scored) for sign, rewards in zip(signs, named, strict=True)]
+    return dict(zip(weights, filled, strict=True))
 
 
 def advantages_of(
     config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
-) -> Float[Tensor, "groups generations"]:
-    """Advantages that the estimator makes of one reward a response, held between the configuration's bounds."""
-    failures, is_scored = failure_rule(config), scored_groups(groups)
-    takes_part = failures.taking_part(is_scored)
-    found = compute_advantages(failures.filled(rewards, is_scored), config.grpo.adv_estimator, takes_part)
-    return failures.held_down(_within_bounds(config, found), is_scored)
+) -> Float[Tensor, "groups generations ..."]:
+    """Compute advantages from these rewards, held between the configuration's bounds."""
+    estimator = find_estimator(config.grpo.adv_estimator.name)
+    advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
+    bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
+    return failure_rule(config).held_down(bounded, for_each(scored_groups(groups), bounded))
 
 
-def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
-    """Advantages of the trained groups: of their shaped rewards or, by `gdpo`, of each named reward apart."""
-    weights = weights_of_each_reward(config.grpo.adv_estimator, config.env.reward_weights)
-    if not weights:
-        return advantages_of(config, groups, shaped_rewards(config, groups))
-    failures, is_scored = failure_rule(config), scored_groups(groups)
-    named = group_named_rewards(groups.trained, groups.num_generations, weights)
-    # Of a reward with a negative weight the highest is the worst.
-    signs = torch.tensor([math.copysign(1.0, weight) for weight in weights.values()], dtype=named.dtype)
-    filled = [sign * failures.filled(sign * rewards, is_scored) for sign, rewards in zip(signs, named, strict=True)]
-    found = decoupled_advantages(
-        torch.stack(filled), [*weights.values()], config.grpo.adv_estimator, failures.taking_part(is_scored)
-    )
-    return failures.held_down(_within_bounds(config, found), is_scored)
+def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations ..."]:
+    """Compute the advantages of the trained groups from their shaped rewards."""
+    return advantages_of(config, groups, shaped_rewards(config, groups))
 
 
 def scored_groups(groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
     """Return which trained responses have a score of the environment."""
     return scored_responses(groups.trained, groups.num_generations)
-
-
-def _within_bounds(
-    config: GRPOMasterConfig, advantages: Float[Tensor, "groups generations"]
-) -> Float[Tensor, "groups generations"]:
-    return clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
 
 
 def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
@@ -112,15 +154,13 @@ def take_divergence_from_rewards(
         return batch, {}
     logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
     # Of all responses, those too that overlong filtering leaves out of the loss: others are compared with them.
-    sampled = torch.zeros(logprobs.shape, dtype=torch.bool)
-    for row, trajectory in enumerate(groups.trained):
-        sampled[row, : len(trajectory.loss_mask)] = torch.as_tensor(trajectory.loss_mask)
+    sampled = sampled_tokens(groups.trained)
     divergence = divergence_of_responses(logprobs, reference, sampled, loss)
     rewards = shaped_rewards(config, groups)
     rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
     advantages = advantages_of(config, groups, rewards)
     metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
-    return batch.with_columns(advantages=per_sequence(advantages.reshape(-1).float())), metrics
+    return batch.with_columns(advantages=advantage_column(advantages, (len(batch), sampled.shape[1]))), metrics
 
 
 def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:

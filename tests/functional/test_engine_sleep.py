@@ -15,7 +15,7 @@ import ray
 import torch
 
 from nemo_rl_moe.algorithms.grpo import train_grpo, update_engine
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -26,7 +26,6 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.conftest import REPOSITORY_ROOT
@@ -144,7 +143,7 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
         config,
         engines.policy,
         engine,
-        SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config)),
+        make_source(config, worker, loader, SAMPLING),
         Validator(config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(config)),
         PAD_TOKEN,
         make_recorder(ListLogger(), [], note, DiaryOfCheckpoints(), start=start),

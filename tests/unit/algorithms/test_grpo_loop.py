@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.algorithms.grpo import train_grpo, update_engine
-from nemo_rl_moe.algorithms.grpo_batch import failure_rule, ratio_is_one
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, ratio_is_one
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
@@ -29,7 +29,6 @@ from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.rollouts.faults import TapeWatch
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 from tests.support.grpo_fakes import (
@@ -95,7 +94,7 @@ class Loop:
             self.config,
             self.policy,
             self.engine,
-            SynchronousSource(self.config.grpo, worker, loader, SAMPLING, failures),
+            make_source(self.config, worker, loader, SAMPLING),
             Validator(self.config.grpo, worker, held_out, SAMPLING, failures) if held_out else None,
             PAD_TOKEN,
             make_recorder(
