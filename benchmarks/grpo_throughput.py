@@ -32,7 +32,8 @@ from small_model import (
     write_model,
 )
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
+from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks
 from nemo_rl_moe.config.loading import load_grpo_config
@@ -50,7 +51,6 @@ from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import SingleTurn
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
@@ -243,7 +243,7 @@ def run(
         policy,
         Rollouts(
             engine,
-            SynchronousSource(config.grpo, worker, prompts, sampling, failure_rule(config)),
+            make_source(config, worker, prompts, sampling),
             Validator(config.grpo, worker, (), sampling, failure_rule(config)),
             pad_token_id(tokenizer),
         ),

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, ratio_is_one, update_engine
+from nemo_rl_moe.algorithms.grpo import update_engine
+from nemo_rl_moe.algorithms.grpo_batch import make_source, ratio_is_one
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import RunSummary, StepOutcome, StepRecorder, num_training_steps
@@ -28,7 +29,7 @@ from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
-from nemo_rl_moe.rollouts.source import RolloutSource, SynchronousSource
+from nemo_rl_moe.rollouts.source import RolloutSource
 from nemo_rl_moe.rollouts.trajectory import rollout_metrics, training_batch
 
 
@@ -64,7 +65,7 @@ def run_distillation(config: DistillationMasterConfig, run: TrainingRun) -> None
     teacher = run.start_role("teacher", teacher_model)
     run.restore()
     worker = start_rollouts(config, run, policy, prepared)
-    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failure_rule(config))
+    source = make_source(config, worker, loader, prepared.sampling)
     distillation = Distillation(config, policy, teacher, worker.engine, source, pad_token_id(prepared.model.tokenizer))
     run.end(distillation.train(run.open()))
 

@@ -8,6 +8,10 @@ from math import gcd
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
 from nemo_rl_moe.config.user_code import is_own
+from nemo_rl_moe.rl.aggregation import AGGREGATION_RULES
+from nemo_rl_moe.rl.corrections import CORRECTION_RULES
+from nemo_rl_moe.rl.estimators.rules import ESTIMATOR_RULES
+from nemo_rl_moe.rl.objectives import objective_reads_its_settings
 
 
 def step_is_whole_updates(config: GRPOMasterConfig) -> Iterator[str]:
@@ -46,58 +50,6 @@ def overlong_buffer_fits_the_response(config: GRPOMasterConfig) -> Iterator[str]
         )
 
 
-def importance_bounds_are_in_order(config: GRPOMasterConfig) -> Iterator[str]:
-    """Bounds of the importance-sampling correction: in order, and both there for a mask of sequences."""
-    loss = config.loss_fn
-    lower, upper = loss.importance_sampling_lower_bound, loss.importance_sampling_ratio_max
-    if loss.importance_sampling_correction == "sequence_mask" and loss.importance_sampling_ratio_min is None:
-        yield (
-            "loss_fn.importance_sampling_ratio_min: got null, expected a number with"
-            " loss_fn.importance_sampling_correction sequence_mask, such as 0.999 beside a"
-            " loss_fn.importance_sampling_ratio_max of 1.002"
-        )
-    elif loss.importance_sampling_correction != "none" and lower >= upper:
-        yield (
-            f"loss_fn.importance_sampling_ratio_min: got {lower}, expected less than"
-            f" loss_fn.importance_sampling_ratio_max = {upper}"
-        )
-
-
-def importance_of_sequences_is_read(config: GRPOMasterConfig) -> Iterator[str]:
-    """Importance-sampling ratios of sequences, beside a correction that reads them and a loss of sequences."""
-    loss = config.loss_fn
-    if loss.importance_sampling_level == "token":
-        return
-    correction = loss.importance_sampling_correction
-    if correction not in ("truncated", "icepop"):
-        yield (
-            "loss_fn.importance_sampling_level: got sequence, expected token with"
-            f" loss_fn.importance_sampling_correction {correction}, which does not read it; truncated and icepop do"
-        )
-
-
-def length_normalizer_has_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
-    """Constant divisor of sequences, beside a mean over tokens or a ratio that is one of sequences."""
-    loss = config.loss_fn
-    if loss.length_normalizer is None:
-        return
-    key = f"loss_fn.length_normalizer: got {loss.length_normalizer}, expected null with loss_fn."
-    if loss.token_level_loss:
-        yield f"{key}token_level_loss true, which divides by the tokens of the global batch"
-    if loss.sequence_level_importance_ratios:
-        yield (
-            f"{key}sequence_level_importance_ratios true: the one ratio of a sequence would count as often as it has"
-            " tokens"
-        )
-
-
-def dual_clip_has_a_surrogate(config: GRPOMasterConfig) -> Iterator[str]:
-    """Dual clip, which only the clipped surrogate has something to bound by."""
-    loss = config.loss_fn
-    if loss.objective in ("cispo", "reinforce") and loss.ratio_clip_c is not None:
-        yield f"loss_fn.ratio_clip_c: got {loss.ratio_clip_c}, expected null with loss_fn.objective {loss.objective}"
-
-
 def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator[str]:
     """Divergence in the reward: with a weight, by k1, and without a gradient of its own."""
     loss = config.loss_fn
@@ -114,47 +66,6 @@ def divergence_in_the_reward_has_a_meaning(config: GRPOMasterConfig) -> Iterator
         yield (
             f"loss_fn.reference_policy_kl_gradient: got {loss.reference_policy_kl_gradient}, expected estimate with"
             " loss_fn.use_kl_in_reward true, which adds nothing to the loss"
-        )
-
-
-def sequence_ratios_have_a_sequence_loss(config: GRPOMasterConfig) -> Iterator[str]:
-    """GSPO's ratios of sequences, beside a loss or an objective that is one of tokens."""
-    loss = config.loss_fn
-    if not loss.sequence_level_importance_ratios:
-        return
-    if loss.objective in ("cispo", "reinforce"):
-        reason = "weighs each token by its own ratio" if loss.objective == "cispo" else "has no ratio"
-        yield (
-            "loss_fn.sequence_level_importance_ratios: got true, expected false with loss_fn.objective"
-            f" {loss.objective}, which {reason}"
-        )
-    if loss.token_level_loss:
-        yield (
-            "loss_fn.token_level_loss: got true, expected false with loss_fn.sequence_level_importance_ratios true: a"
-            " mean over tokens would count the one ratio of a sequence as often as it has tokens"
-        )
-
-
-def responses_have_others_to_be_compared_with(config: GRPOMasterConfig) -> Iterator[str]:
-    """Groups of one response, which only the estimators without groups take."""
-    loop, name = config.grpo, config.grpo.adv_estimator.name
-    if loop.num_generations_per_prompt > 1:
-        return
-    if name not in ("reinforce_plus_plus", "reinforce") and not is_own(name):
-        yield (
-            f"grpo.num_generations_per_prompt: got 1, expected 2 or more with grpo.adv_estimator.name {name}, which"
-            " compares the responses to one prompt; reinforce_plus_plus and reinforce take 1"
-        )
-        return
-    if loop.num_prompts_per_step == 1 and name == "reinforce_plus_plus":
-        yield (
-            "grpo.num_prompts_per_step: got 1, expected 2 or more with grpo.num_generations_per_prompt 1: a response"
-            " is compared with the others of its step"
-        )
-    if loop.use_dynamic_sampling:
-        yield (
-            "grpo.use_dynamic_sampling: got true, expected false with grpo.num_generations_per_prompt 1: the rewards"
-            " of a group of one are always all equal"
         )
 
 
@@ -216,17 +127,6 @@ def dynamic_sampling_has_a_second_round(config: GRPOMasterConfig) -> Iterator[st
         )
 
 
-def leave_one_out_has_a_baseline(config: GRPOMasterConfig) -> Iterator[str]:
-    """Leave-one-out baseline, which only the estimators `grpo` and `gdpo` have."""
-    estimator = config.grpo.adv_estimator
-    reads_it = estimator.name in ("grpo", "gdpo") or is_own(estimator.name)
-    if estimator.use_leave_one_out_baseline and not reads_it:
-        yield (
-            "grpo.adv_estimator.use_leave_one_out_baseline: got true, expected false with grpo.adv_estimator.name"
-            f" {estimator.name}, which does not read it; grpo and gdpo do"
-        )
-
-
 def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]:
     """Weights of named rewards: of an environment that can give several, and one that counts."""
     weights, key = config.env.reward_weights, "env.reward_weights"
@@ -240,36 +140,6 @@ def named_rewards_come_from_somewhere(config: GRPOMasterConfig) -> Iterator[str]
         yield (
             f"{key}: got {', '.join(weights)}, expected null with env.name {config.env.name}, which gives one reward;"
             " callable gives several"
-        )
-
-
-def decoupled_rewards_are_named(config: GRPOMasterConfig) -> Iterator[str]:
-    """Estimator of named rewards, beside what changes their sum alone."""
-    if config.grpo.adv_estimator.name != "gdpo":
-        return
-    reason = "with grpo.adv_estimator.name gdpo, which compares each named reward apart"
-    if config.env.reward_weights is None:
-        yield f"env.reward_weights: got null, expected a weight for each reward {reason}"
-    for key, is_on in (
-        ("grpo.reward_shaping.enabled", config.grpo.reward_shaping.enabled),
-        ("loss_fn.use_kl_in_reward", config.loss_fn.use_kl_in_reward),
-    ):
-        if is_on:
-            yield f"{key}: got true, expected false {reason}: there is no one reward to change"
-
-
-def estimator_reads_its_settings(config: GRPOMasterConfig) -> Iterator[str]:
-    """Scaling of advantages, which plain REINFORCE has none of, and whose scope only the estimator `grpo` chooses."""
-    estimator = config.grpo.adv_estimator
-    if estimator.name == "reinforce" and estimator.normalize_rewards:
-        yield (
-            "grpo.adv_estimator.normalize_rewards: got true, expected false with grpo.adv_estimator.name reinforce,"
-            " whose advantage is the reward itself; reinforce_plus_plus normalises over the step"
-        )
-    if estimator.name != "grpo" and not is_own(estimator.name) and estimator.normalize_over == "batch":
-        yield (
-            "grpo.adv_estimator.normalize_over: got batch, expected group with grpo.adv_estimator.name"
-            f" {estimator.name}, which does not read it; grpo does"
         )
 
 
@@ -399,13 +269,11 @@ GRPO_RULES = (
     step_is_whole_updates,
     response_fits_the_sequence,
     overlong_buffer_fits_the_response,
-    importance_bounds_are_in_order,
-    importance_of_sequences_is_read,
-    length_normalizer_has_a_sequence_loss,
-    dual_clip_has_a_surrogate,
+    *CORRECTION_RULES,
+    *AGGREGATION_RULES,
+    objective_reads_its_settings,
+    *ESTIMATOR_RULES,
     divergence_in_the_reward_has_a_meaning,
-    sequence_ratios_have_a_sequence_loss,
-    responses_have_others_to_be_compared_with,
     environment_has_its_section,
     prompts_have_a_source,
     ranks_may_have_different_numbers_of_tokens,
@@ -413,10 +281,7 @@ GRPO_RULES = (
     drawn_prompts_are_held_out,
     greedy_validation_asks_once,
     dynamic_sampling_has_a_second_round,
-    leave_one_out_has_a_baseline,
     named_rewards_come_from_somewhere,
-    decoupled_rewards_are_named,
-    estimator_reads_its_settings,
     advantage_bounds_leave_room,
     engines_have_places,
     sequences_are_whole_where_they_grow,

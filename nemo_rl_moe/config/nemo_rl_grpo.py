@@ -5,6 +5,7 @@
 from nemo_rl_moe.config.nemo_rl_data import environment_of
 from nemo_rl_moe.config.nemo_rl_keys_run import PICTURE_ENVIRONMENTS
 from nemo_rl_moe.config.nemo_rl_translation import Theirs, Translation
+from nemo_rl_moe.rl.estimators import ESTIMATORS
 
 BUILT_IN_SCORERS = ("math", "exact", "reasoning_gym", "callable")
 NO_BOUND = 1.0e9
@@ -24,7 +25,9 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
     else:
         chosen = "grpo"
         if name != chosen:
-            reason = _several_rewards(theirs) if name == "gdpo" else "no such estimator"
+            ours = ESTIMATORS.get(name)
+            is_here = ours is not None and ours.reads_named_rewards
+            reason = _several_rewards(theirs) if is_here else "no such estimator"
             translation.without.append(f"{section}.name: {name}: {reason}; grpo stands there")
         places = (section, "grpo")
         normalize = theirs.first(*(f"{place}.normalize_rewards" for place in places)) is not False
@@ -41,7 +44,7 @@ def estimator(theirs: Theirs, translation: Translation) -> None:
 
 
 def _several_rewards(theirs: Theirs) -> str:
-    """The settings here that stand for GDPO, whose rewards have names; a function of the user's own gives them."""
+    """Return how to write an estimator of named rewards here; a function of the user's own gives these."""
     names = ["correctness", "integer", "format"] if theirs.has("env.math_multi_reward") else []
     weights = theirs.get("grpo.adv_estimator.reward_weights", [1.0] * len(names))
     names = names if len(names) == len(weights) else [f"reward_{place}" for place in range(1, len(weights) + 1)]

@@ -5,6 +5,7 @@
 from typing import Any
 
 from nemo_rl_moe.config.nemo_rl_row import Row, no_counterpart, same_names
+from nemo_rl_moe.rl.estimators import ESTIMATORS
 
 
 def _or_never(period: Any) -> Any:
@@ -18,6 +19,8 @@ def metric_name(name: Any) -> Any:
     return "val:loss" if is_loss else name
 
 
+_NAMED = " and ".join(f"`{estimator.name}`" for estimator in ESTIMATORS.values() if estimator.reads_named_rewards)
+"""Estimators of rewards that have names."""
 _LOOP = ("max_num_epochs", "max_num_steps", "val_at_start", "val_at_end", "seed")
 _BATCHES = "validation takes batches of `policy.train_global_batch_size`: `val_batches` counts as many samples"
 
@@ -64,7 +67,7 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
         "grpo.adv_estimator.name",
         "grpo.adv_estimator.name",
         "`reinforce_plus_plus` with `minus_baseline` is `reinforce_plus_plus_baseline`; `raw_reward` is `reinforce`, or"
-        " normalised `reinforce_plus_plus`. REINFORCE++ counts each response once, theirs each token; `gdpo` is"
+        f" normalised `reinforce_plus_plus`. REINFORCE++ counts each response once, theirs each token; {_NAMED} is"
         " here too, for rewards with names: the translation says what to write; `gae` and `opd` have no counterpart",
         None,
     ),
@@ -80,7 +83,7 @@ ALGORITHM_ROWS: tuple[Row, ...] = (
     Row(
         "grpo.adv_estimator.reward_weights",
         "env.reward_weights",
-        "by place there, by name here; the translation of `gdpo` says what to write",
+        f"by place there, by name here; the translation of {_NAMED} says what to write",
         None,
     ),
     *no_counterpart("grpo.adv_estimator", "of estimators without a counterpart", "*"),

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Base of the configuration's models: strict, frozen, no unknown keys, every number with its range."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 from nemo_rl_moe.config.path_names import unusable_path
 
@@ -32,6 +34,26 @@ class RenamedValue:
 
     old: str
     new: str
+
+
+@dataclass(frozen=True, eq=False)
+class NameIn:
+    """A text that has to be a name of a registry.
+
+    Attributes:
+        registry: Records by name, read when a value is checked.
+    """
+
+    registry: Mapping[str, object]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of the text, with a check against the names."""
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, name: str) -> str:
+        if name not in self.registry:
+            raise ValueError(f"not one of {', '.join(self.registry)}")
+        return name
 
 
 PositiveInt = Annotated[int, Field(gt=0)]

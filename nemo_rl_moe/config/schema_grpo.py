@@ -9,6 +9,7 @@ from pydantic import Field
 from nemo_rl_moe.config.schema_base import (
     Coefficient,
     ExpectedWords,
+    NameIn,
     NonNegativeFloat,
     NonNegativeInt,
     OwnCode,
@@ -30,6 +31,9 @@ from nemo_rl_moe.config.schema_base import (
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
 from nemo_rl_moe.config.schema_run import MOST_IMAGE_PIXELS, LoggerConfig
 from nemo_rl_moe.config.user_code import is_own
+from nemo_rl_moe.rl.corrections import CORRECTIONS
+from nemo_rl_moe.rl.estimators import ESTIMATORS
+from nemo_rl_moe.rl.objectives import OBJECTIVES
 
 NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1, le=1_000_000_000)]
@@ -48,21 +52,15 @@ OnFailure = Literal["leave_out", "lowest", "zero"]
 class AdvantageConfig(StrictModel):
     """Estimator of advantages from rewards."""
 
-    name: Literal["grpo", "gdpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "reinforce"] | OwnCode
-    """grpo: against the other responses to the same prompt; gdpo: so for each reward of `env.reward_weights` apart,
-    their weighted sum normalised over the step; reinforce_plus_plus: against all responses of the step;
-    reinforce_plus_plus_baseline: against the same prompt's, normalised over the step; reinforce: the reward itself;
-    otherwise `package.module:function`, which takes the rewards `[groups, generations]` and this section, and returns
-    as many advantages."""
+    name: Annotated[str, NameIn(ESTIMATORS)] | OwnCode
+    """An estimator of `rl/estimators`, one module each; otherwise `package.module:function`, which takes
+    `EstimatorInputs` and returns an advantage for each response, or for each of its tokens."""
     use_leave_one_out_baseline: bool
-    """With grpo and gdpo: compare a response with the mean of the others of its group, not with the mean that includes
-    it."""
+    """Compare a response with the mean of the others of its group, not with the mean that includes it."""
     normalize_rewards: bool
-    """Divide by the standard deviation: of the group or of the step (grpo), of the group (gdpo), or of the step
-    (REINFORCE++)."""
+    """Divide by the standard deviation, of the group or of the step as the estimator says."""
     normalize_over: Literal["group", "batch"]
-    """With grpo and `normalize_rewards`, the rewards whose standard deviation divides: group: of the same prompt;
-    batch: of all responses of the step."""
+    """The rewards whose standard deviation divides: group: of the same prompt; batch: of all responses of the step."""
 
 
 class RewardShapingConfig(StrictModel):
@@ -82,8 +80,7 @@ class GRPOConfig(StrictModel):
     num_prompts_per_step: PositiveInt
     """Prompts of one step."""
     num_generations_per_prompt: PositiveInt
-    """Responses to each prompt: a group. 2 or more, or with reinforce_plus_plus and reinforce, which have no groups,
-    1."""
+    """Responses to each prompt: a group. 2 or more, or 1 with an estimator that compares no groups."""
     max_num_epochs: PositiveInt
     """Passes over the prompts after which the run ends."""
     max_num_steps: PositiveInt | None
@@ -132,7 +129,7 @@ class PolicyGradientLossConfig(StrictModel):
     """The probability ratio is clipped from above at 1 plus this."""
     ratio_clip_c: AtLeastOne | None
     """Dual clip: with a negative advantage the loss is at most this times its size; null: no such limit."""
-    objective: Literal["clipped", "cispo", "reinforce"] | OwnCode
+    objective: Annotated[str, NameIn(OBJECTIVES)] | OwnCode
     """clipped: the clipped surrogate of PPO; cispo: the clipped ratio is a constant weight of the log-probability;
     reinforce: the log-probability alone, without a ratio; otherwise `package.module:function`, which takes
     `ObjectiveInputs` and returns the loss of each token."""
@@ -158,7 +155,7 @@ class PolicyGradientLossConfig(StrictModel):
     """Largest size of the estimate at one token, in nats, beyond which it has no gradient; null: no limit."""
     entropy_bonus: Coefficient
     """Weight of the policy's exact entropy, which the loss is lowered by; 0: none, and no entropy is computed."""
-    importance_sampling_correction: Literal["none", "truncated", "icepop", "sequence_mask"]
+    importance_sampling_correction: Annotated[str, NameIn(CORRECTIONS)]
     """Weigh tokens by training over generation probability: truncated: held between the bounds; icepop: drop what is
     outside of both; sequence_mask: as it is, but drop sequences whose geometric mean is outside of both."""
     importance_sampling_level: Literal["token", "sequence"]
@@ -173,7 +170,7 @@ class PolicyGradientLossConfig(StrictModel):
         """Lower bound of the importance-sampling ratio; 0 where there is none."""
         if self.importance_sampling_ratio_min is not None:
             return self.importance_sampling_ratio_min
-        return 0.5 if self.importance_sampling_correction == "icepop" else 0.0
+        return CORRECTIONS[self.importance_sampling_correction].lower_bound or 0.0
 
 
 class VllmConfig(StrictModel):

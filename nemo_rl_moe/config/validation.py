@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, RenamedValue
+from nemo_rl_moe.config.schema_base import SETTINGS, ExpectedWords, NameIn, RenamedValue
 from nemo_rl_moe.config.suggestions import did_you_mean, nearest, nearest_key, shortened
 from nemo_rl_moe.masking import masked
 
@@ -68,7 +68,7 @@ def expected(field: FieldInfo) -> str:
 
 def choices(field: FieldInfo) -> list[str]:
     """The allowed words of a field with fixed values."""
-    return [str(value) for value in _literals(field.annotation)]
+    return [str(value) for annotation in (field.annotation, *field.metadata) for value in _literals(annotation)]
 
 
 def got(value: Any, key: str = "") -> str:
@@ -98,6 +98,8 @@ def expected_instead_of(field: FieldInfo, value: Any) -> str:
 
 
 def _literals(annotation: Any) -> tuple[Any, ...]:
+    if isinstance(annotation, NameIn):
+        return tuple(annotation.registry)
     if get_origin(annotation) is Literal:
         return get_args(annotation)
     return tuple(value for argument in get_args(annotation) for value in _literals(argument))
@@ -113,9 +115,14 @@ def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return _expected(inner, [*metadata, *flat])
     if origin in (Union, UnionType):
         return " or ".join("null" if part is NoneType else _expected(part) for part in get_args(annotation))
-    if origin is Literal:
-        words = [str(value) for value in get_args(annotation)]
-        return " or ".join(words) if len(words) <= 2 else f"one of {', '.join(words)}"
+    names = [
+        str(value)
+        for item in (annotation, *metadata)
+        if get_origin(item) is Literal or isinstance(item, NameIn)
+        for value in _literals(item)
+    ]
+    if names:
+        return " or ".join(names) if len(names) <= 2 else f"one of {', '.join(names)}"
     if origin is dict:
         return "a section"
     if origin is list:

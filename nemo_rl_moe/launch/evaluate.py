@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_rl_moe.algorithms.evaluation import Estimate, EvaluationSummary, summarise_evaluation
-from nemo_rl_moe.algorithms.grpo import failure_rule
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.atomic_writes import write_whole
 from nemo_rl_moe.config.loading import dump_resolved

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, train_grpo
+from nemo_rl_moe.algorithms.custom_estimator import check_estimator
+from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
-from nemo_rl_moe.algorithms.losses.own_objective import check_objective
-from nemo_rl_moe.algorithms.own_advantages import check_estimator
+from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
 from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, RunObservers, TapeVolume, TapeWatch
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
@@ -41,7 +42,6 @@ from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
 from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
 from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
@@ -100,7 +100,7 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     worker = start_rollouts(config, run, policy, prepared)
     recorder = run.open()
     failures = failure_rule(config)
-    source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failures)
+    source = make_source(config, worker, loader, prepared.sampling)
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
     rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
@@ -120,7 +120,7 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
         UserError: The model, the tokenizer, the environment or the prompts cannot be used.
     """
     make_scorer(config.env)  # so that what is wrong with it is told before a worker starts
-    check_estimator(config.grpo.adv_estimator, config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
+    check_estimator(config)
     check_objective(config.loss_fn)
     environment = make_environment(config.env)
     make_engine = find_engine(config.policy.generation.backend, on_gpus=config.cluster.gpus_per_node > 0)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import GRPOConfig, OnFailure
+from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 
 
@@ -31,13 +31,6 @@ class FailureRule:
     on_failure: OnFailure
     fewest_of_group: int
     fewest_of_step: int
-
-    @classmethod
-    def of(cls, on_failure: OnFailure, loop: GRPOConfig) -> "FailureRule":
-        """Return the rule of a run: an answer needs another one where its estimator compares answers."""
-        name = loop.adv_estimator.name
-        compares_groups = name not in ("reinforce", "reinforce_plus_plus") and loop.num_generations_per_prompt > 1
-        return cls(on_failure, 2 if compares_groups else 1, 1 if name == "reinforce" else 2)
 
     def taking_part(self, is_scored: Bool[Tensor, "groups generations"]) -> Bool[Tensor, "groups generations"]:
         """Return which responses are compared with others and trained on."""

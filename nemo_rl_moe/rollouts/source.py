@@ -2,28 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rollout sources: they supply the groups of trajectories of each training step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_grpo import AdvantageConfig, GRPOConfig
+from nemo_rl_moe.config.schema_grpo import GRPOConfig
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import SamplingParameters
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
-from nemo_rl_moe.rollouts.trajectory import Trajectory, group_named_rewards, group_rewards
+from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 
 # The first number of a seed key: training and validation never share their random numbers.
 TRAINING_SEEDS, VALIDATION_SEEDS = 0, 1
-
-EQUAL_REWARDS_TOLERANCE = 1e-6
-"""Rewards that lie no further apart than this, times the largest of them where that is above 1, are equal."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +93,8 @@ class SynchronousSource:
         rounds: The prompts of each epoch, at least one round.
         sampling: How tokens are drawn.
         failures: Treatment of responses that the environment failed to score.
+        informative: Says which groups, of trajectories group after group, are worth training on; dynamic sampling
+            replaces the others.
     """
 
     def __init__(
@@ -106,9 +104,9 @@ class SynchronousSource:
         rounds: PromptRounds,
         sampling: SamplingParameters,
         failures: FailureRule,
+        informative: Callable[[Sequence[Trajectory]], Bool[Tensor, " groups"]],
     ):
-        self._decoupled = weights_of_each_reward(config.adv_estimator, worker.reward_weights)
-        self._failures = failures
+        self._failures, self._informative = failures, informative
         self._config, self._worker, self._rounds, self._sampling = config, worker, rounds, sampling
         self._taken = 0
         self._start()
@@ -155,7 +153,7 @@ class SynchronousSource:
             rounds += 1
             is_scored = scored_responses(trajectories, num_generations)
             takes_part = self._failures.taking_part(is_scored).any(dim=1).tolist()
-            for index, differ in enumerate(self._informative(trajectories, is_scored).tolist()):
+            for index, differ in enumerate(self._informative(trajectories).tolist()):
                 group = trajectories[index * num_generations : (index + 1) * num_generations]
                 # Without dynamic sampling every group is taken as it comes.
                 if differ or not config.use_dynamic_sampling:
@@ -172,17 +170,6 @@ class SynchronousSource:
             num_filled=max(0, config.num_prompts_per_step - len(informative)),
         )
 
-    def _informative(
-        self, trajectories: list[Trajectory], is_scored: Bool[Tensor, "groups generations"]
-    ) -> Bool[Tensor, " groups"]:
-        """Groups that have advantages."""
-        num_generations = self._config.num_generations_per_prompt
-        if not self._decoupled:
-            return informative_groups(self._failures.filled(group_rewards(trajectories, num_generations), is_scored))
-        named = group_named_rewards(trajectories, num_generations, self._decoupled)
-        filled = [self._failures.filled(rewards, is_scored) for rewards in named]
-        return torch.stack([informative_groups(rewards) for rewards in filled]).any(dim=0)
-
     def _start(self) -> None:
         first_epoch, first_round = divmod(self._taken, len(self._rounds))
         epochs = range(first_epoch, self._config.max_num_epochs)
@@ -196,23 +183,3 @@ class SynchronousSource:
         taken, self._next_round = self._next_round, next(self._stream, None)
         self._taken += 1
         return taken
-
-
-def weights_of_each_reward(config: AdvantageConfig, weights: Mapping[str, float] | None) -> dict[str, float]:
-    """Weights of the rewards that `gdpo` compares one by one, without those of weight 0; empty for other estimators."""
-    if config.name != "gdpo":
-        return {}
-    return {name: weight for name, weight in (weights or {}).items() if weight}
-
-
-def informative_groups(rewards: Float[Tensor, "groups generations"]) -> Bool[Tensor, " groups"]:
-    """Groups whose rewards differ; the others, zero-variance groups, have no advantages.
-
-    Sums of the same parts in another order differ in the last digits, so rewards count as equal when the largest and
-    the smallest of the group lie at most `EQUAL_REWARDS_TOLERANCE * max(1, largest magnitude)` apart.
-    """
-    exact = rewards.double()
-    spread = exact.amax(dim=1) - exact.amin(dim=1)
-    magnitude = exact.abs().amax(dim=1).clamp(min=1.0)
-    # Asked this way round, a group with a NaN is not taken for one of zero variance.
-    return ~(spread <= EQUAL_REWARDS_TOLERANCE * magnitude)

@@ -128,9 +128,17 @@ def group_sampled_tokens(trajectories: Sequence[Trajectory], num_generations: in
     return torch.tensor(counts).view(-1, num_generations)
 
 
+def sampled_tokens(trajectories: Sequence[Trajectory]) -> Bool[Tensor, "trajectories tokens"]:
+    """Return which tokens are trained on, truncated trajectories included; False behind a trajectory's end."""
+    mask = torch.zeros(len(trajectories), max(len(found.token_ids) for found in trajectories), dtype=torch.bool)
+    for row, trajectory in enumerate(trajectories):
+        mask[row, : len(trajectory.loss_mask)] = torch.as_tensor(trajectory.loss_mask)
+    return mask
+
+
 def training_batch(
     trajectories: Sequence[Trajectory],
-    advantages: Float[Tensor, "groups generations"] | Sequence[Float[Tensor, " tokens"]],
+    advantages: Float[Tensor, "groups generations ..."] | Sequence[Float[Tensor, " tokens"]],
     pad_token_id: int,
     *,
     leave_out_truncated: bool,
@@ -162,7 +170,7 @@ def training_batch(
         if trained[row] and not (leave_out_truncated and trajectory.is_truncated):
             token_mask[row, :length] = torch.as_tensor(trajectory.loss_mask)
         logprobs[row, :length] = torch.as_tensor(trajectory.logprobs)
-    columns = {"advantages": _advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
+    columns = {"advantages": advantage_column(advantages, shape), "generation_logprobs": per_token(logprobs)}
     tape = stored_per_token([trajectory.routed_experts for trajectory in trajectories], fill=UNKNOWN)
     return TokenBatch(
         input_ids=input_ids,
@@ -174,9 +182,19 @@ def training_batch(
     ).with_inputs([trajectory.model_inputs for trajectory in trajectories])
 
 
-def _advantage_column(advantages: Tensor | Sequence[Tensor], shape: tuple[int, int]) -> Column:
+def advantage_column(
+    advantages: Float[Tensor, "groups generations ..."] | Sequence[Float[Tensor, " tokens"]], shape: tuple[int, int]
+) -> Column:
+    """Return advantages as a column of a batch.
+
+    Args:
+        advantages: One for each trajectory, `[groups, generations]`; or one for each token, with a third dimension as
+            long as the longest trajectory or as a tensor for each trajectory.
+        shape: Trajectories, and tokens of the longest one.
+    """
     if isinstance(advantages, Tensor):
-        return per_sequence(advantages.reshape(-1).float())
+        flat = advantages.flatten(0, 1).float()
+        return per_sequence(flat) if flat.ndim == 1 else per_token(flat)
     values = torch.zeros(shape)
     for row, of_tokens in enumerate(advantages):
         values[row, : len(of_tokens)] = of_tokens

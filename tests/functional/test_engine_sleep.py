@@ -14,7 +14,8 @@ import pytest
 import ray
 import torch
 
-from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -25,7 +26,6 @@ from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
 from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.conftest import REPOSITORY_ROOT
@@ -144,7 +144,7 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
         engines.policy,
         Rollouts(
             engine,
-            SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config)),
+            make_source(config, worker, loader, SAMPLING),
             Validator(config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(config)),
             PAD_TOKEN,
         ),

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from nemo_rl_moe.algorithms.losses.own_objective import ObjectiveInputs
 from nemo_rl_moe.environments.interface import Score, ScoringItem
+from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
+from nemo_rl_moe.rl.objectives import ObjectiveInputs
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 
 NAME = "tests.support.own_parts"
@@ -28,9 +29,9 @@ class Digits:
         return Score(self._step * number, number >= self._least)
 
 
-def from_median(rewards: torch.Tensor, config: Any) -> torch.Tensor:
+def from_median(step: EstimatorInputs) -> torch.Tensor:
     """Estimator with the group's median as baseline."""
-    return rewards - rewards.median(dim=1, keepdim=True).values
+    return step.rewards - step.rewards.median(dim=1, keepdim=True).values
 
 
 def doubled(inputs: ObjectiveInputs) -> torch.Tensor:
@@ -60,11 +61,16 @@ class LinesLogger:
         self._file.close()
 
 
-def one_for_each_group(rewards: torch.Tensor, config: Any) -> torch.Tensor:
-    return rewards.mean(dim=1)
+def two_arguments(rewards: torch.Tensor, config: Any) -> torch.Tensor:
+    return rewards
 
 
-def divided_by_the_spread(rewards: torch.Tensor, config: Any) -> torch.Tensor:
+def one_for_each_group(step: EstimatorInputs) -> torch.Tensor:
+    return step.rewards.mean(dim=1)
+
+
+def divided_by_the_spread(step: EstimatorInputs) -> torch.Tensor:
+    rewards = step.rewards
     return (rewards - rewards.mean(dim=1, keepdim=True)) / rewards.std(dim=1, keepdim=True)
 
 

@@ -9,14 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.advantages import (
-    clip_advantages,
-    compute_advantages,
-    decoupled_advantages,
-    frac_zero_std_groups,
-)
+from nemo_rl_moe.algorithms.advantages import clip_advantages, frac_zero_std_groups
 from nemo_rl_moe.config.schema_grpo import AdvantageConfig
-from nemo_rl_moe.rollouts.source import informative_groups
+from nemo_rl_moe.rl.estimators.comparison import informative_groups
+from tests.support.estimators import advantages_of_named, advantages_of_rewards
 
 ESTIMATORS = ["grpo", "reinforce_plus_plus_baseline"]
 
@@ -40,21 +36,21 @@ def rewards_of(*groups: list[float]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_difference_from_the_mean_of_the_group(name: str) -> None:
-    advantages = compute_advantages(rewards_of([1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]), config_of(name))
+    advantages = advantages_of_rewards(rewards_of([1.0, 0.0, 0.0, 1.0], [3.0, 1.0, 1.0, 1.0]), config_of(name))
     assert advantages.tolist() == [[0.5, -0.5, -0.5, 0.5], [1.5, -0.5, -0.5, -0.5]]
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_leave_one_out_by_hand(name: str) -> None:
     rewards = rewards_of([6.0, 0.0, 3.0, 0.0])
-    advantages = compute_advantages(rewards, config_of(name, leave_one_out=True))
+    advantages = advantages_of_rewards(rewards, config_of(name, leave_one_out=True))
     # Against (0+3+0)/3, (6+3+0)/3, (6+0+0)/3 and (6+0+3)/3.
     assert advantages.tolist() == [[5.0, -3.0, 1.0, -3.0]]
 
 
 def test_division_by_the_groups_own_standard_deviation() -> None:
     # Deviations 1, -1 with ddof 1: std sqrt(2); 10, -10: std 10 * sqrt(2).
-    advantages = compute_advantages(rewards_of([2.0, 0.0], [20.0, 0.0]), config_of(normalize=True))
+    advantages = advantages_of_rewards(rewards_of([2.0, 0.0], [20.0, 0.0]), config_of(normalize=True))
     small, large = 1 / (math.sqrt(2) + 1e-6), 10 / (10 * math.sqrt(2) + 1e-6)
     assert advantages.flatten().tolist() == pytest.approx([small, -small, large, -large], rel=1e-14)
 
@@ -63,11 +59,11 @@ def test_division_by_the_standard_deviation_of_the_batch() -> None:
     # Rewards 2, 0, 20, 0: mean 5.5, the sum of squares 404 - 4 x 5.5^2 = 283, over 4 - 1. Differences 1, -1, 10, -10.
     scale = math.sqrt(283 / 3) + 1e-6
     rewards = rewards_of([2.0, 0.0], [20.0, 0.0])
-    plain = compute_advantages(rewards, config_of(normalize=True, over="batch"))
+    plain = advantages_of_rewards(rewards, config_of(normalize=True, over="batch"))
     assert plain.flatten().tolist() == pytest.approx([x / scale for x in (1, -1, 10, -10)], rel=1e-14)
-    left_out = compute_advantages(rewards, config_of(normalize=True, over="batch", leave_one_out=True))
+    left_out = advantages_of_rewards(rewards, config_of(normalize=True, over="batch", leave_one_out=True))
     assert left_out.flatten().tolist() == pytest.approx([x / scale for x in (2, -2, 20, -20)], rel=1e-14)
-    equal = compute_advantages(torch.full((2, 3), 0.7), config_of(normalize=True, over="batch"))
+    equal = advantages_of_rewards(torch.full((2, 3), 0.7), config_of(normalize=True, over="batch"))
     assert equal.tolist() == [[0.0] * 3] * 2
 
 
@@ -78,34 +74,34 @@ def test_two_rewards_by_hand_each_in_its_group_before_they_are_added() -> None:
     u = 0.5 / (math.sqrt(1 / 3) + 1e-6)
     parts = [2 * u - u, -2 * u + u, 2 * u + u, -2 * u - u]
     scale = math.sqrt(sum(part**2 for part in parts) / 3) + 1e-6
-    advantages = decoupled_advantages(named, [2.0, 1.0], config_of("gdpo", normalize=True))
+    advantages = advantages_of_named(named, [2.0, 1.0], config_of("gdpo", normalize=True))
     assert advantages.flatten().tolist() == pytest.approx([part / scale for part in parts], rel=1e-14)
     # With equal weights the sum does not tell the first two apart from the mean, and neither does this.
-    assert decoupled_advantages(named, [1.0, 1.0], config_of("gdpo", normalize=True))[0, :2].tolist() == [0.0, 0.0]
+    assert advantages_of_named(named, [1.0, 1.0], config_of("gdpo", normalize=True))[0, :2].tolist() == [0.0, 0.0]
 
 
 def test_rewards_of_different_size_count_by_their_weights_alone() -> None:
     """Why they are normalised first: of a sum, the larger reward is nearly all."""
     small, large = rewards_of([1.0, 0.0, 1.0, 0.0]), rewards_of([0.0, 0.0, 100.0, 100.0])
     config = config_of("gdpo", normalize=True)
-    advantages = decoupled_advantages(torch.stack([small, large]), [1.0, 1.0], config)
+    advantages = advantages_of_named(torch.stack([small, large]), [1.0, 1.0], config)
     assert advantages[0, 0].item() == pytest.approx(advantages[0, 3].item(), abs=1e-5)
-    of_sum = compute_advantages(small + large, config_of(normalize=True))
+    of_sum = advantages_of_rewards(small + large, config_of(normalize=True))
     assert of_sum[0, 0] < -0.8 < 0.8 < of_sum[0, 3]
 
 
 def test_decoupled_rewards_without_any_spread_teach_nothing() -> None:
     equal = torch.full((2, 3, 4), 0.7, dtype=torch.float64)
-    assert decoupled_advantages(equal, [1.0, 3.0], config_of("gdpo", normalize=True)).tolist() == [[0.0] * 4] * 3
+    assert advantages_of_named(equal, [1.0, 3.0], config_of("gdpo", normalize=True)).tolist() == [[0.0] * 4] * 3
     with pytest.raises(ValueError, match="at least two generations"):
-        decoupled_advantages(torch.ones(2, 3, 1), [1.0, 1.0], config_of("gdpo"))
+        advantages_of_named(torch.ones(2, 3, 1), [1.0, 1.0], config_of("gdpo"))
 
 
 def test_decoupled_rewards_leaving_one_out_and_without_scaling() -> None:
     # Without scaling, leaving one out is a common factor, which the division by the batch's deviation takes away.
     named = torch.stack([rewards_of([6.0, 0.0, 3.0], [1.0, 2.0, 3.0]), rewards_of([1.0, 1.0, 0.0], [0.0, 0.0, 4.0])])
     plain, left_out = (
-        decoupled_advantages(named, [1.0, 0.5], config_of("gdpo", leave_one_out=one)) for one in (False, True)
+        advantages_of_named(named, [1.0, 0.5], config_of("gdpo", leave_one_out=one)) for one in (False, True)
     )
     torch.testing.assert_close(plain, left_out, rtol=1e-5, atol=0.0)
     # 3 + 1 / 6, -3 + 1 / 6, 0 - 1 / 3 and -1 - 2 / 3, 0 - 2 / 3, 1 + 4 / 3.
@@ -115,10 +111,10 @@ def test_decoupled_rewards_leaving_one_out_and_without_scaling() -> None:
 
 def test_reinforce_is_the_reward_itself() -> None:
     rewards = rewards_of([2.0, 0.0], [0.7, 0.7])
-    advantages = compute_advantages(rewards, config_of("reinforce"))
+    advantages = advantages_of_rewards(rewards, config_of("reinforce"))
     assert advantages.tolist() == rewards.tolist()
     assert advantages.data_ptr() != rewards.data_ptr()
-    assert compute_advantages(rewards_of([3.0]), config_of("reinforce")).tolist() == [[3.0]]
+    assert advantages_of_rewards(rewards_of([3.0]), config_of("reinforce")).tolist() == [[3.0]]
 
 
 @pytest.mark.parametrize(
@@ -138,25 +134,25 @@ def test_bounds_of_advantages(low: float | None, high: float | None, expected: l
 
 def test_leave_one_out_divides_by_the_standard_deviation_of_the_whole_group() -> None:
     rewards = rewards_of([1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0])
-    plain = compute_advantages(rewards, config_of(normalize=True))
-    leave_one_out = compute_advantages(rewards, config_of(normalize=True, leave_one_out=True))
+    plain = advantages_of_rewards(rewards, config_of(normalize=True))
+    leave_one_out = advantages_of_rewards(rewards, config_of(normalize=True, leave_one_out=True))
     torch.testing.assert_close(leave_one_out, plain * 4 / 3, rtol=1e-14, atol=0)
 
 
 def test_reinforce_plus_plus_compares_with_the_whole_batch() -> None:
     # Mean 2; deviations -1, -1, 1, 1 and, in a group without any spread, 0, 0: the sum of squares is 4, over 6 - 1.
     rewards = rewards_of([1.0, 1.0], [3.0, 3.0], [2.0, 2.0])
-    plain = compute_advantages(rewards, config_of("reinforce_plus_plus"))
+    plain = advantages_of_rewards(rewards, config_of("reinforce_plus_plus"))
     assert plain.tolist() == [[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]
     scale = math.sqrt(4 / 5) + 1e-6
-    normalized = compute_advantages(rewards, config_of("reinforce_plus_plus", normalize=True))
+    normalized = advantages_of_rewards(rewards, config_of("reinforce_plus_plus", normalize=True))
     torch.testing.assert_close(normalized, plain / scale, rtol=1e-14, atol=0)
-    equal = compute_advantages(torch.full((2, 3), 0.7), config_of("reinforce_plus_plus", normalize=True))
+    equal = advantages_of_rewards(torch.full((2, 3), 0.7), config_of("reinforce_plus_plus", normalize=True))
     assert equal.tolist() == [[0.0] * 3] * 2
 
 
 def test_reinforce_plus_plus_divides_by_the_standard_deviation_of_the_batch() -> None:
-    advantages = compute_advantages(
+    advantages = advantages_of_rewards(
         rewards_of([2.0, 0.0], [20.0, 0.0]), config_of("reinforce_plus_plus_baseline", normalize=True)
     )
     # Differences 1, -1, 10, -10: the sum of squares is 202, over 4 - 1.
@@ -168,7 +164,7 @@ def test_reinforce_plus_plus_has_mean_0_and_standard_deviation_1() -> None:
     rewards = torch.rand(16, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for leave_one_out in (False, True):
         config = config_of("reinforce_plus_plus_baseline", normalize=True, leave_one_out=leave_one_out)
-        advantages = compute_advantages(rewards, config)
+        advantages = advantages_of_rewards(rewards, config)
         assert advantages.mean().item() == pytest.approx(0, abs=1e-14)
         assert advantages.std().item() == pytest.approx(1, abs=1e-5)
 
@@ -180,11 +176,11 @@ def test_equal_rewards_give_exactly_0(name: str, normalize: bool, dtype: torch.d
     equal_but_for_rounding = [0.1 + 0.2, 0.3, 0.3]
     assert equal_but_for_rounding[0] != equal_but_for_rounding[1]
     rewards = rewards_of(equal_but_for_rounding, [1.0, 0.0, 0.5], [0.7, 0.7, 0.7]).to(dtype)
-    advantages = compute_advantages(rewards, config_of(name, normalize=normalize, leave_one_out=True))
+    advantages = advantages_of_rewards(rewards, config_of(name, normalize=normalize, leave_one_out=True))
     assert advantages.dtype is dtype
     assert torch.equal(advantages[[0, 2]], torch.zeros(2, 3, dtype=dtype))
     assert advantages[1].count_nonzero() == 2
-    assert torch.equal(compute_advantages(rewards[[0, 2]], config_of(name, normalize=normalize)), advantages[[0, 2]])
+    assert torch.equal(advantages_of_rewards(rewards[[0, 2]], config_of(name, normalize=normalize)), advantages[[0, 2]])
 
 
 def test_which_groups_teach_something() -> None:
@@ -204,21 +200,21 @@ def test_which_groups_teach_something() -> None:
 def test_a_nan_is_not_hidden() -> None:
     rewards = rewards_of([math.nan, 1.0])
     assert informative_groups(rewards).tolist() == [True]
-    assert compute_advantages(rewards, config_of()).isnan().all()
+    assert advantages_of_rewards(rewards, config_of()).isnan().all()
 
 
 def test_one_generation_has_nothing_to_be_compared_with() -> None:
     with pytest.raises(ValueError, match="at least two generations"):
-        compute_advantages(rewards_of([1.0], [0.0]), config_of())
+        advantages_of_rewards(rewards_of([1.0], [0.0]), config_of())
     with pytest.raises(ValueError, match="at least two generations"):
-        compute_advantages(rewards_of([1.0]), config_of("reinforce_plus_plus"))
+        advantages_of_rewards(rewards_of([1.0]), config_of("reinforce_plus_plus"))
 
 
 def test_reinforce_plus_plus_takes_one_generation_a_prompt() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0]
-    alone = compute_advantages(rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus"))
+    alone = advantages_of_rewards(rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus"))
     assert alone.tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
-    normalized = compute_advantages(
+    normalized = advantages_of_rewards(
         rewards_of(*([reward] for reward in rewards)), config_of("reinforce_plus_plus", normalize=True)
     )
     # The sum of squares is 1, over 4 - 1.
@@ -240,8 +236,8 @@ def test_advantages_of_a_group_sum_to_0_and_ignore_a_constant(
 ) -> None:
     config = config_of(name, leave_one_out=leave_one_out, normalize=normalize)
     tensor = rewards_of(*rewards)
-    advantages = compute_advantages(tensor, config)
+    advantages = advantages_of_rewards(tensor, config)
     assert advantages.sum(dim=1).abs().max() < 1e-8
     # Groups on the edge of the tolerance may cross it when they are moved.
     if torch.equal(informative_groups(tensor), informative_groups(tensor + shift)):
-        torch.testing.assert_close(compute_advantages(tensor + shift, config), advantages, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(advantages_of_rewards(tensor + shift, config), advantages, rtol=1e-6, atol=1e-6)

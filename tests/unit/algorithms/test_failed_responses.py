@@ -9,21 +9,23 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.evaluation import passes, summarise_evaluation
-from nemo_rl_moe.algorithms.grpo import (
+from nemo_rl_moe.algorithms.grpo_batch import (
     advantages_of_groups,
     failure_rule,
     make_batch,
+    make_source,
     shaped_rewards,
     take_divergence_from_rewards,
 )
 from nemo_rl_moe.algorithms.grpo_metrics import advantage_metrics, group_metrics
 from nemo_rl_moe.config.schema import GRPOMasterConfig
-from nemo_rl_moe.config.schema_grpo import AdvantageConfig, OnFailure
+from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.distributed.batch import count_trained_sequences, per_token
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.rollouts.source import RolloutGroups, SynchronousSource
+from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
+from nemo_rl_moe.rollouts.source import RolloutGroups
 from nemo_rl_moe.rollouts.trajectory import Trajectory, rollout_metrics
 from tests.support.grpo_fakes import (
     PAD_TOKEN,
@@ -59,9 +61,9 @@ ESTIMATORS: dict[str, tuple[str, ...]] = {
 MIXED: Rewards = [[-1.0, None, -0.5, -0.25], [1.0, 1.0, None, 1.0], [None, None, None, 0.5], [None] * 4]
 
 
-def from_mean(rewards: torch.Tensor, config: AdvantageConfig) -> torch.Tensor:
+def from_mean(step: EstimatorInputs) -> torch.Tensor:
     """An estimator of a user's own, which knows nothing of failures."""
-    return rewards - rewards.mean(dim=1, keepdim=True)
+    return step.rewards - step.rewards.mean(dim=1, keepdim=True)
 
 
 def config_of(on_failure: OnFailure, *overrides: str, size: int = 4) -> GRPOMasterConfig:
@@ -252,7 +254,7 @@ def test_dynamic_sampling_takes_no_failure_for_a_spread() -> None:
     for informative in ({2, 5}, {2}):
         worker = make_worker(FakeEngine(), FailsForSome({0, 1}, informative))
         loader = PromptLoader(prompts(6), 2, seed=0, shuffle=False)
-        source = SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config))
+        source = make_source(config, worker, loader, SAMPLING)
         groups = source.next(0, PhaseClock())
         taken[len(informative)] = [found.sample_id for found in groups.trained[::3]], groups.num_filled
     assert taken == {2: (["train:2", "train:5"], 0), 1: (["train:2", "train:0"], 1)}

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, ratio_is_one, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, ratio_is_one
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, RunObservers, TapeWatch
@@ -28,7 +29,6 @@ from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
-from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 from tests.support.grpo_fakes import (
@@ -96,7 +96,7 @@ class Loop:
             self.policy,
             Rollouts(
                 self.engine,
-                SynchronousSource(self.config.grpo, worker, loader, SAMPLING, failures),
+                make_source(self.config, worker, loader, SAMPLING),
                 Validator(self.config.grpo, worker, held_out, SAMPLING, failures) if held_out else None,
                 PAD_TOKEN,
             ),

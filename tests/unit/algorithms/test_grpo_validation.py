@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from nemo_rl_moe.algorithms.grpo import failure_rule
+from nemo_rl_moe.algorithms.grpo_batch import failure_rule
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import TRAINING_SEEDS

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.policy_gradient import (
-    importance_ratio,
-    importance_ratios,
-    importance_weights,
-    out_of_bounds,
-)
+from nemo_rl_moe.algorithms.losses.ratios import importance_ratio, importance_ratios
+from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.rl.corrections import CORRECTIONS, out_of_bounds
 from tests.unit.algorithms.policy_loss_reference import config_of
+
+
+def importance_weights(ratio: torch.Tensor, bounded: torch.Tensor, config: PolicyGradientLossConfig) -> torch.Tensor:
+    return CORRECTIONS[config.importance_sampling_correction].weights(ratio, bounded, config)
+
 
 RATIOS = torch.tensor([0.0, 0.49, 0.5, 1.0, 2.0, 2.01, 1e9], dtype=torch.float64)
 

@@ -5,27 +5,27 @@
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.advantages import compute_advantages
-from nemo_rl_moe.algorithms.losses.own_objective import KEY as OBJECTIVE
-from nemo_rl_moe.algorithms.losses.own_objective import check_objective
+from nemo_rl_moe.algorithms.custom_estimator import KEY as ESTIMATOR
+from nemo_rl_moe.algorithms.custom_estimator import check_estimator
+from nemo_rl_moe.algorithms.losses.custom_objective import KEY as OBJECTIVE
+from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.own_advantages import KEY as ESTIMATOR
-from nemo_rl_moe.algorithms.own_advantages import check_estimator
 from nemo_rl_moe.config.loading import load_grpo_config
-from nemo_rl_moe.config.schema_grpo import AdvantageConfig
+from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
+from tests.support.estimators import advantages_of_rewards
 from tests.support.own_parts import NAME
 from tests.unit.algorithms.policy_loss_reference import config_of, random_inputs
 
 
-def estimator(name: str) -> AdvantageConfig:
-    settings = [f"{ESTIMATOR}={NAME}:{name}"]
-    return load_grpo_config("grpo_tiny_moe.yaml", settings, check_paths=False).grpo.adv_estimator
+def config_with(estimator: str) -> GRPOMasterConfig:
+    settings = [f"{ESTIMATOR}={estimator}", "grpo.num_prompts_per_step=16", "grpo.num_generations_per_prompt=8"]
+    return load_grpo_config("grpo_tiny_moe.yaml", settings, check_paths=False)
 
 
 def test_advantages_are_those_of_the_function() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.5], [2.0, 2.0, 2.0]])
-    found = compute_advantages(rewards, estimator("from_median"))
+    found = advantages_of_rewards(rewards, config_with(f"{NAME}:from_median").grpo.adv_estimator)
     assert found.tolist() == [[0.5, -0.5, 0.0], [0.0, 0.0, 0.0]]
 
 
@@ -51,16 +51,15 @@ def test_twice_the_loss_is_twice_the_loss_with_all_that_is_around_it(corrected: 
     [
         (f"{NAME}:form_median", f"{NAME}:form_median: {NAME} has no form_median; did you mean from_median?"),
         (f"{NAME}:NOT_CALLABLE", f"{NAME}:NOT_CALLABLE is 3 (int), expected a function"),
-        (f"{NAME}:one_for_each_group", "returned shape [4], expected a tensor of shape [4, 8]: one advantage for"),
+        (f"{NAME}:one_for_each_group", "returned shape [16], expected a tensor of shape [16, 8]: one advantage for"),
         (f"{NAME}:divided_by_the_spread", "returned NaN or infinity, expected finite advantages"),
         (f"{NAME}:raising", "raised, on rewards of 0 and 1: KeyError: 'no such key'"),
-        (f"{NAME}:doubled", "cannot be called with the rewards and the section adv_estimator: too many positional"),
+        (f"{NAME}:two_arguments", "cannot be called with the EstimatorInputs: missing a required argument: 'config'"),
     ],
 )
 def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -> None:
-    config = estimator("from_median").model_copy(update={"name": name})
     with pytest.raises(ConfigurationError) as error:
-        check_estimator(config, num_groups=4, num_generations=8)
+        check_estimator(config_with(name))
     (line,) = error.value.problems
     assert line.startswith(f"{ESTIMATOR}: {name}")
     assert problem in line
@@ -75,7 +74,7 @@ def test_an_estimator_that_cannot_be_used_is_one_line(name: str, problem: str) -
         (f"{NAME}:raising", "raised, on three tokens: KeyError: 'no such key'"),
         (f"{NAME}:leaving", "raised, on three tokens: SystemExit: 3"),
         (f"{NAME}:without_numbers", "returned, on three tokens, a loss or a gradient of it that is NaN or infinite"),
-        (f"{NAME}:from_median", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
+        (f"{NAME}:two_arguments", "cannot be called with the ObjectiveInputs: missing a required argument: 'config'"),
     ],
 )
 def test_an_objective_that_cannot_be_used_is_one_line(name: str, problem: str) -> None:
@@ -87,6 +86,7 @@ def test_an_objective_that_cannot_be_used_is_one_line(name: str, problem: str) -
 
 
 def test_what_can_be_used_passes() -> None:
-    check_estimator(estimator("from_median"), 4, 8)
+    check_estimator(config_with(f"{NAME}:from_median"))
+    check_estimator(config_with("grpo"))
     check_objective(config_of(objective=f"{NAME}:doubled"))
     check_objective(config_of())

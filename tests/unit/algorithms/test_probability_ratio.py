@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.losses.divergence import LARGEST_LOG_RATIO, bounded_exp
-from nemo_rl_moe.algorithms.losses.policy_gradient import (
-    both_bounds,
-    probability_ratio,
-    sequence_mean,
-    surrogate_bounds,
-)
+from nemo_rl_moe.algorithms.losses.ratios import probability_ratio
+from nemo_rl_moe.rl.aggregation import sequence_mean
+from nemo_rl_moe.rl.objectives import both_bounds, surrogate_bounds
 from tests.unit.algorithms.policy_loss_reference import config_of
 
 INFINITY = float("inf")

@@ -28,7 +28,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_rl_moe.algorithms.advantages import compute_advantages, decoupled_advantages
 from nemo_rl_moe.algorithms.losses.divergence import kl_estimate
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.losses.supervised import PreferenceLoss, sft_loss
@@ -36,6 +35,7 @@ from nemo_rl_moe.config.schema_grpo import AdvantageConfig
 from nemo_rl_moe.config.schema_policy import SchedulerConfig
 from nemo_rl_moe.models.interfaces import LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.optimizer import build_scheduler
+from tests.support.estimators import advantages_of_named, advantages_of_rewards
 from tests.support.tiny_model import tiny_policy
 from tests.unit.algorithms import policy_loss_reference, preference_reference
 
@@ -121,9 +121,9 @@ def test_advantages(case: dict[str, Any]) -> None:
     weights, divisor = settings.pop("weights", None), settings.pop("divisor", "sample")
     config, rewards = AdvantageConfig.model_validate(settings), tensors("rewards")
     if weights is None:
-        found = compute_advantages(rewards["accuracy"], config)
+        found = advantages_of_rewards(rewards["accuracy"], config)
     else:
-        found = decoupled_advantages(torch.stack([*rewards.values()]), weights, config)
+        found = advantages_of_named(torch.stack([*rewards.values()]), weights, config)
     if divisor == "population":  # they divide by the number of values, and ours by one less
         found = found * (found.numel() / (found.numel() - 1)) ** 0.5
     expected = torch.tensor(case["advantages"], dtype=torch.float64)

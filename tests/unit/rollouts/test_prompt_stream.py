@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts of the synchronous source: the rounds of every epoch, and going on behind those that were taken."""
 
+from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.source import SynchronousSource
-from tests.support.grpo_fakes import LEAVE_OUT, SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
+from tests.support.grpo_fakes import SAMPLING, FakeEngine, FakeScorer, make_worker, prompts, small_config
 
 
 def source_of(loader: PromptLoader) -> SynchronousSource:
-    config = small_config("grpo.max_num_epochs=2").grpo
-    return SynchronousSource(config, make_worker(FakeEngine(), FakeScorer()), loader, SAMPLING, LEAVE_OUT)
+    config = small_config("grpo.max_num_epochs=2")
+    return make_source(config, make_worker(FakeEngine(), FakeScorer()), loader, SAMPLING)
 
 
 def rounds_of(source: SynchronousSource) -> list[list[str]]:

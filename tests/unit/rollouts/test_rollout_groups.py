@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_moe.algorithms.grpo import failure_rule
+from nemo_rl_moe.algorithms.grpo_batch import make_source
 from nemo_rl_moe.data.prompts import PromptLoader
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.metrics import PhaseClock
@@ -37,7 +37,7 @@ class ScorerOfPrompts(FakeScorer):
 def source_of(worker: RolloutWorker, *overrides: str, num_prompts: int = 12) -> SynchronousSource:
     loader = PromptLoader(prompts(num_prompts), 2, seed=0, shuffle=False)
     config = small_config("grpo.max_num_epochs=1", *overrides)
-    return SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config))
+    return make_source(config, worker, loader, SAMPLING)
 
 
 def collect(

@@ -1,63 +1,45 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Objectives of the user's own, beside those of `policy_gradient.py`."""
+"""Objectives that are the user's own, beside those of `rl/objectives.py`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
 from nemo_rl_moe.config.user_code import described, import_function, is_own
 from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.rl.objectives import OBJECTIVES, Objective, ObjectiveInputs
 
 KEY = "loss_fn.objective"
 
 
-@dataclass(frozen=True)
-class ObjectiveInputs:
-    """Inputs of an objective for one microbatch, all of the same shape; 0 where masked, the ratio 1.
-
-    Attributes:
-        logprobs: Log-probability of each sampled token, in nats. Carries the graph.
-        ratio: New over old probability of each token; 1 where each step is one update. Carries the graph.
-        advantages: Of each token's response; no gradient.
-        mask: True where a token counts.
-        config: The section `loss_fn`, such as its `ratio_clip_min`.
-    """
-
-    logprobs: Float[Tensor, "sequences targets"]
-    ratio: Float[Tensor, "sequences targets"]
-    advantages: Float[Tensor, "sequences targets"]
-    mask: Bool[Tensor, "sequences targets"]
-    config: PolicyGradientLossConfig
-
-
-Objective = Callable[[ObjectiveInputs], Float[Tensor, "sequences targets"]]
-
-
 @cache
-def find_objective(reference: str) -> Objective:
-    """The function that a configuration names.
+def find_objective(name: str) -> Objective:
+    """Return the objective that a configuration names: one of the registry, or a function of the user's own.
+
+    What the function clips is not known: its record has no bounds.
 
     Raises:
         ConfigurationError: There is no such function, or it does not take one argument.
     """
-    function: Objective = import_function(KEY, reference, "the ObjectiveInputs")
-    return function
+    if not is_own(name):
+        return OBJECTIVES[name]
+    return Objective(name, partial(_custom_loss, name, import_function(KEY, name, "the ObjectiveInputs")))
 
 
-def own_surrogate(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]:
-    """Each token's loss by the function that `inputs.config.objective` names.
+def _custom_loss(
+    name: str, function: Callable[[ObjectiveInputs], object], inputs: ObjectiveInputs
+) -> Float[Tensor, "sequences targets"]:
+    """Compute each token's loss by the user's function.
 
     Raises:
         ValueError: It returned something else than one number for each token.
     """
-    name = inputs.config.objective
-    loss = find_objective(name)(inputs)
+    loss = function(inputs)
     if not isinstance(loss, Tensor) or loss.shape != inputs.logprobs.shape:
         found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else described(loss)
         raise ValueError(
@@ -68,19 +50,17 @@ def own_surrogate(inputs: ObjectiveInputs) -> Float[Tensor, "sequences targets"]
 
 
 def check_objective(config: PolicyGradientLossConfig) -> None:
-    """Tries an objective of the user's own on three tokens of two sequences, before anything is started.
+    """Try an objective of the user's own on three tokens of two sequences, before anything is started.
 
     Raises:
         ConfigurationError: There is no such function, it raises, or what it returns cannot be trained on.
     """
     if not is_own(config.objective):
         return
-    logprobs = torch.tensor([[-1.0, -0.5, 0.0], [-2.0, -1.0, -0.1]], requires_grad=True)
-    advantages = torch.tensor([[1.0], [-1.0]]).expand_as(logprobs)
-    mask = torch.tensor([[True, True, False], [True, True, True]])
-    inputs = ObjectiveInputs(logprobs, (logprobs - logprobs.detach()).exp(), advantages, mask, config)
+    inputs = _tried_inputs(config)
+    logprobs, mask = inputs.logprobs, inputs.mask
     try:
-        loss = own_surrogate(inputs)
+        loss = find_objective(config.objective).function(inputs)
     except ConfigurationError:
         raise
     except ValueError as error:
@@ -99,7 +79,25 @@ def check_objective(config: PolicyGradientLossConfig) -> None:
         )
 
 
+def _tried_inputs(config: PolicyGradientLossConfig) -> ObjectiveInputs:
+    logprobs = torch.tensor([[-1.0, -0.5, 0.0], [-2.0, -1.0, -0.1]], requires_grad=True)
+    constant = logprobs.detach()
+    return ObjectiveInputs(
+        logprobs=logprobs,
+        prev_logprobs=constant,
+        generation_logprobs=constant,
+        reference_logprobs=constant if config.reference_policy_kl_penalty > 0 else None,
+        ratio=(logprobs - constant).exp(),
+        weights=torch.ones_like(constant),
+        advantages=torch.tensor([[1.0], [-1.0]]).expand_as(constant),
+        mask=torch.tensor([[True, True, False], [True, True, True]]),
+        global_valid_tokens=5,
+        global_sequences=2,
+        config=config,
+    )
+
+
 def _named(reference: str, text: str) -> str:
-    """Text of an error that may name the key already."""
+    """Return the text of an error that may name the key already."""
     text = text.removeprefix("ValueError: ")
     return text if text.startswith(KEY) else f"{KEY}: {reference} raised, on three tokens: ValueError: {text}"

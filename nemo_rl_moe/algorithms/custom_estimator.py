@@ -1,0 +1,111 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Estimators of advantages that are the user's own, beside those of `rl/estimators`."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.config.user_code import described, import_function, is_own
+from nemo_rl_moe.errors import ConfigurationError, one_line
+from nemo_rl_moe.rl.estimators import ESTIMATORS
+from nemo_rl_moe.rl.estimators.interface import Estimator, EstimatorInputs
+
+KEY = "grpo.adv_estimator.name"
+_TRIED_TOKENS = 3
+
+
+def find_estimator(name: str) -> Estimator:
+    """Return the estimator that a configuration names: one of the registry, or a function of the user's own.
+
+    The function is taken to compare the responses of a group. It is imported when it is first called.
+    """
+    return Estimator(name, partial(custom_advantages, name)) if is_own(name) else ESTIMATORS[name]
+
+
+def custom_advantages(
+    name: str, inputs: EstimatorInputs
+) -> Float[Tensor, "groups generations"] | Float[Tensor, "groups generations tokens"]:
+    """Compute advantages by the user's function.
+
+    In the place of a response that takes no part, the function gets the mean reward of its group.
+
+    Args:
+        name: `package.module:function`.
+        inputs: The step.
+
+    Raises:
+        ConfigurationError: There is no such function, or it returned something else than a finite number for each
+            response or for each of its tokens.
+    """
+    function = import_function(KEY, name, "the EstimatorInputs")
+    found = function(with_group_means(inputs))
+    shapes = [inputs.rewards.shape, inputs.token_mask.shape]
+    if not isinstance(found, Tensor) or found.shape not in shapes:
+        got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else described(found)
+        of_responses, of_tokens = map(list, shapes)
+        raise ConfigurationError(
+            f"{KEY}: {name} returned {got}, expected a tensor of shape {of_responses}: one advantage for each response"
+            f" of each group; or {of_tokens}: one for each of its tokens"
+        )
+    if not bool(found.isfinite().all()):
+        raise ConfigurationError(f"{KEY}: {name} returned NaN or infinity, expected finite advantages")
+    return found.detach()
+
+
+def with_group_means(inputs: EstimatorInputs) -> EstimatorInputs:
+    """Put the mean of its group in place of each reward that does not count, and that of the step in empty groups."""
+    present = inputs.takes_part
+    if bool(present.all()):
+        return inputs
+    named = {name: _with_means(rewards, present) for name, rewards in inputs.named_rewards.items()}
+    return replace(inputs, rewards=_with_means(inputs.rewards, present), named_rewards=named)
+
+
+def _with_means(
+    rewards: Float[Tensor, "groups generations"], present: Bool[Tensor, "groups generations"]
+) -> Float[Tensor, "groups generations"]:
+    counted = rewards.where(present, 0.0)
+    means = counted.sum(dim=1, keepdim=True) / present.sum(dim=1, keepdim=True).clamp(min=1)
+    of_step = counted.sum() / present.sum().clamp(min=1)
+    return rewards.where(present, means.where(present.any(dim=1, keepdim=True), of_step))
+
+
+def check_estimator(config: GRPOMasterConfig) -> None:
+    """Try an estimator of the user's own on rewards of 0 and 1, before anything is started.
+
+    All rewards of the first group are 1: the groups without a spread are where estimators divide by 0.
+
+    Raises:
+        ConfigurationError: There is no such function, it raises, or what it returns is no advantages.
+    """
+    name = config.grpo.adv_estimator.name
+    if not is_own(name):
+        return
+    try:
+        custom_advantages(name, _tried_inputs(config))
+    except ConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(f"{KEY}: {name} raised, on rewards of 0 and 1: {one_line(error)}") from error
+
+
+def _tried_inputs(config: GRPOMasterConfig) -> EstimatorInputs:
+    shape = (config.grpo.num_prompts_per_step, config.grpo.num_generations_per_prompt)
+    rewards = torch.zeros(shape, dtype=torch.float64)
+    rewards[0], rewards[1:, 0] = 1.0, 1.0
+    weights = config.env.reward_weights or {}
+    return EstimatorInputs(
+        rewards=rewards,
+        takes_part=torch.ones(shape, dtype=torch.bool),
+        config=config.grpo.adv_estimator,
+        named_rewards={name: rewards.clone() for name in weights},
+        reward_weights=weights,
+        group_ids=tuple(f"group:{number}" for number in range(shape[0])),
+        num_tokens=torch.full(shape, _TRIED_TOKENS),
+        token_mask=torch.ones(*shape, _TRIED_TOKENS, dtype=torch.bool),
+    )

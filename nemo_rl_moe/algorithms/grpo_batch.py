@@ -1,0 +1,201 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The batch of a step of GRPO: rewards, advantages and log-probabilities of its trajectories."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.advantages import clip_advantages, compute_advantages, for_each, shape_rewards
+from nemo_rl_moe.algorithms.custom_estimator import find_estimator
+from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
+from nemo_rl_moe.config.schema import GRPOMasterConfig
+from nemo_rl_moe.distributed.batch import TokenBatch, per_token
+from nemo_rl_moe.generation.interface import SamplingParameters
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.rl.estimators.interface import EstimatorInputs
+from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
+from nemo_rl_moe.rollouts.source import PromptRounds, RolloutGroups, SynchronousSource
+from nemo_rl_moe.rollouts.trajectory import (
+    Trajectory,
+    advantage_column,
+    group_named_rewards,
+    group_rewards,
+    group_sampled_tokens,
+    sampled_tokens,
+    training_batch,
+)
+from nemo_rl_moe.rollouts.worker import RolloutWorker
+
+
+def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:
+    """Rewards of the trained groups after the punishment of long responses."""
+    num_generations = config.grpo.num_generations_per_prompt
+    return shape_rewards(
+        group_rewards(groups.trained, num_generations),
+        group_sampled_tokens(groups.trained, num_generations),
+        config.policy.generation.max_new_tokens,
+        config.grpo.reward_shaping,
+    )
+
+
+def failure_rule(config: GRPOMasterConfig) -> FailureRule:
+    """Return the treatment of responses that the environment failed to score.
+
+    A response needs another one of its group, or of the step, where the estimator compares it with those.
+    """
+    baseline = find_estimator(config.grpo.adv_estimator.name).baseline
+    compares_groups = baseline == "group" and config.grpo.num_generations_per_prompt > 1
+    return FailureRule(config.env.on_failure, 2 if compares_groups else 1, 1 if baseline == "none" else 2)
+
+
+def make_source(
+    config: GRPOMasterConfig, worker: RolloutWorker, rounds: PromptRounds, sampling: SamplingParameters
+) -> SynchronousSource:
+    """Return the source of a run's trajectories, with dynamic sampling by what its estimator can learn from."""
+    informative = partial(informative_groups, config)
+    return SynchronousSource(config.grpo, worker, rounds, sampling, failure_rule(config), informative)
+
+
+def informative_groups(config: GRPOMasterConfig, trajectories: Sequence[Trajectory]) -> Bool[Tensor, " groups"]:
+    """Return which groups the estimator can learn from, by the rewards as the environment gave them."""
+    rewards = group_rewards(trajectories, config.grpo.num_generations_per_prompt)
+    return find_estimator(config.grpo.adv_estimator.name).is_informative(
+        estimator_inputs(config, trajectories, rewards)
+    )
+
+
+def estimator_inputs(
+    config: GRPOMasterConfig, trajectories: Sequence[Trajectory], rewards: Float[Tensor, "groups generations"]
+) -> EstimatorInputs:
+    """Collect what an estimator sees of trajectories, group after group, with these rewards."""
+    size = config.grpo.num_generations_per_prompt
+    failures, is_scored = failure_rule(config), scored_responses(trajectories, size)
+    weights = config.env.reward_weights or {}
+    mask = sampled_tokens(trajectories)
+    return EstimatorInputs(
+        rewards=failures.filled(rewards, is_scored),
+        takes_part=failures.taking_part(is_scored),
+        config=config.grpo.adv_estimator,
+        named_rewards=_named_rewards(trajectories, weights, failures, is_scored),
+        reward_weights=weights,
+        group_ids=tuple(trajectory.group_id for trajectory in trajectories[::size]),
+        num_tokens=group_sampled_tokens(trajectories, size),
+        token_mask=mask.view(-1, size, mask.shape[1]),
+    )
+
+
+def _named_rewards(
+    trajectories: Sequence[Trajectory],
+    weights: Mapping[str, float],
+    failures: FailureRule,
+    is_scored: Bool[Tensor, "groups generations"],
+) -> dict[str, Float[Tensor, "groups generations"]]:
+    if not weights:
+        return {}
+    named = group_named_rewards(trajectories, is_scored.shape[1], weights)
+    # The worst reward of a negative weight is the highest.
+    signs = [math.copysign(1.0, weight) for weight in weights.values()]
+    filled = [sign * failures.filled(sign * rewards, is_scored) for sign, rewards in zip(signs, named, strict=True)]
+    return dict(zip(weights, filled, strict=True))
+
+
+def advantages_of(
+    config: GRPOMasterConfig, groups: RolloutGroups, rewards: Float[Tensor, "groups generations"]
+) -> Float[Tensor, "groups generations ..."]:
+    """Compute advantages from these rewards, held between the configuration's bounds."""
+    estimator = find_estimator(config.grpo.adv_estimator.name)
+    advantages = compute_advantages(estimator, estimator_inputs(config, groups.trained, rewards))
+    bounded = clip_advantages(advantages, config.grpo.advantage_clip_low, config.grpo.advantage_clip_high)
+    return failure_rule(config).held_down(bounded, for_each(scored_groups(groups), bounded))
+
+
+def advantages_of_groups(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations ..."]:
+    """Compute the advantages of the trained groups from their shaped rewards."""
+    return advantages_of(config, groups, shaped_rewards(config, groups))
+
+
+def scored_groups(groups: RolloutGroups) -> Bool[Tensor, "groups generations"]:
+    """Return which trained responses have a score of the environment."""
+    return scored_responses(groups.trained, groups.num_generations)
+
+
+def make_batch(config: GRPOMasterConfig, groups: RolloutGroups, pad_token_id: int) -> TokenBatch:
+    """The trained groups with their advantages."""
+    return training_batch(
+        groups.trained,
+        advantages_of_groups(config, groups),
+        pad_token_id,
+        leave_out_truncated=config.grpo.overlong_filtering,
+        takes_part=failure_rule(config).taking_part(scored_groups(groups)),
+    )
+
+
+def take_divergence_from_rewards(
+    config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch
+) -> tuple[TokenBatch, dict[str, float]]:
+    """Advantages from rewards less the weighted divergence of the responses, where `use_kl_in_reward` asks for it.
+
+    Args:
+        config: The whole configuration.
+        groups: The trained groups.
+        batch: Made of them, with the log-probabilities of the policy and of the reference model.
+
+    Returns:
+        The batch with these advantages, and the metric `kl_penalty`: the mean of the estimate over sampled tokens.
+    """
+    loss = config.loss_fn
+    if not loss.use_kl_in_reward:
+        return batch, {}
+    logprobs, reference = (batch.columns[name].values for name in ("prev_logprobs", "reference_logprobs"))
+    # Of all responses, those too that overlong filtering leaves out of the loss: others are compared with them.
+    sampled = sampled_tokens(groups.trained)
+    divergence = divergence_of_responses(logprobs, reference, sampled, loss)
+    rewards = shaped_rewards(config, groups)
+    rewards = rewards - loss.reference_policy_kl_penalty * divergence.view_as(rewards)
+    advantages = advantages_of(config, groups, rewards)
+    metrics = {"kl_penalty": float(divergence.sum() / sampled.sum().clamp(min=1))}
+    return batch.with_columns(advantages=advantage_column(advantages, (len(batch), sampled.shape[1]))), metrics
+
+
+def add_logprobs(config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch, clock: PhaseClock) -> TokenBatch:
+    """The batch with the log-probabilities that loss or rewards need: before the first update, of the reference."""
+    without_tape = batch.without_stored(ROUTED_EXPERTS)
+    if not ratio_is_one(config) or config.loss_fn.use_kl_in_reward:
+        policy.prepare_for_logprobs(clock)
+        with clock.phase("logprobs"):
+            logprobs, batch = old_logprobs(config, policy, batch)
+        batch = batch.with_columns(prev_logprobs=per_token(logprobs))
+    if config.loss_fn.reference_policy_kl_penalty > 0:
+        policy.prepare_for_logprobs(clock)
+        with clock.phase("reference_logprobs"):
+            batch = batch.with_columns(reference_logprobs=per_token(policy.reference_logprobs(without_tape)))
+    return batch
+
+
+def old_logprobs(
+    config: GRPOMasterConfig, policy: PolicyInterface, batch: TokenBatch
+) -> tuple[Float[Tensor, "batch sequence"], TokenBatch]:
+    """Log-probabilities by the policy before the first update, and the batch with the tape that training replays."""
+    replay = config.policy.megatron_cfg.routing_replay
+    if replay == "rollout":
+        # Under replay the old policy is that of the replayed experts too: otherwise no ratio would begin at 1.
+        return policy.logprobs(batch), batch
+    without_tape = batch.without_stored(ROUTED_EXPERTS)
+    if replay == "none":
+        return policy.logprobs(without_tape), batch
+    logprobs, tape = policy.logprobs_and_routes(without_tape)
+    return logprobs, without_tape if tape is None else without_tape.with_stored(ROUTED_EXPERTS, tape)
+
+
+def ratio_is_one(config: GRPOMasterConfig) -> bool:
+    """On-policy updates: the probability ratio is 1, so that no pass over the log-probabilities is needed.
+
+    The responses of a step that is one update are trained on with the weights that made them.
+    """
+    return config.loss_fn.force_on_policy_ratio != "never" and config.updates_per_step == 1

@@ -1,0 +1,122 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics of a policy-gradient loss: the policy's move, the mismatch of generation and training, the correction."""
+
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.algorithms.losses.divergence import bounded_exp, js_divergence_estimate, kl_estimate
+from nemo_rl_moe.algorithms.losses.ratios import importance_ratio
+from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig
+from nemo_rl_moe.metrics import Reduction
+from nemo_rl_moe.models.interfaces import LossInputs
+from nemo_rl_moe.rl.corrections import CORRECTIONS, out_of_bounds
+from nemo_rl_moe.rl.objectives import RatioBounds
+
+Metrics = dict[str, tuple[Tensor, Reduction]]
+
+
+def ratio_metrics(
+    ratio: Float[Tensor, "sequences targets"], bounds: RatioBounds, both: RatioBounds, inputs: LossInputs
+) -> Metrics:
+    """Compute metrics of the probability ratio: the policy's move since the step began.
+
+    - `probs_ratio`: its mean, and `probs_ratio_{min,max}`
+    - `probs_ratio_clamped`: the mean of the ratio held between both bounds, whatever the advantage
+    - `clip_fraction_low`, `clip_fraction_high`: share of the tokens whose ratio the objective replaces by its lower or
+      its upper bound; for the clipped surrogate these depend on the advantage's sign, and the upper one may be that of
+      dual clip
+
+    Args:
+        ratio: The ratio that the objective is made of, detached.
+        bounds: What the objective holds it between.
+        both: The bounds without regard to advantages.
+        inputs: The microbatch.
+    """
+    mask = inputs.token_mask
+    lowest, highest = _extremes_of_nothing(inputs)
+    return {
+        "probs_ratio": _token_mean(ratio, inputs),
+        "probs_ratio_clamped": _token_mean(both.clip(ratio), inputs),
+        "probs_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
+        "probs_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
+        "clip_fraction_low": _token_mean(ratio < bounds.lower, inputs),
+        "clip_fraction_high": _token_mean(ratio > bounds.upper, inputs),
+    }
+
+
+def _extremes_of_nothing(inputs: LossInputs) -> tuple[float, float]:
+    """Return the lowest and highest ratio of a masked token, which add nothing to the extremes over all ranks.
+
+    A global batch without any valid token has not moved: 1.
+    """
+    return (float("inf"), float("-inf")) if inputs.global_valid_tokens else (1.0, 1.0)
+
+
+def mismatch_metrics(
+    current: Float[Tensor, "sequences targets"],
+    prev: Float[Tensor, "sequences targets"],
+    generation: Float[Tensor, "sequences targets"],
+    inputs: LossInputs,
+) -> Metrics:
+    """Compute metrics of the mismatch between generation and training with the same weights, and the policy's entropy.
+
+    With a correction or without:
+
+    - `token_mult_prob_error`: mean of `exp(|log training - log generation|)`; 1 is perfect
+    - `gen_kl_error`: k3 estimate of `KL(generation || training)` in nats; 0 is perfect
+    - `policy_kl_error`: the same of `KL(training || generation)`, from the same tokens
+    - `js_divergence_error`: mean of `js_divergence_estimate`
+    - `sampling_importance_ratio`: mean of training over generation probability, of each token, before any correction;
+      `sampling_importance_ratio_{min,max}`
+    - `sampling_logp_difference`: mean of `|log training - log generation|`; `sampling_logp_difference_max`
+    - `approx_entropy`: entropy of the policy in nats, estimated from the tokens that were drawn and weighted from
+      generation to the policy as it is now: mean of `-(policy / generation) * log policy`
+
+    Args:
+        current: Log-probabilities of the policy that is trained, detached.
+        prev: Of the policy before the step.
+        generation: As the engine that drew the tokens computed them.
+        inputs: The microbatch.
+    """
+    mask, difference = inputs.token_mask, (prev - generation).abs()
+    ratio = importance_ratio(prev, generation)
+    lowest, highest = _extremes_of_nothing(inputs)
+    return {
+        "approx_entropy": _token_mean(-bounded_exp(current - generation) * current, inputs),
+        "token_mult_prob_error": _token_mean(bounded_exp(difference), inputs),
+        "gen_kl_error": _token_mean(kl_estimate(generation, prev, "k3"), inputs),
+        "policy_kl_error": _token_mean(kl_estimate(prev, generation, "k3"), inputs),
+        "js_divergence_error": _token_mean(js_divergence_estimate(prev, generation), inputs),
+        "sampling_importance_ratio": _token_mean(ratio, inputs),
+        "sampling_importance_ratio_min": (ratio.where(mask, lowest).amin(), Reduction.MIN),
+        "sampling_importance_ratio_max": (ratio.where(mask, highest).amax(), Reduction.MAX),
+        "sampling_logp_difference": _token_mean(difference, inputs),
+        "sampling_logp_difference_max": (difference.where(mask, 0.0).amax(), Reduction.MAX),
+    }
+
+
+def correction_metrics(
+    ratio: Float[Tensor, "sequences targets"],
+    weights: Float[Tensor, "sequences targets"],
+    config: PolicyGradientLossConfig,
+    inputs: LossInputs,
+) -> Metrics:
+    """Compute metrics of the importance-sampling correction; none without one.
+
+    - `importance_weight`: its mean
+    - `importance_weight_truncated_fraction` or, where they are left out, `importance_weight_dropped_fraction`: share of
+      the tokens whose ratio, or whose sequence's, was out of bounds
+    """
+    effect = CORRECTIONS[config.importance_sampling_correction].effect
+    if effect is None:
+        return {}
+    return {
+        "importance_weight": _token_mean(weights, inputs),
+        f"importance_weight_{effect}_fraction": _token_mean(out_of_bounds(ratio, config), inputs),
+    }
+
+
+def _token_mean(values: Tensor, inputs: LossInputs) -> tuple[Tensor, Reduction]:
+    total = values.where(inputs.token_mask, 0).sum(dtype=inputs.logprobs.dtype)
+    return total / max(inputs.global_valid_tokens, 1), Reduction.SHARE

@@ -1,0 +1,15 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The registry of advantage estimators. A new one is a module here and a line in the registry."""
+
+from nemo_rl_moe.rl.estimators.gdpo import GDPO
+from nemo_rl_moe.rl.estimators.grpo import GRPO
+from nemo_rl_moe.rl.estimators.interface import Estimator
+from nemo_rl_moe.rl.estimators.reinforce import REINFORCE
+from nemo_rl_moe.rl.estimators.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+
+ESTIMATORS: dict[str, Estimator] = {
+    estimator.name: estimator
+    for estimator in (GRPO, GDPO, REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE, REINFORCE)
+}
+"""By the name in `grpo.adv_estimator.name`."""

@@ -1,0 +1,76 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The record of an advantage estimator, and what its function sees of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from nemo_rl_moe.rl.estimators.comparison import informative_groups
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float, Int
+    from torch import Tensor
+
+    from nemo_rl_moe.config.schema import GRPOMasterConfig
+    from nemo_rl_moe.config.schema_grpo import AdvantageConfig
+
+
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """Responses of one step with their rewards. A group has the responses to one prompt.
+
+    Attributes:
+        rewards: Rewards after shaping and any divergence taken from them. Failed responses hold what `env.on_failure`
+            says.
+        takes_part: True for responses that are compared and trained on. The advantages of the others are not read.
+        config: The section `grpo.adv_estimator`.
+        named_rewards: The rewards that `env.reward_weights` names, before they are added; empty without it.
+        reward_weights: Weight of each of them.
+        group_ids: Identifier of each group: its prompt.
+        num_tokens: Sampled tokens of each response.
+        token_mask: True at the sampled tokens of each response, in the positions of its whole sequence.
+    """
+
+    rewards: Float[Tensor, "groups generations"]
+    takes_part: Bool[Tensor, "groups generations"]
+    config: AdvantageConfig
+    named_rewards: Mapping[str, Float[Tensor, "groups generations"]]
+    reward_weights: Mapping[str, float]
+    group_ids: tuple[str, ...]
+    num_tokens: Int[Tensor, "groups generations"]
+    token_mask: Bool[Tensor, "groups generations tokens"]
+
+
+def rewards_differ(inputs: EstimatorInputs) -> Bool[Tensor, " groups"]:
+    """Return which groups have responses of different rewards."""
+    return informative_groups(inputs.rewards)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An estimator of advantages.
+
+    Attributes:
+        name: Name in `grpo.adv_estimator.name`.
+        function: Computes an advantage for each response, or for each of its tokens, `[groups, generations, tokens]`.
+        baseline: Responses that one is compared with: those of its group, of the step, or none.
+        reads: Keys of `grpo.adv_estimator` that it reads, of those in `SWITCHES`.
+        reads_named_rewards: Whether it reads the named rewards instead of their sum.
+        is_informative: Decides which groups are worth training on: dynamic sampling replaces the others.
+        rules: Checks of a configuration that names it. Each yields a line for each problem.
+    """
+
+    name: str
+    function: Callable[[EstimatorInputs], Tensor]
+    baseline: Literal["group", "step", "none"] = "group"
+    reads: frozenset[str] = frozenset()
+    reads_named_rewards: bool = False
+    is_informative: Callable[[EstimatorInputs], Bool[Tensor, " groups"]] = rewards_differ
+    rules: tuple[Callable[[GRPOMasterConfig], Iterator[str]], ...] = ()
+
+
+SWITCHES: Mapping[str, bool | str] = {"use_leave_one_out_baseline": False, "normalize_over": "group"}
+"""Keys of `grpo.adv_estimator` that only some estimators read, with the value that stands where one does not."""
