@@ -32,9 +32,10 @@ from small_model import (
     write_model,
 )
 
-from nemo_rl_moe.algorithms.grpo import train_grpo
+from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -251,7 +252,7 @@ def run(
             config.policy,
             RecordSinks(loggers, ArtifactTables(folder, console.warn).write, samples.write),
         ),
-        changed(make_refit_check(config, policy, engine, hf_config, console)),
+        checked_refits(changed(make_refit_check(config, policy, engine, hf_config, console)), engine),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import RoutingTapeError
+from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
@@ -146,6 +147,14 @@ class CheckedRefits(RunObserver):
         if self._check.share_compared is not None:
             metrics["refit/weights_compared"] = self._check.share_compared
         return metrics
+
+
+def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> RunObserver:
+    """Return the observer that checks the refits of an engine; one that does nothing without a check."""
+    if check is None:
+        return NO_OBSERVERS
+    assert isinstance(engine, ScoringEngine)  # others have no check
+    return CheckedRefits(check, engine)
 
 
 def tape_bytes(batch: TokenBatch) -> int | None:

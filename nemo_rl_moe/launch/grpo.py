@@ -14,7 +14,7 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
-from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, RunObservers, TapeVolume, TapeWatch
+from nemo_rl_moe.algorithms.run_observers import RunObservers, TapeVolume, TapeWatch, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
@@ -44,7 +44,6 @@ from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.worker import RolloutWorker
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER
-from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
 
 
 @dataclass(frozen=True)
@@ -170,15 +169,10 @@ def make_run_observers(
     """Return the observers that a configuration asks for, in the order in which they see a step."""
     megatron = config.policy.megatron_cfg
     stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
-    observers: list[RunObserver] = [TapeVolume(), TapeWatch(stops=stops)]
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
-    if check is not None:
-        assert isinstance(engine, ScoringEngine)  # others have no check
-        observers.append(CheckedRefits(check, engine))
+    observers = [TapeVolume(), TapeWatch(stops=stops), checked_refits(check, engine)]
     measurements = make_routing_measurements(config, policy, engine, run)
-    if measurements is not None:
-        observers.append(measurements)
-    return RunObservers(observers)
+    return RunObservers(observers if measurements is None else [*observers, measurements])
 
 
 def make_routing_measurements(

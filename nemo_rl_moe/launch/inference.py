@@ -5,7 +5,7 @@
 from collections.abc import Callable
 
 from nemo_rl_moe.algorithms.grpo import update_engine
-from nemo_rl_moe.algorithms.run_observers import NO_OBSERVERS, CheckedRefits
+from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.portions import EngineInPortions
@@ -14,7 +14,6 @@ from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import PreparedModel
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.weight_sync.refit_check import ScoringEngine
 
 _ROWS_AT_A_TIME = 64
 _ROUNDS_OF_A_PORTION = 4
@@ -31,9 +30,8 @@ def give_weights(
     if engine.shares_weights:
         return
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
-    checked = CheckedRefits(check, engine) if check is not None and isinstance(engine, ScoringEngine) else NO_OBSERVERS
     with run.console.phase("sending the weights to the engine"):
-        update_engine(engine, policy, PhaseClock(), checked)
+        update_engine(engine, policy, PhaseClock(), checked_refits(check, engine))
 
 
 def in_portions(config: GRPOMasterConfig, engine: GenerationEngine, told: Callable[[int], object]) -> EngineInPortions:
