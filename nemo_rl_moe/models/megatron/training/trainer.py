@@ -4,7 +4,7 @@
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
 from nemo_rl_moe.models.images import IS_IMAGE
-from nemo_rl_moe.models.interfaces import LossFunction
+from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.common import get_moe_metrics
@@ -106,18 +106,27 @@ class MegatronModel:
         hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         tokenizer: Needed where responses end with stop strings.
+        heads: Heads that the model has.
 
     Attributes:
         notices: What a user should know of the weights that it starts with, a line each.
         num_updates: Optimizer steps that changed the weights: their version.
     """
 
-    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None, *, tokenizer: Any = None):
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        hf_config: Any,
+        weights_folder: Path | None,
+        *,
+        tokenizer: Any = None,
+        heads: Collection[Head] = (Head.LOGPROBS,),
+    ):
         self.policy, self.hf_config = policy, hf_config
         self.device = project_parallel_state.device()
         self.coordinates = project_parallel_state.parallel_coordinates()
         self.config = build_transformer_config(policy, hf_config)
-        self.chunks = build_model_chunks(policy, self.config, hf_config)
+        self.chunks = build_model_chunks(policy, self.config, hf_config, heads)
         self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
         generates = generating(policy)
         temperature = generates.generation.temperature if generates else 1.0
@@ -163,6 +172,18 @@ class MegatronModel:
         with torch.no_grad():
             found = self._forward_backward.logprobs(self.modules, microbatches)
         return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Run forward passes only, of a model with a value head.
+
+        Returns:
+            For each microbatch, the value of the state in which every token is chosen, `[sequences, longest]`, on the
+            host; empty where no loss is computed.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.values(self.modules, microbatches)
+        return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
     def logprobs_and_routes(
         self, microbatches: Sequence[TokenBatch]
@@ -276,6 +297,10 @@ class MegatronTrainer(MegatronModel):
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
         tokenizer: Needed where responses end with stop strings.
         keep_reference: Keep the first weights as the reference model.
+        heads: Heads that the model has.
+
+    Attributes:
+        host_state: Moves the optimizer's state between the device and the host.
     """
 
     def __init__(
@@ -287,8 +312,9 @@ class MegatronTrainer(MegatronModel):
         *,
         tokenizer: Any = None,
         keep_reference: bool = False,
+        heads: Collection[Head] = (Head.LOGPROBS,),
     ):
-        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer)
+        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer, heads=heads)
         self.modules = self.ddp_chunks = wrap_data_parallel(policy, self.config, self.modules)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
@@ -301,13 +327,12 @@ class MegatronTrainer(MegatronModel):
         self._router_gradients = attach_router_gradients(self.ddp_chunks, self.config, policy, self.device)
         self._at_logits = attach_gradients_at_logits(self.ddp_chunks, self.config, policy, self.device)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
-        self._host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
+        self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
         self._calls = 0
-        self._checkpoint_write: CheckpointWrite | None = None
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """One optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
-        self.onload_optimizer()
+        self.host_state.come_back()
         losses, grad_norms, lr = [], [], 0.0
         series: list[dict[str, MetricSeries]] = []
         num_skipped = skipped_in_a_row = 0
@@ -380,14 +405,6 @@ class MegatronTrainer(MegatronModel):
             memory=peak_memory_metrics(self.device),
         )
 
-    def offload_optimizer(self) -> int:
-        """Moves the optimizer's state to the host and frees the gradients; returns the bytes that the device gained."""
-        return self._host_state.leave()
-
-    def onload_optimizer(self) -> None:
-        """Undoes `offload_optimizer`."""
-        self._host_state.come_back()
-
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """`logprobs` of the weights that the run began with."""
         assert self._reference is not None  # the run keeps one wherever its loss needs it
@@ -400,26 +417,11 @@ class MegatronTrainer(MegatronModel):
         with self._reference.in_place():
             return self.compare_routes(microbatches)
 
-    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> CheckpointWrite:
+        """Take a snapshot and begin to write it; what is written must have ended before. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         contents = sharded_contents(self._training_objects, counters)
-        self._checkpoint_write = start_write(contents, directory)
-
-    @property
-    def checkpoint_is_written(self) -> bool:
-        """True when this rank has finished its part of the last checkpoint, well or not."""
-        return self._checkpoint_write is None or self._checkpoint_write.is_written
-
-    def finish_checkpoint(self) -> str | None:
-        """Waits for all parts and completes the checkpoint. Every rank calls it.
-
-        Returns:
-            What went wrong on any rank; None when the checkpoint is whole.
-        """
-        assert self._checkpoint_write is not None  # one was started
-        write, self._checkpoint_write = self._checkpoint_write, None
-        return write.finish()
+        return start_write(contents, directory)
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Goes back to a checkpoint. Every rank calls it.
@@ -427,7 +429,7 @@ class MegatronTrainer(MegatronModel):
         Raises:
             CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
         """
-        self.onload_optimizer()
+        self.host_state.come_back()
         counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
         if counters is not None:
             self.num_updates, self._calls = counters.num_updates, counters.num_calls
