@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.functional import sft_runs, shared_ray
 from tests.functional.test_resume import weights_of
@@ -35,10 +37,13 @@ class Runs:
         self.folder = folder
         data = sft_runs.make_additions(folder / "data", NUM_STEPS * 8, 1)
         self.config = folder / "critic.yaml"
+        model = sft_runs.make_model_folder(folder / "model")
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
         content: dict[str, Any] = {
             "defaults": str(sft_runs.EXEMPLAR),
             "algorithm": "tests.support.critic_run:ALGORITHM",
-            "critic": {"model_name": str(sft_runs.MODEL), "logprob_batch_size": 4, "megatron_cfg": PARALLEL},
+            "critic": {"model_name": str(model), "logprob_batch_size": 4, "megatron_cfg": PARALLEL},
             "cluster": {"cpu_workers_per_node": 1, "roles": {"critic": {"cpu_workers_per_node": 1}}},
         }
         self.config.write_text(yaml.safe_dump(content))

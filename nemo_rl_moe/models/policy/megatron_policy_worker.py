@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+import torch
 from torch import Tensor
 
 from nemo_rl_moe.config.schema_policy import PolicyConfig
@@ -130,9 +131,7 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         decodes_text: bool,
         heads: Collection[Head],
     ):
-        # Imported here: the driver names this class without paying for torch and Megatron.
-        import torch
-
+        # Imported here: the driver names this class without paying for Megatron-Core and its layers.
         from nemo_rl_moe.data.tokenizer import load_tokenizer
         from nemo_rl_moe.models.hf_files import load_config_json, weights_folder
         from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
@@ -177,8 +176,6 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def describe(self) -> WorkerDescription | list[str]:
         """Return the description of this rank, or the problems that keep it from working, a line each."""
-        import torch
-
         from nemo_rl_moe.models.megatron.model.router_settings import setting_sources
         from nemo_rl_moe.models.megatron.model.transformer_config import attention_windows, effective_moe_configuration
 
@@ -250,8 +247,6 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
 
     def empty_cache(self) -> None:
         """Give the device's memory back that torch's allocator keeps for later."""
-        import torch
-
         torch.cuda.empty_cache()
 
     def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> WeightsOutcome:
