@@ -108,8 +108,7 @@ class SavedForms:
         """Weights, optimizer and random states, all on the disk under their name."""
         staging = self.checkpoint.with_name("staging")
         (staging / "policy").mkdir(parents=True)
-        self._trainer.start_checkpoint(staging / "policy", with_optimizer=True)
-        problem = self._trainer.finish_checkpoint()
+        problem = self._trainer.start_checkpoint(staging / "policy", with_optimizer=True).finish()
         assert problem is None, problem
         checksums.write_inventory(staging)
         put_in_place(staging, self.checkpoint, self.checkpoint.with_name("replaced"))

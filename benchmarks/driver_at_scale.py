@@ -35,7 +35,7 @@ from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.megatron.model.parallel_state import ParallelCoordinates
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import lm_policy, model_workers
-from nemo_rl_moe.models.policy.megatron_policy_worker import WorkerDescription, as_reported
+from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker, WorkerDescription, as_reported
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 
@@ -81,12 +81,14 @@ class FakeRanks:
             for rank in range(self.world_size)
         ]
 
-    def call_all(self, method: str, *_: Any) -> list[WorkerDescription]:
+    def call_all(self, method: Callable[..., Any], *_: Any) -> list[WorkerDescription]:
         """Descriptions of the ranks."""
-        assert method == "describe"
+        assert method == MegatronPolicyWorker.describe
         return [WorkerDescription(coordinates=place) for place in self._coordinates]
 
-    def start_each(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> Callable[[], list[Any]]:
+    def start_each(
+        self, method: Callable[..., Any], args_by_rank: Sequence[Sequence[Any]]
+    ) -> Callable[[], dict[int, Any]]:
         """Counts what goes out, each object once as in Ray's object store, and makes the answers."""
         sent: dict[int, bytes] = {}
         for args in args_by_rank:
@@ -100,15 +102,15 @@ class FakeRanks:
 
         self.seconds += time.process_time() - start
 
-        def received() -> list[Any]:
+        def received() -> dict[int, Any]:
             self.traffic.received += sum(map(len, results))
-            return [pickle.loads(result) for result in results]  # noqa: S301  (made above)
+            return {rank: pickle.loads(result) for rank, result in enumerate(results)}  # noqa: S301  (made above)
 
         return received
 
-    def _answer(self, method: str, rank: int, share: Any) -> Any:
+    def _answer(self, method: Callable[..., Any], rank: int, share: Any) -> Any:
         place = self._coordinates[rank]
-        if method == "logprobs":
+        if method == MegatronPolicyWorker.logprobs:
             return [torch.zeros(batch.input_ids.shape) for batch in share] if place.reports_loss else []
         (shard,) = share
         series = MetricSeries((0.5,) * len(shard.microbatches), Reduction.SHARE)

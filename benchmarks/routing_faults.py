@@ -21,6 +21,7 @@ from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from healthy_steps import HealthySteps, read_steps
@@ -30,6 +31,8 @@ from tape_faults import OF_RUNS, audited, lowest_agreement, score_of_files, scor
 
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.worker_group import WorkerGroup
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_metrics
@@ -254,8 +257,14 @@ class Scene:
         own_engine: bool = False,
     ) -> Ran:
         """One run of GRPO with a fault, as its driver process makes it."""
-        worker = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
-        with mock.patch.object(model_workers, "MegatronPolicyWorker", worker):
+        planted = functools.partial(PlantedWorker, fault=fault, onset=onset, record_to=record_to, own_engine=own_engine)
+
+        def group_of_planted(
+            cluster: RayCluster, make_worker: functools.partial[Any], **settings: Any
+        ) -> WorkerGroup[PlantedWorker]:
+            return WorkerGroup(cluster, functools.partial(planted, **make_worker.keywords), **settings)
+
+        with mock.patch.object(model_workers, "WorkerGroup", group_of_planted):
             return self._command("grpo", config, [*self._settings(num_steps), *overrides])
 
     def _settings(self, num_steps: int) -> list[str]:

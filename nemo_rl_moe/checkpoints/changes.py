@@ -198,7 +198,7 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
     ]
 
 
-_AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}")
+_AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}(_.+)?")
 
 
 def refuse_model_among_checkpoints(config: MasterConfig, checkpoint_dir: Path) -> None:

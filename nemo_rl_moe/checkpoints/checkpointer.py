@@ -3,7 +3,7 @@
 """Saving of checkpoints beside the training, and removal of those that are not to be kept."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from pathlib import Path
@@ -17,8 +17,8 @@ from nemo_rl_moe.checkpoints.state import (
     RunDescription,
     write_state,
 )
-from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, CheckpointStore, of_history
-from nemo_rl_moe.config.schema_run import CheckpointingConfig
+from nemo_rl_moe.checkpoints.store import CheckpointStore, of_history, state_folder
+from nemo_rl_moe.config.schema_run import POLICY_ROLE, CheckpointingConfig
 from nemo_rl_moe.errors import CheckpointSaveError
 from nemo_rl_moe.run_folder.folder import read_run_id
 
@@ -28,14 +28,14 @@ _UNRECORDED = "the records of its steps (metrics.jsonl) cannot be written"
 
 
 class Outcome(Protocol):
-    """End of the writing of a policy's part; `problem` is None where it went well."""
+    """End of the writing of a model's part; `problem` is None where it went well."""
 
     @property
     def problem(self) -> str | None: ...
 
 
-class CheckpointedPolicy(Protocol):
-    """The part of `PolicyInterface` that saving needs."""
+class SavedModel(Protocol):
+    """The part of a trainable model that saving needs."""
 
     def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None: ...
     def poll_checkpoint(self, *, wait: bool) -> Outcome | None: ...
@@ -44,13 +44,13 @@ class CheckpointedPolicy(Protocol):
 class Checkpointer:
     """Saver of a run's checkpoints: one at a time, beside the training; the best ones are kept.
 
-    Training waits only while the policy takes its snapshot, and where one checkpoint is due before the last one is on
+    Training waits only while the models take their snapshots, and where one checkpoint is due before the last one is on
     the disk. A save that fails, as on a full disk, is given up with a warning: what it wrote is deleted, so that the
     next one has room, and training goes on.
 
     Args:
         store: Folder of the checkpoints; locked by this process.
-        policy: Policy whose state is saved.
+        models: Models whose state is saved, by role; one of them is the policy.
         settings: The `checkpointing` section.
         describe: Returns the description of the run at the time of saving.
         warn: Receives problems, one line each.
@@ -64,7 +64,7 @@ class Checkpointer:
     def __init__(
         self,
         store: CheckpointStore,
-        policy: CheckpointedPolicy,
+        models: Mapping[str, SavedModel],
         settings: CheckpointingConfig,
         describe: Callable[[], RunDescription],
         warn: Tell,
@@ -73,7 +73,7 @@ class Checkpointer:
         write_beside: Callable[[Path], None] = lambda folder: None,
     ):
         self._store = store
-        self._policy = policy
+        self._models = models
         self._settings = settings
         self._describe = describe
         self._warn = warn
@@ -83,6 +83,7 @@ class Checkpointer:
         self._write_beside = write_beside
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._writing: int | None = None
+        self._outcomes: dict[str, Outcome] = {}
         self._publishing: tuple[int, Future[Path | None]] | None = None
         self._saving_since = 0.0
         self._longest_save_s = 0.0
@@ -127,12 +128,15 @@ class Checkpointer:
         try:
             staging = self._store.stage(state.step)
             write_state(staging, self._state_to_write(state, metrics))
-            (staging / POLICY_FOLDER_NAME).mkdir()
+            folders = {role: state_folder(staging, role) for role in self._models}
+            for folder in folders.values():
+                folder.mkdir(parents=True)
         except OSError as error:
             self._give_up(state.step, _reason(error))
             return
-        self._policy.start_checkpoint(staging / POLICY_FOLDER_NAME, with_optimizer=self._settings.save_optimizer)
-        self._writing = state.step
+        for role, model in self._models.items():
+            model.start_checkpoint(folders[role], with_optimizer=self._settings.save_optimizer)
+        self._writing, self._outcomes = state.step, {}
 
     def poll(self, *, wait: bool = False) -> None:
         """Publishes a checkpoint that is written, and removes those that are no longer to be kept.
@@ -140,14 +144,12 @@ class Checkpointer:
         Args:
             wait: Return only when nothing is being saved any more.
         """
-        if self._writing is not None:
-            outcome = self._policy.poll_checkpoint(wait=wait)
-            if outcome is not None:
-                step, self._writing = self._writing, None
-                if outcome.problem is None:
-                    self._publishing = step, self._disk.submit(self._publish, step)
-                else:
-                    self._give_up(step, outcome.problem)
+        if self._writing is not None and self._all_are_written(wait=wait):
+            step, self._writing = self._writing, None
+            if problem := next(filter(None, self._problems()), None):
+                self._give_up(step, problem)
+            else:
+                self._publishing = step, self._disk.submit(self._publish, step)
         if self._publishing is not None and (wait or self._publishing[1].done()):
             (step, publishing), self._publishing = self._publishing, None
             try:
@@ -188,6 +190,18 @@ class Checkpointer:
         running: list[Future[Any]] = [*self._tidying, *([self._publishing[1]] if self._publishing else [])]
         if wait_for(running, timeout_s).not_done:
             self._warn(f"{self._store.folder}: the disk has not answered for {timeout_s:g} s and is not waited for")
+
+    def _all_are_written(self, *, wait: bool) -> bool:
+        """Ask the models that have not ended yet; return whether all have, well or not."""
+        for role, model in self._models.items():
+            if role not in self._outcomes and (outcome := model.poll_checkpoint(wait=wait)) is not None:
+                self._outcomes[role] = outcome
+        return len(self._outcomes) == len(self._models)
+
+    def _problems(self) -> Iterator[str | None]:
+        for role, outcome in self._outcomes.items():
+            whose = "" if role == POLICY_ROLE else f"role {role}: "
+            yield outcome.problem and f"{whose}{outcome.problem}"
 
     def _publish(self, step: int) -> Path | None:
         if not self._records_are_on_disk():

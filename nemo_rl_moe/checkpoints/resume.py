@@ -16,7 +16,7 @@ from nemo_rl_moe.checkpoints.changes import (
     wrong_changes,
 )
 from nemo_rl_moe.checkpoints.state import CheckpointState, layout_of
-from nemo_rl_moe.checkpoints.store import POLICY_FOLDER_NAME, Checkpoint, CheckpointStore, of_history
+from nemo_rl_moe.checkpoints.store import Checkpoint, CheckpointStore, of_history, state_folder
 from nemo_rl_moe.config.algorithm import ALGORITHMS, algorithm_of
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.schema import MasterConfig
@@ -39,10 +39,16 @@ class ResumePoint(Checkpoint):
 
     run_folder: Path | None
 
-    @property
-    def policy_folder(self) -> Path:
-        """Folder of the training state, for `PolicyInterface.load_checkpoint`."""
-        return self.folder / POLICY_FOLDER_NAME
+    def state_folder(self, role: str) -> Path:
+        """Return the folder of a role's training state.
+
+        Raises:
+            CheckpointError: The checkpoint has none: it was saved by a run that trained no such role.
+        """
+        folder = state_folder(self.folder, role)
+        if not folder.is_dir():
+            raise CheckpointError(f"{self.folder}: holds no state of the role {role}, which this run trains; {WAY_OUT}")
+        return folder
 
     def summary(self, num_steps: int) -> str:
         """One line for the user: the step that the run resumes at, or how to get more steps where all are done.

@@ -14,12 +14,13 @@ from typing import TextIO
 from nemo_rl_moe.atomic_writes import delete, put_in_place, sync
 from nemo_rl_moe.checkpoints.state import CheckpointState, read_state
 from nemo_rl_moe.checksums import InventoryError, check_sizes, write_inventory
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.errors import CheckpointError
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER
 
 POLICY_FOLDER_NAME = MEGATRON_WEIGHTS_FOLDER
 FINAL_WEIGHTS_FOLDER = "final"
-"""Beside the checkpoints of a complete run."""
+"""Beside the checkpoints of a complete run: the policy's. Another role's has the role's name behind, `final_critic`."""
 LOCK_FILE_NAME = ".lock"
 _LOCK_ATTEMPTS = 10
 CHECKPOINT_NAME = r"step_(0|[1-9][0-9]{0,17})"
@@ -45,6 +46,25 @@ class Checkpoint:
     def step(self) -> int:
         """Steps done when it was taken."""
         return self.state.loop.step
+
+
+def model_folder(checkpoint: Path, role: str) -> Path:
+    """Return the folder of a role's model in a checkpoint: of the policy the checkpoint itself.
+
+    What lies in it is a model in Megatron-Core's format: `config.json`, tokenizer, and the state of training in
+    `POLICY_FOLDER_NAME`. So a run can start from it, and `convert` can read it.
+    """
+    return checkpoint if role == POLICY_ROLE else checkpoint / role
+
+
+def state_folder(checkpoint: Path, role: str) -> Path:
+    """Return the folder of a role's training state in a checkpoint."""
+    return model_folder(checkpoint, role) / POLICY_FOLDER_NAME
+
+
+def final_weights_folder(checkpoint_dir: Path, role: str) -> Path:
+    """Return the folder of a role's final weights."""
+    return checkpoint_dir / (FINAL_WEIGHTS_FOLDER if role == POLICY_ROLE else f"{FINAL_WEIGHTS_FOLDER}_{role}")
 
 
 def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> list[Checkpoint]:

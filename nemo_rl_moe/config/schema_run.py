@@ -180,6 +180,8 @@ class LoggerConfig(StrictModel):
     """Read when `mlflow_enabled`."""
 
 
+POLICY_ROLE = "policy"
+"""Role of the model that a run is about."""
 GENERATION_ROLE = "generation"
 """Role of generation engines that do not share the policy's machines."""
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar, TypeVarTuple
 
 import psutil
 import ray
@@ -33,6 +33,10 @@ from nemo_rl_moe.distributed.node_tools import (
 )
 from nemo_rl_moe.distributed.worker_process import WorkerFailure, WorkerPlace, WorkerProcess
 from nemo_rl_moe.errors import WorkerDiedError
+
+Worker = TypeVar("Worker")
+Args = TypeVarTuple("Args")
+Result = TypeVar("Result")
 
 
 def outcome(call: Any) -> Any:
@@ -114,14 +118,16 @@ HELD_STATES = {
 SMALL_TYPES = (bool, int, float, str, type(None), Path)
 
 
-class WorkerGroup:
-    """All ranks of one program.
+class WorkerGroup(Generic[Worker]):
+    """All ranks of one program, each with a worker in a process of its own.
+
+    A call names a method of the worker's class, `group.call_all(Worker.method, argument)`, so that its arguments and
+    results are typed and its definition can be found. Of a subclass the method that is named runs, as Python has it.
 
     Args:
         cluster: Machines with a place for every rank.
-        worker_class: Made on each rank as `worker_class(rank, world_size, **worker_kwargs)`, after the rank's
-            environment variables are set.
-        worker_kwargs: Further arguments, the same for all ranks.
+        make_worker: Called on each rank as `make_worker(rank, world_size)`, after the rank's environment variables are
+            set; what it refers to is imported there. Mostly a worker class with its further arguments, a `partial`.
         start_timeout_s: Seconds that starting all ranks may take.
         call_timeout_s: Seconds that a call may take on any rank.
         environment: More environment variables of each rank.
@@ -133,8 +139,7 @@ class WorkerGroup:
     def __init__(
         self,
         cluster: RayCluster,
-        worker_class: type,
-        worker_kwargs: Mapping[str, Any],
+        make_worker: Callable[[int, int], Worker],
         start_timeout_s: float,
         call_timeout_s: float,
         environment: Mapping[str, str] = MappingProxyType({}),
@@ -147,7 +152,7 @@ class WorkerGroup:
         self._places: dict[int, WorkerPlace] = {}
         self._ended: str | None = None
         try:
-            self._start(worker_class, dict(worker_kwargs), start_timeout_s)
+            self._start(make_worker, start_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -162,59 +167,47 @@ class WorkerGroup:
         """The process id of each rank, on its own node."""
         return [self._places[rank].process.pid for rank in sorted(self._places)]
 
-    def call_all(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method with the same arguments on every rank.
-
-        Returns:
-            The results by rank.
+    def call_all(self, method: Callable[[Worker, *Args], Result], *args: *Args) -> list[Result]:
+        """Call a method with the same arguments on every rank; return the results by rank.
 
         Raises:
             WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
         """
-        return self.call_each(method, [args] * self.world_size)
+        return list(self.start_each(method, [args] * self.world_size)().values())
 
-    def call_each(self, method: str, args_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Calls a method with other arguments on every rank; an object that several ranks get travels once.
+    def start_each(
+        self, method: Callable[[Worker, *Args], Result], args_by_rank: Sequence[tuple[*Args] | None]
+    ) -> Callable[[], dict[int, Result]]:
+        """Start a method with arguments for each rank, behind what the rank has been asked for before.
 
-        Args:
-            method: Its name.
-            args_by_rank: Positional arguments for each rank.
-
-        Returns:
-            The results by rank.
-
-        Raises:
-            WorkerDiedError: A worker raised, died or did not answer in time; all of them have been stopped.
-        """
-        return self.start_each(method, args_by_rank)()
-
-    def start_each(self, method: str, args_by_rank: Sequence[Sequence[Any] | None]) -> Callable[[], list[Any]]:
-        """As `call_each`, without waiting: every rank does it after what it has been asked for before.
+        An object that several ranks get travels once.
 
         Args:
-            method: Its name.
+            method: Of the worker's class.
             args_by_rank: Positional arguments for each rank; None: that one is not called.
 
         Returns:
-            A function that waits for the results, None of those that were not called, and raises as `call_each` does.
-            The time limit of the call begins with it.
+            A function that waits for the results of the ranks that were called, in the order of the ranks, and raises
+            as `call_all` does. The time limit of the call begins with it.
 
         Raises:
             WorkerDiedError: The workers have been stopped.
+            ValueError: There are arguments for more ranks or fewer.
         """
+        name = method.__name__
         if self._ended is not None:
-            raise WorkerDiedError(f"cannot call `{method}`: {self._ended}")
+            raise WorkerDiedError(f"cannot call `{name}`: {self._ended}")
         if len(args_by_rank) != self.world_size:
-            raise ValueError(f"`{method}` got arguments for {len(args_by_rank)} ranks, expected {self.world_size}")
+            raise ValueError(f"`{name}` got arguments for {len(args_by_rank)} ranks, expected {self.world_size}")
         called = [rank for rank, args in enumerate(args_by_rank) if args is not None]
         shared = _put_shared([args for args in args_by_rank if args is not None])
         calls: list[Any] = [None] * self.world_size
         for rank, args in zip(called, shared, strict=True):
             calls[rank] = self._actors[rank].call.remote(self._call_timeout_s, method, *args)
 
-        def results() -> list[Any]:
+        def results() -> dict[int, Result]:
             deadline = time.monotonic() + self._call_timeout_s
-            return self._wait(f"in `{method}`", calls, deadline, partial(self._fail_for_silence, method))
+            return self._wait(f"in `{name}`", calls, deadline, partial(self._fail_for_silence, name))
 
         return results
 
@@ -240,7 +233,7 @@ class WorkerGroup:
         for node, family in members.items():
             self._on_node(node, end_families, family, END_GRACE_S, default=None)
 
-    def _start(self, worker_class: type, worker_kwargs: dict[str, Any], timeout_s: float) -> None:
+    def _start(self, make_worker: Callable[[int, int], Worker], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         config = self._cluster.config
         actor_class = ray.remote(WorkerProcess)
@@ -257,7 +250,8 @@ class WorkerGroup:
             self._actors.append(options.remote())
 
         def wait(calls: list[ray.ObjectRef], on_result: Callable[[int, Any], None] = lambda rank, result: None) -> Any:
-            return self._wait("while starting", calls, deadline, partial(self._fail_for_time, timeout_s), on_result)
+            by_rank = self._wait("while starting", calls, deadline, partial(self._fail_for_time, timeout_s), on_result)
+            return list(by_rank.values())
 
         places = wait([actor.place.remote() for actor in self._actors], self._places.__setitem__)
         (port,) = wait([self._actors[0].find_free_port.remote()])
@@ -271,7 +265,7 @@ class WorkerGroup:
         )
         search_path = [str(Path(folder).absolute()) for folder in sys.path]
         remaining_s = deadline - time.monotonic()
-        payload = ray.put(cloudpickle.dumps((worker_class, worker_kwargs)))
+        payload = ray.put(cloudpickle.dumps(make_worker))
         wait(
             [
                 actor.start.remote(
@@ -288,10 +282,10 @@ class WorkerGroup:
         deadline: float,
         on_silence: Callable[[Sequence[int]], NoReturn],
         on_result: Callable[[int, Any], None] = lambda rank, result: None,
-    ) -> list[Any]:
-        """Waits for one call on each rank, no longer than until the first of them fails or the deadline has come.
+    ) -> dict[int, Any]:
+        """Wait for a call on each rank, no longer than until the first of them fails or the deadline has come.
 
-        A rank of which the call is None has nothing to do, and None as its result.
+        A rank of which the call is None has nothing to do, and is not in the result, which has the order of the ranks.
         """
         pending = {call: rank for rank, call in enumerate(calls) if call is not None}
         results: dict[int, Any] = {}
@@ -318,7 +312,7 @@ class WorkerGroup:
                 on_result(rank, result)
         if failures:
             self._fail(doing, failures, pending.values())
-        return [results.get(rank) for rank in range(len(calls))]
+        return {rank: results[rank] for rank in sorted(results)}
 
     def _fail(
         self, doing: str, failures: Mapping[int, WorkerFailure | RayError], unanswered: Iterable[int]

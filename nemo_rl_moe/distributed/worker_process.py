@@ -9,11 +9,11 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -22,6 +22,7 @@ from ray import cloudpickle
 from nemo_rl_moe.distributed.node_tools import ProcessIdentity, usable_cores
 from nemo_rl_moe.errors import UserError
 
+Result = TypeVar("Result")
 STACK_BEFORE_TIMEOUT_S = 1.0
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _KEPT_BYTES, _LARGEST_KEPT_BYTES = 256 * 1024**2, 32 * 1024**2
@@ -108,7 +109,8 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         Args:
             environment: Variables to set.
             search_path: The driver's `sys.path`; Ray passes on only some of it.
-            payload: The worker class and its keyword arguments, pickled, since unpickling them imports their modules.
+            payload: A function that makes the worker of a rank and a world size, pickled, since unpickling it imports
+                its modules.
             rank: Global rank.
             world_size: Number of ranks.
             timeout_s: Seconds until the driver gives up.
@@ -117,22 +119,22 @@ class WorkerProcess:  # pragma: no cover  (runs in another process)
         try:
             os.environ.update(environment)
             sys.path += [folder for folder in search_path if folder not in sys.path]
-            worker_class, worker_kwargs = cloudpickle.loads(payload)
-            self._worker = worker_class(rank, world_size, **worker_kwargs)
+            make_worker = cloudpickle.loads(payload)
+            self._worker = make_worker(rank, world_size)
         except BaseException as error:
             return describe_failure(error)
         finally:
             faulthandler.cancel_dump_traceback_later()
         return None
 
-    def call(self, timeout_s: float, method: str, *args: Any) -> Any:
-        """Calls a method of the worker; what it raises comes back as a `WorkerFailure`.
+    def call(self, timeout_s: float, method: Callable[..., Result], *args: Any) -> Result | WorkerFailure:
+        """Call a method of the worker's class on the worker; what it raises comes back as a `WorkerFailure`.
 
         One that hangs writes its stack to stderr before the driver gives up, after so many seconds.
         """
         _write_stack_before(timeout_s)
         try:
-            return getattr(self._worker, method)(*args)
+            return method(self._worker, *args)
         except BaseException as error:
             return describe_failure(error)
         finally:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -97,7 +98,7 @@ class EnvironmentScorer:
         self._start_arguments = (
             WORKER_ENVIRONMENT,
             search_path,
-            cloudpickle.dumps((EnvironmentWorker, {"config": config})),
+            cloudpickle.dumps(partial(EnvironmentWorker, config=config)),
         )
         try:
             for worker in range(config.num_workers):
@@ -177,7 +178,7 @@ class EnvironmentScorer:
         allowed_s = len(share.indices) * (self._config.timeout_s + INTERRUPTION_S) + CALL_SLACK_S
         actor = self._actors[worker]
         ping = actor.place.remote() if share.is_retry else None
-        call = actor.call.remote(allowed_s, "score", [items[index] for index in share.indices])
+        call = actor.call.remote(allowed_s, EnvironmentWorker.score, [items[index] for index in share.indices])
         now = time.monotonic()
         self._calls[call] = _Call(worker, share, ping, now, now + allowed_s)
 

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 
 Samples = TypeVar("Samples", TokenizedDataset, PreferenceDataset)
+Workers = TypeVar("Workers", bound=ModelWorkers)
 
 
 @dataclass(frozen=True)
@@ -255,9 +256,14 @@ def running_policy(
 
 @contextmanager
 def running_role(
-    role: str, config: MasterConfig, cluster: RayCluster, console: ConsoleLogger, model: PreparedModel
-) -> Iterator[ModelWorkers]:
-    """Starts the workers of a role beside the policy, in places of their own, and stops them whatever happens.
+    role: str,
+    config: MasterConfig,
+    cluster: RayCluster,
+    console: ConsoleLogger,
+    model: PreparedModel,
+    start: Callable[..., Workers],
+) -> Iterator[Workers]:
+    """Start the workers of a role beside the policy, in places of their own, and stop them whatever happens.
 
     Args:
         role: Its name.
@@ -265,6 +271,7 @@ def running_role(
         cluster: The policy's.
         console: Messages to the user.
         model: The role's.
+        start: Starts them, as `ModelWorkers` or `TrainableModel` with what it needs besides.
 
     Raises:
         ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
@@ -274,7 +281,7 @@ def running_role(
         if model.source.hub is not None and not place.is_local:
             fetch_on_machines(place, model.source.hub)
         with console.phase(f"starting {place.config.world_size} workers of the {role}"):
-            workers = ModelWorkers(role, model.policy, place, source=model.source)
+            workers = start(role, model.policy, place, source=model.source)
         try:
             yield workers
         finally:

@@ -3,7 +3,7 @@
 """A training run around its loop: model, workers, resume point, run folder, loggers, checkpoints, final weights."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -20,13 +20,19 @@ from nemo_rl_moe.checkpoints.resume import (
     older_resume_point,
 )
 from nemo_rl_moe.checkpoints.state import LoopState, RunDescription, layout_of
-from nemo_rl_moe.checkpoints.store import FINAL_WEIGHTS_FOLDER, CheckpointStore
+from nemo_rl_moe.checkpoints.store import (
+    FINAL_WEIGHTS_FOLDER,
+    CheckpointStore,
+    final_weights_folder,
+    model_folder,
+)
 from nemo_rl_moe.checksums import InventoryError, add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.loading import dump_resolved
 from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, TrainingDivergedError
 from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
 from nemo_rl_moe.launch.model_run import ModelRun
@@ -44,9 +50,10 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.rewind import rewind_run_folder
+from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.picture_rules import picture_problem
-from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
+from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy, TrainableModel
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
 from nemo_rl_moe.moe.reward_signal import FailedResponses
@@ -113,6 +120,7 @@ class TrainingRun(ModelRun):
         self._launch, self._stop_signals = launch, stop_signals
         self._fingerprints: Mapping[str, str] = {}
         self._store: CheckpointStore | None = None
+        self._trained: dict[str, TrainableModel] = {}
         self._folder: Path | None = None
         self._ending: str | None = None
 
@@ -172,7 +180,32 @@ class TrainingRun(ModelRun):
         Raises:
             ConfigurationError: There is no room for them, or the model's weights cannot be used.
         """
-        return self.use(running_role(role, self.config, self.cluster, self.console, model))
+        return self.use(running_role(role, self.config, self.cluster, self.console, model, ModelWorkers))
+
+    def start_trainable_role(
+        self, role: str, model: PreparedModel, heads: Collection[Head] = (Head.LOGPROBS,)
+    ) -> TrainableModel:
+        """Start the workers of a role that is trained beside the policy, after those of the policy, before `restore`.
+
+        It takes as many optimizer steps as the policy, and is saved and resumed with it.
+
+        Args:
+            role: Its name.
+            model: Its model.
+            heads: Heads that the model has.
+
+        Raises:
+            ConfigurationError: There is no room for the workers, or the model's weights cannot be used.
+        """
+        make = partial(
+            TrainableModel,
+            model_files=model.files,
+            seed=self.algorithm.loop_of(self.config).seed,
+            num_steps=self._num_updates,
+            heads=heads,
+        )
+        self._trained[role] = self.use(running_role(role, self.config, self.cluster, self.console, model, make))
+        return self._trained[role]
 
     def begin(self, num_steps: int, fingerprints: Mapping[str, str]) -> None:
         """Tells where the run begins, and what its settings come to. Writes nothing of the run's own.
@@ -231,14 +264,21 @@ class TrainingRun(ModelRun):
         Raises:
             ConfigurationError: The machines are not there, or the model's weights cannot be used.
         """
-        return self._start_workers(
+        policy = self._start_workers(
             seed=self.algorithm.loop_of(self.config).seed,
-            num_steps=self.num_steps * self.algorithm.updates_per_step(self.config),
+            num_steps=self._num_updates,
             keep_reference=self.algorithm.needs_reference(self.config),
         )
+        self._trained[POLICY_ROLE] = policy
+        return policy
+
+    @property
+    def _num_updates(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.num_steps * self.algorithm.updates_per_step(self.config)
 
     def restore(self) -> None:
-        """Loads the checkpoint into the policy; the reference model stays the one that the run began with.
+        """Load the checkpoint into the models that are trained; the reference stays the one that the run began with.
 
         Where its files are not what was written, the newest older checkpoint of the run is taken instead.
 
@@ -247,10 +287,11 @@ class TrainingRun(ModelRun):
         """
         damaged: list[Path] = []
         while self.resume is not None:
-            folder, with_optimizer = self.resume.policy_folder, self.resume.state.with_optimizer
             try:
                 with self.console.phase(f"loading {self.resume.folder}"):
-                    self._started.load_checkpoint(folder, with_optimizer=with_optimizer)
+                    for role, model in self._trained.items():
+                        folder = self.resume.state_folder(role)
+                        model.load_checkpoint(folder, with_optimizer=self.resume.state.with_optimizer)
                 return
             except DamagedCheckpointError as error:
                 damaged.append(self.resume.folder)
@@ -310,9 +351,14 @@ class TrainingRun(ModelRun):
             return
         weights = None
         if checkpoint_dir is not None:
-            weights = checkpoint_dir / FINAL_WEIGHTS_FOLDER
+            weights = final_weights_folder(checkpoint_dir, POLICY_ROLE)
             with self.console.phase("saving the final weights"):
-                left_out = self._started.save_weights(weights)
+                # The policy's last: they say that the run is complete.
+                left_out = [
+                    name
+                    for role, model in reversed(self._trained.items())
+                    for name in model.save_weights(final_weights_folder(checkpoint_dir, role))
+                ]
                 self._sign(weights, summary.num_steps)
             for name in left_out:
                 self.console.warn(left_out_line(name))
@@ -407,14 +453,14 @@ class TrainingRun(ModelRun):
         return RecordSinks(loggers, log_artifact, samples.write, tables.flush, log_failures)
 
     def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
-        policy, store, config = self._started, self._store, self.config
+        store, config = self._store, self.config
         loop_config: Any = config  # every algorithm's has data
         if store is None:
             store = CheckpointStore(self._checkpoint_dir(folder), self.console.warn)
             self.use(store.locked())
         checkpointer = Checkpointer(
             store,
-            policy,
+            self._trained,
             choice_in_force(
                 config.checkpointing, metric_in_force(config), validates=loop_config.data.validation is not None
             ),
@@ -422,10 +468,14 @@ class TrainingRun(ModelRun):
             self.console.warn,
             self.console.message,
             loggers.flush_to_disk,
-            partial(write_model_files, policy.model_files),
+            self._write_model_files,
         )
         self._opened.callback(checkpointer.close)
         return checkpointer
+
+    def _write_model_files(self, checkpoint: Path) -> None:
+        for role, model in self._trained.items():
+            write_model_files(model.model_files, model_folder(checkpoint, role))
 
     def _describe(self, loggers: FanOutLogger, folder: Path) -> RunDescription:
         return RunDescription(

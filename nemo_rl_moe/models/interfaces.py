@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The policy and its losses as an algorithm sees them: nothing of Ray, nothing of Megatron-Core."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -26,6 +26,8 @@ class Head(Enum):
     """Log-probability of the target given the tokens before it, in nats."""
     ENTROPY = "entropy"
     """Entropy of the distribution that the target is drawn from, in nats; exact, over the whole vocabulary."""
+    VALUE = "value"
+    """Value of the state before the target is chosen, such as the expected return; of models that have a value head."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +36,15 @@ class LossInputs:
 
     Attributes:
         logprobs: Log-probability of each token given those before it, in nats; entry `t` belongs to the target
-            token `t + 1` of the sequence. Carries the graph during training.
+            token `t + 1` of the sequence. Carries the graph during training. Zeros where the loss needs values alone.
         token_mask: True where that target counts in the loss.
         global_valid_tokens: Number of counting targets in the whole global batch, over all data-parallel ranks.
         global_sequences: Number of sequences with such a target in the whole global batch.
         greedy_matches: True where the target is the token ranked first; only during evaluation.
         columns: The batch's columns for the loss; those on the token axis have rows and columns as `logprobs`.
         entropy: As `logprobs`, where the loss needs `Head.ENTROPY`; None otherwise.
+        values: Value of the state in which each target is chosen, entries as of `logprobs`, where the loss needs
+            `Head.VALUE`; None otherwise. Carries the graph during training.
     """
 
     logprobs: Float[Tensor, "sequences targets"]
@@ -50,6 +54,7 @@ class LossInputs:
     greedy_matches: Bool[Tensor, "sequences targets"] | None
     columns: Mapping[str, Column]
     entropy: Float[Tensor, "sequences targets"] | None = None
+    values: Float[Tensor, "sequences targets"] | None = None
 
     def per_target(self, name: str) -> Shaped[Tensor, "sequences targets"]:
         """Values of a column, one for each target; one of a sequence stands at each of its targets.
@@ -83,15 +88,23 @@ class LossOutputs:
 class LossFunction(Protocol):
     """A pure function from one microbatch to its share of the loss. Must be picklable: it travels to the workers.
 
-    A loss that needs more than log-probabilities says so in an attribute `needs`, a collection of `Head`.
+    A loss that needs more than log-probabilities, or values in their place, says so in an attribute `needs`, a
+    collection of `Head`.
     """
 
     def __call__(self, inputs: LossInputs) -> LossOutputs: ...
 
 
 def needs_of(loss_function: LossFunction) -> frozenset[Head]:
-    """Heads that a loss function declares; log-probabilities always."""
-    return frozenset({Head.LOGPROBS, *getattr(loss_function, "needs", ())})
+    """Return the heads that a loss function declares, and log-probabilities unless it declares values alone."""
+    declared = frozenset(getattr(loss_function, "needs", ()))
+    return declared if declared == {Head.VALUE} else declared | {Head.LOGPROBS}
+
+
+def missing_heads(loss_function: LossFunction, heads: Collection[Head]) -> frozenset[Head]:
+    """Return what a loss function needs and a model with these heads lacks; entropies come with log-probabilities."""
+    with_entropy = {Head.ENTROPY} if Head.LOGPROBS in heads else set()
+    return needs_of(loss_function) - {*heads, *with_entropy}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def told_by(monkeypatch: pytest.MonkeyPatch, threshold: float) -> str:
     cluster = RayCluster(cluster_config(1, 0, 2))
     try:
         with pytest.raises(WorkerDiedError) as error:
-            WorkerGroup(cluster, Eater, {}, 120.0, 600.0).call_all("eat")
+            WorkerGroup(cluster, Eater, 120.0, 600.0).call_all(Eater.eat)
     finally:
         cluster.shutdown()
     return str(error.value)

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -147,10 +148,10 @@ def join_two_nodes_and_fail(notes: str) -> None:
         nodes.add_node(num_cpus=1, include_dashboard=False)
     os.environ["RAY_ADDRESS"] = nodes.address
     cluster = RayCluster(cluster_config(2, 0, 1))
-    group = WorkerGroup(cluster, Ranks, {"notes": notes}, START_TIMEOUT_S, CALL_TIMEOUT_S)
-    where = group.call_all("node")
+    group = WorkerGroup(cluster, partial(Ranks, notes=notes), START_TIMEOUT_S, CALL_TIMEOUT_S)
+    where = group.call_all(Ranks.node)
     try:
-        group.call_all("die_while_the_peer_waits", signal.SIGKILL)
+        group.call_all(Ranks.die_while_the_peer_waits, signal.SIGKILL)
     except WorkerDiedError as error:
         text = str(error)
     cluster.shutdown()
@@ -165,13 +166,13 @@ def join_two_nodes_and_fail(notes: str) -> None:
 def drive_until_killed(notes: str) -> None:
     """A driver of its own, which hangs in a step: rank 1 never joins the collective."""
     cluster = RayCluster(cluster_config(1, 0, NUM_WORKERS))
-    group = WorkerGroup(cluster, HangingRanks, {"notes": notes}, START_TIMEOUT_S, CALL_TIMEOUT_S)
+    group = WorkerGroup(cluster, partial(HangingRanks, notes=notes), START_TIMEOUT_S, CALL_TIMEOUT_S)
     # Ray's two agents are no workers; they end by themselves, but only when they have given up reaching the dead Ray.
     children = psutil.Process().children(recursive=True)
     ray_processes = [process.pid for process in children if not process.name().startswith(RAY_AGENTS)]
     Path(notes, "ray.unfinished").write_text(json.dumps(ray_processes))
     Path(notes, "ray.unfinished").rename(Path(notes, "ray.json"))
-    group.call_all("hang_or_sleep")
+    group.call_all(HangingRanks.hang_or_sleep)
 
 
 class HangingRanks(Ranks):  # pragma: no cover  (runs in other processes)
@@ -197,10 +198,14 @@ def cluster() -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup]:
+def group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup[Ranks]]:
     """Two ranks that have joined a process group."""
     group = WorkerGroup(
-        cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S, CALL_TIMEOUT_S, environment={"NCCL_DEBUG": "WARN"}
+        cluster,
+        partial(Ranks, notes=str(tmp_path)),
+        START_TIMEOUT_S,
+        CALL_TIMEOUT_S,
+        environment={"NCCL_DEBUG": "WARN"},
     )
     yield group
     group.shutdown()
@@ -224,41 +229,43 @@ def assert_all_gone(notes: Path, expected: int = NUM_WORKERS) -> None:
     assert [pid for pid in pids if is_running(pid)] == []
 
 
-def fail_in_a_step(group: WorkerGroup, method: str, *args: Any) -> str:
+def fail_in_a_step(group: WorkerGroup[Ranks], method: Callable[..., Any], *args: Any) -> str:
     """Calls a method that must fail, and returns the error's text."""
     with pytest.raises(WorkerDiedError) as error:
         group.call_all(method, *args)
     text = str(error.value)
     assert text.endswith("All 2 workers have been stopped.")
     with pytest.raises(WorkerDiedError, match="stopped after one of them failed"):
-        group.call_all("all_reduce", 1.0)
+        group.call_all(Ranks.all_reduce, 1.0)
     return text
 
 
-def test_calls_environment_and_shared_arguments(group: WorkerGroup):
-    assert group.call_all("all_reduce", 1.5) == [3.0, 3.0]
-    assert group.call_each("all_reduce", [(1.0,), (2.0,)]) == [3.0, 3.0]
-    begun = [group.start_each("all_reduce", [(number,)] * NUM_WORKERS) for number in (2.0, 5.0)]
-    assert [wait() for wait in begun] == [[4.0, 4.0], [10.0, 10.0]], "one after the other, on every rank"
-    assert group.start_each("environment", [None, ()])()[0] is None, "not called"
+def test_calls_environment_and_shared_arguments(group: WorkerGroup[Ranks]):
+    assert group.call_all(Ranks.all_reduce, 1.5) == [3.0, 3.0]
+    assert group.start_each(Ranks.all_reduce, [(1.0,), (2.0,)])() == {0: 3.0, 1: 3.0}
+    begun = [group.start_each(Ranks.all_reduce, [(number,)] * NUM_WORKERS) for number in (2.0, 5.0)]
+    assert [[*wait().values()] for wait in begun] == [[4.0, 4.0], [10.0, 10.0]], "one after the other, on every rank"
+    assert list(group.start_each(Ranks.environment, [None, ()])()) == [1], "the other is not called"
     shared = list(range(1000))
-    results = group.call_each("identity_of", [(shared, [1]), (shared, [2])])
-    assert results == [(pid, [499500, number]) for pid, number in zip(group.process_ids, (1, 2), strict=True)]
+    results = group.start_each(Ranks.identity_of, [(shared, [1]), (shared, [2])])()
+    assert list(results.values()) == [
+        (pid, [499500, number]) for pid, number in zip(group.process_ids, (1, 2), strict=True)
+    ]
     with pytest.raises(ValueError, match="arguments for 1 ranks, expected 2"):
-        group.call_each("all_reduce", [(1.0,)])
+        group.start_each(Ranks.all_reduce, [(1.0,)])
 
-    environments = group.call_all("environment")
+    environments = group.call_all(Ranks.environment)
     assert [each["RANK"] for each in environments] == [each["LOCAL_RANK"] for each in environments] == ["0", "1"]
     assert {each["MASTER_ADDR"] for each in environments} == {"127.0.0.1"}
     assert {each["CUDA_VISIBLE_DEVICES"] for each in environments} == {""}
     assert {each["NCCL_DEBUG"] for each in environments} == {"WARN"}
     assert {each["OMP_NUM_THREADS"] for each in environments} == {"3"}, "what the user has set"
-    assert group.call_all("num_threads") == [3, 3]
+    assert group.call_all(Ranks.num_threads) == [3, 3]
 
 
 def test_raise_at_start(cluster: RayCluster, tmp_path: Path):
     with pytest.raises(WorkerDiedError) as error:
-        WorkerGroup(cluster, Ranks, {"notes": str(tmp_path), "start": "raise"}, START_TIMEOUT_S, CALL_TIMEOUT_S)
+        WorkerGroup(cluster, partial(Ranks, notes=str(tmp_path), start="raise"), START_TIMEOUT_S, CALL_TIMEOUT_S)
     assert "worker rank 1 (pid " in str(error.value)
     assert "raised BrokenModelError while starting:" in str(error.value)
     assert "BrokenModelError: layer 3: the experts do not divide" in str(error.value)
@@ -271,8 +278,7 @@ def test_never_starts(cluster: RayCluster, tmp_path: Path):
     with pytest.raises(WorkerDiedError) as error:
         WorkerGroup(
             cluster,
-            Ranks,
-            {"notes": str(tmp_path), "start": "hang"},
+            partial(Ranks, notes=str(tmp_path), start="hang"),
             start_timeout_s=10.0,
             call_timeout_s=CALL_TIMEOUT_S,
         )
@@ -283,21 +289,21 @@ def test_never_starts(cluster: RayCluster, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_raise_in_a_step(group: WorkerGroup):
-    text = fail_in_a_step(group, "raise_while_the_peer_waits")
+def test_raise_in_a_step(group: WorkerGroup[Ranks]):
+    text = fail_in_a_step(group, Ranks.raise_while_the_peer_waits)
     assert "raised BrokenModelError in `raise_while_the_peer_waits`:" in text
     assert "BrokenModelError: layer 7: the loss is not a number" in text
     assert 'raise BrokenModelError(7, "the loss is not a number")' in text
 
 
 @pytest.mark.slow
-def test_exit_in_a_step(group: WorkerGroup):
-    assert "SystemExit: no space left on the device" in fail_in_a_step(group, "raise_for_good")
+def test_exit_in_a_step(group: WorkerGroup[Ranks]):
+    assert "SystemExit: no space left on the device" in fail_in_a_step(group, Ranks.raise_for_good)
 
 
-def test_killed_in_a_step(group: WorkerGroup):
+def test_killed_in_a_step(group: WorkerGroup[Ranks]):
     pid = group.process_ids[1]
-    text = fail_in_a_step(group, "die_while_the_peer_waits", signal.SIGKILL)
+    text = fail_in_a_step(group, Ranks.die_while_the_peer_waits, signal.SIGKILL)
     assert text.startswith(
         f"worker rank 1 (pid {pid}) died in `die_while_the_peer_waits`:\nWorker exit type: SYSTEM_ERROR"
     )
@@ -306,24 +312,24 @@ def test_killed_in_a_step(group: WorkerGroup):
 
 
 @pytest.mark.slow
-def test_crash_in_a_step(group: WorkerGroup):
-    text = fail_in_a_step(group, "die_while_the_peer_waits", signal.SIGSEGV)
+def test_crash_in_a_step(group: WorkerGroup[Ranks]):
+    text = fail_in_a_step(group, Ranks.die_while_the_peer_waits, signal.SIGSEGV)
     assert "rank 1" in text
     assert "Fatal Python error: Segmentation fault" in text
 
 
 @pytest.fixture
-def impatient_group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup]:
+def impatient_group(cluster: RayCluster, tmp_path: Path) -> Iterator[WorkerGroup[Ranks]]:
     """Two ranks whose calls may take a few seconds."""
-    group = WorkerGroup(cluster, Ranks, {"notes": str(tmp_path)}, START_TIMEOUT_S, SHORT_CALL_TIMEOUT_S)
+    group = WorkerGroup(cluster, partial(Ranks, notes=str(tmp_path)), START_TIMEOUT_S, SHORT_CALL_TIMEOUT_S)
     yield group
     group.shutdown()
     assert_all_gone(tmp_path)
 
 
-def test_frozen_in_a_step(impatient_group: WorkerGroup):
+def test_frozen_in_a_step(impatient_group: WorkerGroup[Ranks]):
     first, second = impatient_group.process_ids
-    text = fail_in_a_step(impatient_group, "freeze_while_the_peer_waits")
+    text = fail_in_a_step(impatient_group, Ranks.freeze_while_the_peer_waits)
     assert text.startswith(
         f"worker rank 1 (pid {second}): its process has been stopped (SIGSTOP); it did not answer"
         " `freeze_while_the_peer_waits` within 10 s (cluster.worker_call_timeout_s)\n"
@@ -332,18 +338,18 @@ def test_frozen_in_a_step(impatient_group: WorkerGroup):
 
 
 @pytest.mark.slow
-def test_frozen_while_its_peer_gives_up(group: WorkerGroup):
+def test_frozen_while_its_peer_gives_up(group: WorkerGroup[Ranks]):
     pid = group.process_ids[1]
-    text = fail_in_a_step(group, "raise_while_the_peer_is_frozen")
+    text = fail_in_a_step(group, Ranks.raise_while_the_peer_is_frozen)
     assert "rank 0" in text.splitlines()[0]
     assert "TimeoutError: waited for too long" in text
     assert f"Did not answer: rank 1 (pid {pid}): its process has been stopped (SIGSTOP)." in text
 
 
 @pytest.mark.slow
-def test_hanging_in_a_step(impatient_group: WorkerGroup):
+def test_hanging_in_a_step(impatient_group: WorkerGroup[Ranks]):
     first, second = impatient_group.process_ids
-    text = fail_in_a_step(impatient_group, "hang_while_the_peer_waits")
+    text = fail_in_a_step(impatient_group, Ranks.hang_while_the_peer_waits)
     assert text.startswith(
         "2 of 2 workers did not answer `hang_while_the_peer_waits` within 10 s (cluster.worker_call_timeout_s):"
         f" rank 0 (pid {first}), rank 1 (pid {second})\n"
@@ -352,15 +358,15 @@ def test_hanging_in_a_step(impatient_group: WorkerGroup):
 
 
 @pytest.mark.slow
-def test_a_workers_child_is_stopped_too(group: WorkerGroup, tmp_path_factory: pytest.TempPathFactory):
+def test_a_workers_child_is_stopped_too(group: WorkerGroup[Ranks], tmp_path_factory: pytest.TempPathFactory):
     notes = tmp_path_factory.mktemp("children")
-    group.call_all("set_variable", "CHILD_NOTES", str(notes))
-    assert "ValueError: the child is left alone" in fail_in_a_step(group, "start_a_child_and_raise")
+    group.call_all(Ranks.set_variable, "CHILD_NOTES", str(notes))
+    assert "ValueError: the child is left alone" in fail_in_a_step(group, Ranks.start_a_child_and_raise)
     assert_all_gone(notes, expected=1)
 
 
-def test_a_result_that_cannot_travel(group: WorkerGroup):
-    text = fail_in_a_step(group, "unpicklable")
+def test_a_result_that_cannot_travel(group: WorkerGroup[Ranks]):
+    text = fail_in_a_step(group, Ranks.unpicklable)
     assert "in `unpicklable`:" in text
     assert "_thread.lock" in text
 

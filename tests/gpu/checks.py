@@ -292,8 +292,7 @@ def save_and_resume(*, rehearse: bool) -> dict[str, Any]:
         for shard in shards[:2]:
             first.train([shard], sft_loss)
         began = time.perf_counter()
-        first.start_checkpoint(Path(folder), with_optimizer=True)
-        problem = first.finish_checkpoint()
+        problem = first.start_checkpoint(Path(folder), with_optimizer=True).finish()
         saved = time.perf_counter()
         if problem is not None:
             raise Failed(problem, {})

@@ -34,6 +34,7 @@ class ThreadedWriter:
     def __init__(self, shard_bytes: int = 10_000, may_write: threading.Event | None = None):
         self.shard_bytes = shard_bytes
         self.with_optimizer: list[bool] = []
+        self.fails_with: str | None = None
         self._may_write = may_write
         self._thread: threading.Thread | None = None
         self._problem: str | None = None
@@ -58,7 +59,7 @@ class ThreadedWriter:
         return WrittenOrNot(self._problem)
 
     def _write(self, directory: Path) -> None:
-        self._problem = None
+        self._problem = self.fails_with
         if self._may_write is not None:
             self._may_write.wait(60)
         try:

@@ -19,7 +19,12 @@ from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import model_workers
-from nemo_rl_moe.models.policy.megatron_policy_worker import WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import (
+    LoadOutcome,
+    MegatronPolicyWorker,
+    WeightsOutcome,
+    WorkerDescription,
+)
 from nemo_rl_moe.weight_sync.folder import FolderTransport
 from tests.functional import grpo_runs, sft_runs
 from tests.support.grpo_fakes import FakeEngine, FakeScorer
@@ -36,27 +41,31 @@ class RecordedWorkers:
         _calls.append("start workers")
         self.num_updates = 0
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         """As of `WorkerGroup`."""
         places = [SimpleNamespace(data_parallel_rank=n, data_parallel_size=2, reports_loss=True) for n in (0, 1)]
-        if method == "describe":
+        if method == MegatronPolicyWorker.describe:
             return [WorkerDescription(coordinates=place) for place in places]
-        if method == "save_weights":
+        if method == MegatronPolicyWorker.save_weights:
             arguments[0].mkdir(parents=True, exist_ok=True)
             write_inventory(arguments[0])
             return [WeightsOutcome(left_out=[]) for _ in places]
-        if method not in ("checkpoint_is_written", "finish_checkpoint", "weight_version"):
-            _calls.append(method)
-        answers = {"checkpoint_is_written": True, "weight_version": self.num_updates}
-        return [answers.get(method) for _ in places]
+        if method == MegatronPolicyWorker.load_checkpoint:
+            _calls.append(method.__name__)
+            return [LoadOutcome(self.num_updates) for _ in places]
+        if method not in (MegatronPolicyWorker.checkpoint_is_written, MegatronPolicyWorker.finish_checkpoint):
+            _calls.append(method.__name__)
+        return [True if method == MegatronPolicyWorker.checkpoint_is_written else None for _ in places]
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> Callable[[], list[Any]]:
+    def start_each(
+        self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]
+    ) -> Callable[[], dict[int, RankTrainResult]]:
         """As of `WorkerGroup`."""
         assert None not in arguments, "every rank enters"
-        assert method == "train"
-        _calls.append(method)
+        assert method == MegatronPolicyWorker.train
+        _calls.append(method.__name__)
         self.num_updates += 1
-        return lambda: [self._trained(*given) for given in arguments if given is not None]
+        return lambda: {rank: self._trained(*given) for rank, given in enumerate(arguments) if given is not None}
 
     def shutdown(self) -> None:
         """As of `WorkerGroup`."""

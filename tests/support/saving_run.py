@@ -27,6 +27,7 @@ class Run:
         overrides: Of the tiny exemplar.
         may_write: The policy waits for it before it writes.
         shard_bytes: What the policy writes.
+        beside: Models that are saved beside the policy, by role.
         changes: To the description of the run.
     """
 
@@ -36,6 +37,7 @@ class Run:
         *overrides: str,
         may_write: threading.Event | None = None,
         shard_bytes: int = 10_000,
+        beside: Mapping[str, ThreadedWriter] = MappingProxyType({}),
         **changes: Any,
     ):
         self.config = config_of("checkpointing.checkpoint_dir=null", *overrides)
@@ -48,7 +50,7 @@ class Run:
         self.describe = lambda: description(self.config, folder, **changes)
         self.checkpointer = Checkpointer(
             self.store,
-            self.policy,
+            {"policy": self.policy, **beside},
             settings,
             self.describe,
             self.warnings.append,

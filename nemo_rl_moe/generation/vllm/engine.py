@@ -288,7 +288,7 @@ class VllmEngine:
                 f"{num_before - len(self._engines)} of {num_before} engines were lost before they scored"
             )
         scores: list[list[Float[np.ndarray, " tokens"]]] = self._answers_of_all(
-            "scored", "score", sequences, temperature, *model_inputs
+            "scored", lambda worker: worker.score.remote(sequences, temperature, *model_inputs)
         )
         return scores
 
@@ -300,16 +300,18 @@ class VllmEngine:
         """
         if self.ranks_per_engine > 1:
             return [{} for _ in self._engines]
-        found: list[dict[str, str]] = self._answers_of_all("read its weights", "weight_fingerprints", number_format)
+        found: list[dict[str, str]] = self._answers_of_all(
+            "read its weights", lambda worker: worker.weight_fingerprints.remote(number_format)
+        )
         return found
 
-    def _answers_of_all(self, doing: str, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every engine at the same time; return what each answers.
+    def _answers_of_all(self, doing: str, ask: Callable[[Any], Any]) -> list[Any]:
+        """Call every engine's actor at the same time; return what each answers.
 
         Raises:
             GenerationError: An engine died or does not answer while it is `doing`.
         """
-        calls = [(engine, getattr(engine.actor, method).remote(*arguments)) for engine in self._engines]
+        calls = [(engine, ask(engine.actor)) for engine in self._engines]
         answers, problem = [], None
         for engine, call in calls:
             try:
@@ -374,7 +376,9 @@ class VllmEngine:
             return
         for part in PARTS:  # vLLM leaves an engine as it is whose weights sleep already
             self._wake(part, [engine for engine in self._engines if engine.asleep != set(PARTS)])
-        for engine, _ in self._ask("sleep", [engine for engine in self._engines if not engine.asleep]):
+        for engine, _ in self._ask(
+            lambda worker: worker.sleep.remote(), [engine for engine in self._engines if not engine.asleep]
+        ):
             engine.asleep = set(PARTS)
         self._version = None
 
@@ -385,7 +389,7 @@ class VllmEngine:
     def _wake(self, part: str, engines: Sequence[_Engine] | None = None) -> None:
         """Takes the memory of a part again, of all engines or of some, where it is given back."""
         asleep = [engine for engine in (self._engines if engines is None else engines) if part in engine.asleep]
-        for engine, _ in self._ask("wake", asleep, part):
+        for engine, _ in self._ask(lambda worker: worker.wake.remote(part), asleep):
             engine.asleep.remove(part)
 
     def _require_awake(self) -> None:
@@ -394,17 +398,22 @@ class VllmEngine:
         Raises:
             GenerationError: One sleeps.
         """
-        for engine, parts in self._ask("asleep", self._engines):
+        for engine, parts in self._ask(lambda worker: worker.asleep.remote(), self._engines):
             if parts:
                 raise GenerationError(
                     f"{engine.name} cannot generate: asleep are {', '.join(parts)}; expected wake() and, after sleep(),"
                     " new weights before"
                 )
 
-    def _ask(self, method: str, engines: Sequence[_Engine], *arguments: Any) -> list[tuple[_Engine, Any]]:
-        """Calls a method of engines; what each that answers returns. Those that die or do not answer are given up."""
+    def _ask(self, ask: Callable[[Any], Any], engines: Sequence[_Engine]) -> list[tuple[_Engine, Any]]:
+        """Call the actors of engines; return what those that answer do. Those that die or do not answer are given up.
+
+        Args:
+            ask: Calls an actor's method; returns the call.
+            engines: Which.
+        """
         answers = []
-        for engine, call in [(each, getattr(each.actor, method).remote(*arguments)) for each in engines]:
+        for engine, call in [(each, ask(each.actor)) for each in engines]:
             try:
                 answers.append((engine, ray.get(call, timeout=self._stall_timeout_s)))
             except RayError as error:

@@ -1,16 +1,18 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The driver's side of the policy: what is trained, generates, and is sent to engines and checkpoints."""
+"""The driver's side of a trainable model, and of the policy, which also generates and sends its weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from nemo_rl_moe.config.schema import MasterConfig, engines_share_gpus
 from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.accelerators import peak_flops_per_second
 from nemo_rl_moe.distributed.batch import (
     GlobalBatchShard,
@@ -33,16 +35,14 @@ from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.images import distinct_sizes, picture_patches
 from nemo_rl_moe.models.interfaces import (
     GpuUse,
+    Head,
     LossFunction,
     RouteComparison,
     TrainResult,
     WriteOutcome,
 )
-from nemo_rl_moe.models.policy.megatron_policy_worker import (
-    SendOutcome,
-    WeightsOutcome,
-)
-from nemo_rl_moe.models.policy.model_workers import POLICY_ROLE, ModelWorkers, in_rows, join_metrics
+from nemo_rl_moe.models.policy.megatron_policy_worker import MegatronPolicyWorker
+from nemo_rl_moe.models.policy.model_workers import ModelWorkers, in_rows, join_metrics
 from nemo_rl_moe.moe.replay import UNKNOWN
 from nemo_rl_moe.weight_sync.carriers import Carrier, make_carrier
 from nemo_rl_moe.weight_sync.fingerprints import Fingerprints
@@ -53,18 +53,20 @@ if TYPE_CHECKING:
     from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 
 
-class MegatronPolicy(ModelWorkers):
-    """The policy of a run: the workers that train it, and keep the reference weights where the algorithm needs them.
+class TrainableModel(ModelWorkers):
+    """A model of a run in a role, with an optimizer: it trains, is saved and goes on from a checkpoint.
 
     Args:
-        config: The whole configuration.
+        role: Such as `policy` or `critic`, for error messages.
+        policy: The section that describes the model, its layout and its training.
         cluster: A started cluster with a place for every rank.
-        seed: Seed of dropout.
-        num_steps: Optimizer steps of the whole run; None: it generates and is measured, and is not trained.
         source: Where the model is read from, of `find_model`.
         model_files: What lies beside weights that are saved, file name to content; without a `config.json` nobody can
             load them.
+        seed: Seed of dropout.
+        num_steps: Optimizer steps of the whole run; None: it is measured, and not trained.
         keep_reference: Keep the first weights as the reference model.
+        heads: Heads that the model has: log-probabilities, values, or both.
 
     Attributes:
         model_files: As given.
@@ -76,35 +78,38 @@ class MegatronPolicy(ModelWorkers):
 
     def __init__(
         self,
-        config: MasterConfig,
+        role: str,
+        policy: PolicyConfig,
         cluster: RayCluster,
         *,
-        seed: int,
-        num_steps: int | None,
         source: ModelSource,
         model_files: Mapping[str, bytes],
+        seed: int,
+        num_steps: int | None,
         keep_reference: bool = False,
+        heads: Collection[Head] = (Head.LOGPROBS,),
     ):
         super().__init__(
-            POLICY_ROLE,
-            config.policy,
+            role,
+            policy,
             cluster,
             source=source,
             seed=seed,
             num_steps=num_steps,
             keep_reference=keep_reference,
+            heads=heads,
         )
-        self._checkpoint_dir = config.checkpointing.checkpoint_dir
         self.model_files = model_files
         self.weight_version = 0
         self._trains, self._is_offloaded = num_steps is not None, False
-        generates = generating(config.policy)
-        self._weight_transport = "files" if generates is None else generates.generation.weight_transport
-        self._num_failed_transfers = 0
-        self._engines_share_gpus = engines_share_gpus(config)
 
     def train(self, batch: TokenBatch, loss_function: LossFunction) -> TrainResult:
-        """One optimizer step for each global batch in `batch`."""
+        """Take one optimizer step for each global batch in `batch`.
+
+        Raises:
+            ValueError: The loss needs a head that the model has not.
+        """
+        self._require_heads(loss_function)
         size = self._policy.train_global_batch_size
         batch = batch.with_shared_in(self._pictures)
         plan = plan_microbatches(
@@ -123,7 +128,8 @@ class MegatronPolicy(ModelWorkers):
             for by_rank, whole in zip(plan.global_batches, global_batches, strict=True)
         ]
         shards = [list(of_rank) for of_rank in zip(*by_global_batch, strict=True)]
-        results: list[RankTrainResult] = self._call("train", shards, loss_function)
+        to_ranks = self._to_ranks(shards, loss_function)
+        results = list(self._workers.start_each(MegatronPolicyWorker.train, to_ranks)().values())
         self._is_offloaded = False  # ranks have it back where nobody asked before
         first = results[0]
         self.weight_version = first.weight_version
@@ -177,37 +183,122 @@ class MegatronPolicy(ModelWorkers):
         ]
         return vision.shape(self._hf_config).training_flops(grids, self._policy.freeze)
 
+    def save_weights(self, directory: Path) -> Sequence[str]:
+        """Write the weights as a Hugging Face folder; it appears whole or not at all.
+
+        Returns:
+            Names of parameters that were left out because the family has no tensor for them.
+
+        Raises:
+            CheckpointSaveError: A rank could not write its part.
+        """
+        outcomes = self._workers.call_all(MegatronPolicyWorker.save_weights, directory.absolute(), self.model_files)
+        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
+            raise CheckpointSaveError(problems[0])
+        return outcomes[0].left_out
+
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Take a snapshot of the training state and begin to write it; training may go on at once."""
+        self._workers.call_all(MegatronPolicyWorker.start_checkpoint, directory.absolute(), with_optimizer)
+
+    def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
+        """Return the outcome of the writing; None while it goes on."""
+        if wait or all(self._workers.call_all(MegatronPolicyWorker.checkpoint_is_written)):
+            return WriteOutcome(self._workers.call_all(MegatronPolicyWorker.finish_checkpoint)[0])
+        return None
+
+    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
+        """Put back what `start_checkpoint` wrote.
+
+        Raises:
+            DamagedCheckpointError: Its files are not what was written; another checkpoint must be loaded before a step.
+            CheckpointError: It holds anything but tensors, or belongs to another model.
+        """
+        outcomes = self._workers.call_all(MegatronPolicyWorker.load_checkpoint, directory.absolute(), with_optimizer)
+        for outcome in outcomes:
+            if outcome.problem is not None:
+                raise outcome.problem
+        self._is_offloaded = False  # ranks have it back
+        self.weight_version = outcomes[0].weight_version
+
+    def _offload_optimizer(self, is_wanted: bool, clock: PhaseClock) -> None:
+        if is_wanted and self._trains and not self._is_offloaded:
+            with clock.phase("offload_optimizer"):
+                self._workers.call_all(MegatronPolicyWorker.offload_optimizer)
+            self._is_offloaded = True
+
+    def _onload_optimizer(self, clock: PhaseClock) -> None:
+        if self._is_offloaded:
+            with clock.phase("onload_optimizer"):
+                self._workers.call_all(MegatronPolicyWorker.onload_optimizer)
+            self._is_offloaded = False
+
+
+class MegatronPolicy(TrainableModel):
+    """The policy of a run: a trainable model that also generates, or sends its weights to engines that do.
+
+    Args:
+        config: The whole configuration.
+        cluster: As of `TrainableModel`.
+        seed: As of `TrainableModel`.
+        num_steps: Optimizer steps of the whole run; None: it generates and is measured, and is not trained.
+        source: As of `TrainableModel`.
+        model_files: As of `TrainableModel`.
+        keep_reference: Keep the first weights as the reference model.
+
+    Raises:
+        ConfigurationError: The model or its weights cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: MasterConfig,
+        cluster: RayCluster,
+        *,
+        seed: int,
+        num_steps: int | None,
+        source: ModelSource,
+        model_files: Mapping[str, bytes],
+        keep_reference: bool = False,
+    ):
+        super().__init__(
+            POLICY_ROLE,
+            config.policy,
+            cluster,
+            source=source,
+            model_files=model_files,
+            seed=seed,
+            num_steps=num_steps,
+            keep_reference=keep_reference,
+        )
+        self._checkpoint_dir = config.checkpointing.checkpoint_dir
+        generates = generating(config.policy)
+        self._weight_transport = "files" if generates is None else generates.generation.weight_transport
+        self._num_failed_transfers = 0
+        self._engines_share_gpus = engines_share_gpus(config)
+
     def prepare_for_generation(self, clock: PhaseClock) -> None:
-        """Moves the optimizer's state to the host, and frees gradients, where the configuration says so.
+        """Move the optimizer's state to the host, and free gradients, where the configuration says so.
 
         Engines on the same GPUs get what the ranks' allocators keep of the step before, whatever is moved.
         """
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_generation, clock)
         if self._engines_share_gpus:
-            self._workers.call_all("empty_cache")
+            self._workers.call_all(MegatronPolicyWorker.empty_cache)
 
     def prepare_for_logprobs(self, clock: PhaseClock) -> None:
-        """The same before log-probability passes."""
+        """Do the same before log-probability passes, as configured for these."""
         generates = generating(self._policy)
         self._offload_optimizer(generates is not None and generates.offload_optimizer_for_logprob, clock)
 
     def prepare_for_training(self, clock: PhaseClock) -> None:
-        """Moves it back, where it was moved."""
-        if self._is_offloaded:
-            with clock.phase("onload_optimizer"):
-                self._workers.call_all("onload_optimizer")
-            self._is_offloaded = False
-
-    def _offload_optimizer(self, is_wanted: bool, clock: PhaseClock) -> None:
-        if is_wanted and self._trains and not self._is_offloaded:
-            with clock.phase("offload_optimizer"):
-                self._workers.call_all("offload_optimizer")
-            self._is_offloaded = True
+        """Move it back, where it was moved."""
+        self._onload_optimizer(clock)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """The same of the model at the start of the run."""
-        return self._start_logprobs(batch, reference=True)()
+        """Return `logprobs` of the model at the start of the run."""
+        return self.start_logprobs(batch, reference=True)()
 
     def logprobs_and_routes(
         self, batch: TokenBatch, *, one_at_a_time: bool = False
@@ -217,7 +308,8 @@ class MegatronPolicy(ModelWorkers):
             return self.logprobs(batch), None
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
-        by_rank = self._call_reporting("logprobs_and_routes", shares, None)
+        started = self._workers.start_each(MegatronPolicyWorker.logprobs_and_routes, self._to_ranks(shares))
+        by_rank = self._reported(started())
         rows: list[StoredRows | None] = [None] * len(filled)
         for microbatches, (_, routes) in zip(plan.by_rank, by_rank, strict=True):
             places = [index for indices in microbatches for index in indices]
@@ -232,7 +324,8 @@ class MegatronPolicy(ModelWorkers):
         """The experts that routers choose against those of the batch's tape, which is not replayed."""
         batching = PlainBatching(1) if one_at_a_time else self._logprob_batching
         plan, filled, shares = self._plan_logprobs(batch, batching)
-        by_rank = self._call_reporting("compare_routes", shares, reference)
+        started = self._workers.start_each(MegatronPolicyWorker.compare_routes, self._to_ranks(shares, reference))
+        by_rank = self._reported(started())
         logprobs = in_rows(plan, [found for found, _ in by_rank], batch, filled)
         return RouteComparison(logprobs, by_rank[0][1])
 
@@ -242,11 +335,9 @@ class MegatronPolicy(ModelWorkers):
         batch = batch.with_shared_in(self._pictures)
         # Neighbours are often answers to one prompt, and alike in length: deal them out.
         shares = [batch.share(rank, size) for rank in range(size)]
-        by_rank = self._call_reporting("generate", shares, self._max_generation_batch_size)
-        sequences: list[Any] = [None] * len(batch.prompts)
-        for rank, found in enumerate(by_rank):
-            sequences[rank::size] = found
-        return sequences
+        to_ranks = self._to_ranks(shares, self._max_generation_batch_size)
+        by_rank = self._reported(self._workers.start_each(MegatronPolicyWorker.generate, to_ranks)())
+        return [by_rank[number % size][number // size] for number in range(len(batch.prompts))]
 
     def weight_transport(self, *, altered: bool = False, then: Callable[[], object] = lambda: None) -> FolderTransport:
         """A transport of the weights as they are now, to be opened for one engine: a context manager.
@@ -267,45 +358,9 @@ class MegatronPolicy(ModelWorkers):
         Args:
             number_format: Of `weight_sync.fingerprints.fingerprint`.
         """
-        by_rank = self._workers.start_each("weight_fingerprints", [(number_format,)] * len(self._coordinates))
-        return lambda: {name: found for of_rank in by_rank() for name, found in of_rank.items()}
-
-    def save_weights(self, directory: Path) -> Sequence[str]:
-        """Writes the weights as a Hugging Face folder; it appears whole or not at all.
-
-        Returns:
-            Names of parameters that were left out because the family has no tensor for them.
-
-        Raises:
-            CheckpointSaveError: A rank could not write its part.
-        """
-        outcomes: list[WeightsOutcome] = self._workers.call_all("save_weights", directory.absolute(), self.model_files)
-        if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
-            raise CheckpointSaveError(problems[0])
-        return outcomes[0].left_out
-
-    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Takes a snapshot of the training state and begins to write it; training may go on at once."""
-        self._workers.call_all("start_checkpoint", directory.absolute(), with_optimizer)
-
-    def poll_checkpoint(self, *, wait: bool) -> WriteOutcome | None:
-        """Outcome of the writing; None while it goes on."""
-        if wait or all(self._workers.call_all("checkpoint_is_written")):
-            return WriteOutcome(self._workers.call_all("finish_checkpoint")[0])
-        return None
-
-    def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Puts back what `start_checkpoint` wrote.
-
-        Raises:
-            DamagedCheckpointError: Its files are not what was written; another checkpoint must be loaded before a step.
-            CheckpointError: It holds anything but tensors, or belongs to another model.
-        """
-        problems = self._workers.call_all("load_checkpoint", directory.absolute(), with_optimizer)
-        for problem in filter(None, problems):
-            raise problem
-        self._is_offloaded = False  # ranks have it back
-        self.weight_version = self._workers.call_all("weight_version")[0]
+        asked = [(number_format,)] * len(self._coordinates)
+        by_rank = self._workers.start_each(MegatronPolicyWorker.weight_fingerprints, asked)
+        return lambda: {name: found for of_rank in by_rank().values() for name, found in of_rank.items()}
 
     def _transfer_folder(self) -> Path:
         if self._cluster.is_local:
@@ -324,9 +379,10 @@ class MegatronPolicy(ModelWorkers):
         return make_carrier(self._weight_transport, group, num_receivers, address)
 
     def _send_weights(self, altered: bool, then: Callable[[], object], transfer: TransportSpec) -> int:
-        sending = self._workers.start_each("send_weights", [(transfer, altered)] * len(self._coordinates))
+        asked = [(transfer, altered)] * len(self._coordinates)
+        sending = self._workers.start_each(MegatronPolicyWorker.send_weights, asked)
         then()
-        outcomes: list[SendOutcome] = sending()
+        outcomes = list(sending().values())
         if problems := [outcome.problem for outcome in outcomes if outcome.problem is not None]:
             self._num_failed_transfers += 1
             raise WeightSyncError(problems[0])

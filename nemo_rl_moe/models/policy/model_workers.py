@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The driver's side of a model: shards each batch over the data-parallel ranks and calls the workers."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import TypeVar, TypeVarTuple
 
 import ray
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig, sequence_multiple
+from nemo_rl_moe.config.schema_run import POLICY_ROLE
 from nemo_rl_moe.distributed.batch import (
     TokenBatch,
     append_fillers,
@@ -34,14 +36,18 @@ from nemo_rl_moe.models.hf_files import ModelSource, load_hf_config, plain_confi
 from nemo_rl_moe.models.images import picture_patches
 from nemo_rl_moe.models.interfaces import (
     EvaluationResult,
+    Head,
     LossFunction,
+    missing_heads,
 )
 from nemo_rl_moe.models.policy.megatron_policy_worker import (
     MegatronPolicyWorker,
     WorkerDescription,
 )
 
-POLICY_ROLE = "policy"
+Share = TypeVar("Share")
+Further = TypeVarTuple("Further")
+Result = TypeVar("Result")
 
 
 def choose_batching(policy: PolicyConfig, micro_batch_size: int) -> Batching:
@@ -69,6 +75,7 @@ class ModelWorkers:
         seed: Seed of dropout.
         num_steps: Optimizer steps of the whole run; None: forward passes alone.
         keep_reference: Keep the first weights as the reference model.
+        heads: Heads that the model has.
 
     Attributes:
         moe_configuration: The router and expert settings that are really in force.
@@ -89,8 +96,9 @@ class ModelWorkers:
         seed: int = 0,
         num_steps: int | None = None,
         keep_reference: bool = False,
+        heads: Collection[Head] = (Head.LOGPROBS,),
     ):
-        self._policy = policy
+        self._role, self._policy, self._heads = role, policy, frozenset(heads)
         self._batching = choose_batching(policy, policy.train_micro_batch_size)
         generates = generating(policy)
         self._logprob_batching = choose_batching(policy, generates.logprob_batch_size) if generates else self._batching
@@ -99,28 +107,30 @@ class ModelWorkers:
         self._num_patches = num_patches_of(self._hf_config)
         self._workers = WorkerGroup(
             cluster,
-            MegatronPolicyWorker,
-            {
-                "policy": policy,
-                "source": source,
-                "hf_config": plain_config(self._hf_config),
-                "seed": seed,
-                "num_steps": num_steps,
-                "keep_reference": keep_reference,
-                "decodes_text": generates is not None and bool(generates.generation.stop_strings),
-            },
+            partial(
+                MegatronPolicyWorker,
+                policy=policy,
+                source=source,
+                hf_config=plain_config(self._hf_config),
+                seed=seed,
+                num_steps=num_steps,
+                keep_reference=keep_reference,
+                decodes_text=generates is not None and bool(generates.generation.stop_strings),
+                heads=self._heads,
+            ),
             start_timeout_s=cluster.config.worker_start_timeout_s,
             call_timeout_s=cluster.config.worker_call_timeout_s,
             environment=_environment(policy, on_gpus=cluster.config.gpus_per_node > 0),
         )
-        descriptions: list[WorkerDescription] = self._workers.call_all("describe")
-        if problems := _problems_of_ranks(descriptions):
+        answers = self._workers.call_all(MegatronPolicyWorker.describe)
+        if problems := _problems_of_ranks(answers):
             self._workers.shutdown()
             whose = "" if role == POLICY_ROLE else f"role {role}: "
             raise ConfigurationError([f"{whose}{problem}" for problem in problems])
+        descriptions = [answer for answer in answers if isinstance(answer, WorkerDescription)]
         first = descriptions[0]
         self._coordinates = [description.coordinates for description in descriptions]
-        self._data_parallel_size: int = self._coordinates[0].data_parallel_size
+        self._data_parallel_size = first.coordinates.data_parallel_size
         megatron = policy.megatron_cfg
         # An interleaved schedule runs microbatches in groups of as many as there are stages.
         interleaved = megatron.virtual_pipeline_model_parallel_size is not None
@@ -133,25 +143,55 @@ class ModelWorkers:
         self.notices = first.notices
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:
-        """Forward passes only; the batch need not be divisible over the ranks."""
+        """Run forward passes only; the batch need not be divisible over the ranks.
+
+        Raises:
+            ValueError: The loss needs a head that the model has not.
+        """
+        self._require_heads(loss_function)
         plan, filled = self._plan_forward(batch, self._batching)
         shards = make_shards(filled, plan.by_rank, batch)
-        return EvaluationResult(microbatch_metrics=join_metrics(self._call("evaluate", shards, loss_function)))
+        by_rank = self._workers.start_each(MegatronPolicyWorker.evaluate, self._to_ranks(shards, loss_function))()
+        return EvaluationResult(microbatch_metrics=join_metrics(list(by_rank.values())))
 
     def logprobs(self, batch: TokenBatch) -> Tensor:
         """Log-probability of each token given those before it, `[batch, sequence]`."""
         return self.start_logprobs(batch)()
 
-    def start_logprobs(self, batch: TokenBatch, *, by_one_copy: bool = False) -> Callable[[], Tensor]:
-        """As `logprobs`, asked for now, after what the workers do already; what it returns waits for them.
+    def start_logprobs(
+        self, batch: TokenBatch, *, by_one_copy: bool = False, reference: bool = False
+    ) -> Callable[[], Tensor]:
+        """Start `logprobs`, after what the workers do already; return a function that waits for the result.
 
         Args:
             batch: The sequences.
             by_one_copy: The ranks of one copy of the model do it alone, where its experts lie on no others: a pass over
                 a few sequences costs each rank much the same, however few they are.
+            reference: By the model at the start of the run, where one is kept.
         """
         alone = by_one_copy and _has_its_own_experts(self._policy.megatron_cfg)
-        return self._start_logprobs(batch, reference=False, num_copies=1 if alone else None)
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, 1 if alone else None)
+        by_rank = self._workers.start_each(MegatronPolicyWorker.logprobs, self._to_ranks(shares, reference))
+        return lambda: in_rows(plan, self._reported(by_rank()), batch, filled)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """Compute the value of the state in which each token is chosen, `[batch, sequence]`, by the model's value head.
+
+        It is 0 for the first token and on padding.
+
+        Raises:
+            ValueError: The model has no value head.
+        """
+        if Head.VALUE not in self._heads:
+            raise ValueError(f"the model of role {self._role} has no value head")
+        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching)
+        by_rank = self._workers.start_each(MegatronPolicyWorker.values, self._to_ranks(shares))()
+        return in_rows(plan, self._reported(by_rank), batch, filled)
+
+    def _require_heads(self, loss_function: LossFunction) -> None:
+        if missing := missing_heads(loss_function, self._heads):
+            names = ", ".join(sorted(head.name for head in missing))
+            raise ValueError(f"the loss needs {names}, which the model of role {self._role} was not started with")
 
     def shutdown(self) -> None:
         """Stops every worker."""
@@ -178,13 +218,6 @@ class ModelWorkers:
         )
         return plan, append_fillers(batch, plan.fillers)
 
-    def _start_logprobs(
-        self, batch: TokenBatch, reference: bool, num_copies: int | None = None
-    ) -> Callable[[], Tensor]:
-        plan, filled, shares = self._plan_logprobs(batch, self._logprob_batching, num_copies)
-        by_rank = self._start_reporting("logprobs", shares, reference)
-        return lambda: in_rows(plan, by_rank(), batch, filled)
-
     def _plan_logprobs(
         self, batch: TokenBatch, batching: Batching, num_copies: int | None = None
     ) -> tuple[EvaluationPlan, TokenBatch, list[list[TokenBatch]]]:
@@ -205,37 +238,20 @@ class ModelWorkers:
         plan, filled = self._plan_forward(inputs, batching, num_copies)
         return plan, filled, [[filled.select(indices) for indices in microbatches] for microbatches in plan.by_rank]
 
-    def _start(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> Callable[[], list[Any]]:
-        """Calls every worker with its share of the batch; pipeline, tensor and context ranks of one share all get that.
+    def _to_ranks(self, shares: Sequence[Share], *further: *Further) -> Sequence[tuple[Share, *Further] | None]:
+        """Return each worker's arguments: the share of its data-parallel rank, and what all workers get.
 
-        Where there are fewer shares than data-parallel ranks, the last of those are not called.
+        Pipeline, tensor and context ranks of one share all get that. Where there are fewer shares than data-parallel
+        ranks, the last of those get None.
         """
-        num_shares = len(by_data_parallel_rank)
         ranks = [place.data_parallel_rank for place in self._coordinates]
-        return self._workers.start_each(
-            method, [(by_data_parallel_rank[rank], argument) if rank < num_shares else None for rank in ranks]
-        )
+        return [(shares[rank], *further) if rank < len(shares) else None for rank in ranks]
 
-    def _call(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """As `_start`; the results."""
-        return self._start(method, by_data_parallel_rank, argument)()
-
-    def _start_reporting(
-        self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any
-    ) -> Callable[[], list[Any]]:
-        """As `_start`; one result for each data-parallel rank, from the worker that computes its loss."""
-        wait = self._start(method, by_data_parallel_rank, argument)
-
-        def results() -> list[Any]:
-            places = zip(self._coordinates, wait(), strict=True)
-            by_rank = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
-            return [by_rank[rank] for rank in range(len(by_data_parallel_rank))]
-
-        return results
-
-    def _call_reporting(self, method: str, by_data_parallel_rank: Sequence[Any], argument: Any) -> list[Any]:
-        """As `_start_reporting`; the results."""
-        return self._start_reporting(method, by_data_parallel_rank, argument)()
+    def _reported(self, by_rank: Mapping[int, Result]) -> list[Result]:
+        """Return a result for each data-parallel rank that was called: of the worker that computes its loss."""
+        places = [(self._coordinates[rank], result) for rank, result in by_rank.items()]
+        reported = {place.data_parallel_rank: result for place, result in places if place.reports_loss}
+        return [reported[rank] for rank in sorted(reported)]
 
 
 def _environment(policy: PolicyConfig, *, on_gpus: bool) -> dict[str, str]:
@@ -266,13 +282,14 @@ def in_rows(plan: EvaluationPlan, by_rank: Sequence[Sequence[Tensor]], batch: To
     return result[: len(batch)].where(columns < batch.lengths[:, None], 0.0)
 
 
-def _problems_of_ranks(descriptions: Sequence[WorkerDescription]) -> list[str]:
-    """The problems of the first rank that has any, with its number where others have none."""
-    ranks = [rank for rank, description in enumerate(descriptions) if description.problems]
-    if not ranks:
+def _problems_of_ranks(answers: Sequence[WorkerDescription | list[str]]) -> list[str]:
+    """Return the problems of the first rank that has any, with its number where others have none."""
+    found = [(rank, answer) for rank, answer in enumerate(answers) if not isinstance(answer, WorkerDescription)]
+    if not found:
         return []
-    where = f" (on rank {ranks[0]})" if len(ranks) < len(descriptions) else ""
-    return [f"{problem}{where}" for problem in descriptions[ranks[0]].problems]
+    rank, problems = found[0]
+    where = f" (on rank {rank})" if len(found) < len(answers) else ""
+    return [f"{problem}{where}" for problem in problems]
 
 
 def join_metrics(by_rank: list[dict[str, MetricSeries]]) -> dict[str, MetricSeries]:

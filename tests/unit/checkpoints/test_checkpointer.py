@@ -4,15 +4,17 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_rl_moe.checkpoints.best_metric import choice_in_force
+from nemo_rl_moe.checkpoints.resume import ResumePoint
 from nemo_rl_moe.checkpoints.state import LoopState
-from nemo_rl_moe.errors import CheckpointSaveError
-from tests.support.checkpoint_writer import is_whole
+from nemo_rl_moe.errors import CheckpointError, CheckpointSaveError
+from tests.support.checkpoint_writer import ThreadedWriter, is_whole
 from tests.support.full_disk import file_system_of, files_no_longer_than
 from tests.support.saving_run import Run
 
@@ -50,6 +52,41 @@ def test_a_checkpoint_that_is_due_waits_for_the_last_one(make_run: MakeRun) -> N
     run.checkpointer.finish()
     assert run.steps() == [1, 2]
     assert run.policy.with_optimizer == [True, True]
+
+
+def test_a_checkpoint_is_whole_when_all_models_are_written(make_run: MakeRun) -> None:
+    may_write = threading.Event()
+    run = make_run(beside={"critic": ThreadedWriter(may_write=may_write)})
+    run.checkpointer.start(LoopState(step=1), {})
+    time.sleep(0.05)
+    run.checkpointer.poll()
+    assert run.steps() == []
+    may_write.set()
+    run.checkpointer.finish()
+    assert run.steps() == [1]
+    assert is_whole(run.newest())
+    folder = run.store.path_of(1)
+    assert sorted(path.name for path in (folder / "critic" / "policy").iterdir()) == ["shard_0.bin", "shard_1.bin"]
+    point = ResumePoint(folder, run.newest().state, None)
+    assert [point.state_folder(role) for role in ("policy", "critic")] == [folder / "policy", folder / "critic/policy"]
+    with pytest.raises(CheckpointError, match="holds no state of the role teacher, which this run trains; set"):
+        point.state_folder("teacher")
+    (folder / "critic" / "policy" / "shard_0.bin").write_bytes(b"")
+    assert run.steps() == [], "torn"
+
+
+def test_a_checkpoint_is_given_up_where_one_of_the_models_cannot_be_written(make_run: MakeRun) -> None:
+    critic = ThreadedWriter()
+    run = make_run(beside={"critic": critic})
+    critic.fails_with = "no space"
+    run.save(1)
+    assert run.steps() == []
+    assert run.warnings == [
+        "the checkpoint of step 1 could not be saved: role critic: no space; there is none yet; training goes on"
+    ]
+    critic.fails_with = None
+    run.save(2)
+    assert run.steps() == [2]
 
 
 def test_the_best_and_the_newest_are_kept(make_run: MakeRun) -> None:

@@ -28,7 +28,7 @@ def test_the_newest_run_that_has_a_checkpoint(place: Place) -> None:
     newest = saved(place.run(1000), 10, 20)
     place.run(1001)  # has saved nothing
     point = place.found()
-    assert (point.step, point.policy_folder) == (20, newest.store.path_of(20) / "policy")
+    assert (point.step, point.state_folder("policy")) == (20, newest.store.path_of(20) / "policy")
     assert point.run_folder == place.folder / "logs" / "exp_1000"
     assert place.warnings == []
     assert point.summary(50) == f"going on from {point.folder}: 20 of 50 steps are done"

@@ -8,7 +8,7 @@ Megatron-Core's own modules keep it apart; their layer specs name it as Transfor
 front of experts too, but not beside multi-latent attention. Here a norm has the name of a module of its own everywhere.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from nemo_rl_moe.models.megatron.checkpoint.optimizer_state import (
     sharded_optimizer_state,
 )
 from nemo_rl_moe.models.megatron.model.agreement import union_of_ranks
+from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.parameter_layout import plain_norm_name
 from nemo_rl_moe.models.safetensors_folder import listed
 
@@ -55,18 +56,33 @@ def model_names(saved: Iterable[str]) -> dict[str, str]:
     return {plain_norm_name(name): name for name in saved if _is_the_model_s(name)}
 
 
-def may_keep_zeros(name: str) -> bool:
-    """True for what a router adds to its scores when it chooses: a model that has learnt none begins with zeros."""
-    return name.endswith(_EXPERT_BIAS)
+def may_be_missing(name: str) -> bool:
+    """Return whether a model may begin without a tensor: an expert bias begins with zeros, a value head as drawn."""
+    return name.endswith(_EXPERT_BIAS) or is_of_value_head(name)
 
 
-def check_names(directory: Path, wanted: Iterable[str], saved: Iterable[str]) -> None:
-    """Compares the names that the ranks ask a checkpoint for with those that it has. Every rank calls it.
+def is_of_value_head(name: str) -> bool:
+    """Return whether a tensor belongs to the value head, which a model has in some roles alone."""
+    return name.startswith(VALUE_HEAD_PREFIX)
+
+
+def check_names(
+    directory: Path,
+    wanted: Iterable[str],
+    saved: Iterable[str],
+    *,
+    may_be_left_out: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """Compare the names that the ranks ask a checkpoint for with those that it has. Every rank calls it.
 
     Args:
         directory: The checkpoint, for the message.
         wanted: Names that this rank asks for.
         saved: All names in the checkpoint.
+        may_be_left_out: Tells of a name in the checkpoint whether the model may do without it.
+
+    Returns:
+        Names in the checkpoint that the model does without.
 
     Raises:
         CheckpointError: A tensor is missing, or no rank has a place for one; the same on every rank.
@@ -76,13 +92,15 @@ def check_names(directory: Path, wanted: Iterable[str], saved: Iterable[str]) ->
     problems = []
     if missing := sorted(asked_for - held):
         problems.append(f"lacks tensors of the model ({len(missing)}): {listed(missing)}")
-    if extra := sorted(held - asked_for):
+    left_out = sorted(name for name in held - asked_for if may_be_left_out(name))
+    if extra := sorted(held - asked_for - {*left_out}):
         problems.append(f"holds tensors that the model has no place for ({len(extra)}): {listed(extra)}")
     if problems:
         raise CheckpointError(
             f"{directory}: {'; '.join(problems)}; config.json and policy.megatron_cfg must describe the model that was "
             "saved"
         )
+    return left_out
 
 
 def _is_the_model_s(name: str) -> bool:

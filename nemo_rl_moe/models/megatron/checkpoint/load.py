@@ -18,7 +18,8 @@ from nemo_rl_moe.models.megatron.checkpoint.contents import (
     TrainerCounters,
     TrainingObjects,
     check_names,
-    may_keep_zeros,
+    is_of_value_head,
+    may_be_missing,
     restore_contents,
     restore_model,
     sharded_contents,
@@ -59,14 +60,17 @@ def load_checkpoint(objects: TrainingObjects, directory: Path, *, with_optimizer
     return restore_contents(objects, _load(wanted, directory, index))
 
 
-def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
-    """Fills a model alone, before it has an optimizer. Every rank calls it.
+def load_model(chunks: Sequence[GPTModel], directory: Path) -> list[str]:
+    """Fill a model alone, before it has an optimizer. Every rank calls it.
 
-    An expert bias that the checkpoint has no tensor for keeps its zeros.
+    An expert bias that the checkpoint has no tensor for keeps its zeros, and a value head what it has.
 
     Args:
         chunks: Chunks of the model to fill.
         directory: A folder that `start_write` has filled.
+
+    Returns:
+        Tensors of a value head that the checkpoint has and the model has not, which are left out.
 
     Raises:
         CheckpointError: As of `load_checkpoint`.
@@ -76,10 +80,12 @@ def load_model(chunks: Sequence[GPTModel], directory: Path) -> None:
     wanted = {
         name: sharded
         for name, sharded in sharded_model(chunks, saved=saved).items()
-        if sharded.key in saved or not may_keep_zeros(sharded.key)
+        if sharded.key in saved or not may_be_missing(sharded.key)
     }
-    check_names(directory, [sharded.key for sharded in wanted.values()], saved)
+    keys = [sharded.key for sharded in wanted.values()]
+    left_out = check_names(directory, keys, saved, may_be_left_out=is_of_value_head)
     restore_model(chunks, _load({"model": wanted}, directory, index)["model"])
+    return left_out
 
 
 def _load(wanted: dict[str, Any], directory: Path, index: Metadata) -> dict[str, Any]:

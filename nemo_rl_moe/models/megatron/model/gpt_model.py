@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds this rank's model chunks: Megatron-Core's GPTModel with the layer spec that the machine calls for."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.decoder import inverse_frequencies
+from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.megatron import cpu_backend
 from nemo_rl_moe.models.megatron.layers.all_heads_norm import normalize_all_heads
 from nemo_rl_moe.models.megatron.layers.cpu.spec import FastGPTModel, block_spec
@@ -25,6 +26,7 @@ from nemo_rl_moe.models.megatron.model.releases import (
     mark_expert_parameters,
 )
 from nemo_rl_moe.models.megatron.model.transformer_config import use_transformer_engine
+from nemo_rl_moe.models.megatron.model.value_head import ValueHead, add_value_head
 from nemo_rl_moe.models.megatron.model.vision_model import VisionInput, add_vision, freeze_parts
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics
 from nemo_rl_moe.models.megatron.training.token_statistics import vocabulary_entropy
@@ -50,7 +52,8 @@ class _PolicyOutput:
       they were drawn from.
     - A forward pass can end before the output layer, for those who compute logits a piece at a time.
     - The batch's columns for the model are at hand during its forward pass, on every pipeline stage.
-    - Heads beside the log-probabilities, such as the entropy, are computed from the same logits where asked for.
+    - Heads beside the log-probabilities are computed where asked for: the entropy from the same logits, values by a
+      head of their own, which may also stand in place of the logits.
     - Of more tokens than a chunk has, logits exist for one chunk at a time.
 
     Attributes:
@@ -60,6 +63,10 @@ class _PolicyOutput:
         returns_hidden_states: End with the final norm's output, [sequence, batch, hidden].
         needs_entropy: Also compute the entropy where the loss is.
         entropy: What was computed last, [batch, sequence], with its graph; taken by whoever asked for it.
+        has_value_head: True on the last stage of a model with a value head.
+        value_head: Of such a chunk.
+        predicts_tokens: False where the loss is one of values alone: it gets these in place of log-probabilities.
+        values: As `entropy`.
         model_columns: Columns of the microbatch that the forward pass runs, by name: `[rows, columns, ...]` on the
             token axis, whole also under sequence parallelism. Empty outside of it, and so in what activation
             checkpointing repeats in the backward pass: read them before the layers, or hand them to these.
@@ -71,6 +78,10 @@ class _PolicyOutput:
     returns_hidden_states: bool = False
     needs_entropy: bool = False
     entropy: Tensor | None = None
+    has_value_head: bool = False
+    value_head: ValueHead
+    predicts_tokens: bool = True
+    values: Tensor | None = None
     model_columns: Mapping[str, Tensor] = MappingProxyType({})
 
     def forward(self, *args: Any, model_columns: Mapping[str, Tensor] | None = None, **kwargs: Any) -> Any:
@@ -98,6 +109,10 @@ class _PolicyOutput:
     def _postprocess(self, hidden_states: Tensor, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Tensor:
         if self.returns_hidden_states:
             return hidden_states
+        if self.has_value_head and labels is not None:
+            self.values = self.value_head(hidden_states)
+            if not self.predicts_tokens:
+                return self.values
         most = self.logprob_chunk_size
         if labels is None or most is None or labels.numel() <= most or not self.post_process:  # type: ignore[attr-defined]
             return super()._postprocess(hidden_states, *args, labels=labels, **kwargs)  # type: ignore[misc]
@@ -131,13 +146,16 @@ class FastVisionGPTModel(_PolicyOutput, VisionInput, FastGPTModel):
     """`FastPolicyGPTModel` of a vision-language model."""
 
 
-def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_config: Any) -> list[GPTModel]:
+def build_model_chunks(
+    policy: PolicyConfig, config: TransformerConfig, hf_config: Any, heads: Collection[Head] = (Head.LOGPROBS,)
+) -> list[GPTModel]:
     """This rank's model chunks (one, or one for each virtual pipeline stage), weights not yet set.
 
     Args:
         policy: The `policy` section of the configuration.
         config: What `build_transformer_config` made of it.
         hf_config: The model's Hugging Face configuration.
+        heads: Heads that the model has.
     """
     correct_expert_bias_with_padding()
     virtual_stages = config.virtual_pipeline_model_parallel_size
@@ -154,6 +172,7 @@ def build_model_chunks(policy: PolicyConfig, config: TransformerConfig, hf_confi
         if policy.megatron_cfg.freeze_moe_router:
             freeze_routers(chunk)
         freeze_parts(chunk, policy.freeze, hf_config)
+        add_value_head(chunk, heads)
         chunks.append(chunk)
     return chunks
 

@@ -13,7 +13,7 @@ With logits `x` divided by the temperature, probabilities `p`, target `y` and en
     d log p_y / dx_v = [v = y] - p_v        dH / dx_v = -p_v (log p_v + H)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from nemo_rl_moe.models.interfaces import Head
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.training.token_statistics import (
     LOWEST_LOG_PROBABILITY,
@@ -49,6 +50,29 @@ def hidden_states_only(chunks: Sequence[Any]) -> Iterator[None]:
     finally:
         for chunk in chunks:
             chunk.returns_hidden_states = False
+
+
+def statistics_of_heads(
+    model: Any,
+    hidden_states: Float[Tensor, "local_columns rows hidden"],
+    labels: Int[Tensor, "rows columns"],
+    temperature: float,
+    heads: Collection[Head],
+) -> TokenStatistics:
+    """Compute the heads that are asked for from the final norm's output.
+
+    Args:
+        model: The last GPTModel chunk.
+        hidden_states: As of `chunked_token_statistics`.
+        labels: Global token ids.
+        temperature: Divides the logits.
+        heads: What to compute.
+    """
+    values = model.value_head(hidden_states) if Head.VALUE in heads else None
+    if values is not None and Head.LOGPROBS not in heads:
+        return TokenStatistics.of_values(values)
+    found = chunked_token_statistics(model, hidden_states, labels, temperature, with_entropy=Head.ENTROPY in heads)
+    return found._replace(values=values)
 
 
 def chunked_token_statistics(
@@ -151,7 +175,7 @@ class _ChunkedHead(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, labels, log_totals, found.entropy)
         assert found.greedy_matches is not None
         ctx.mark_non_differentiable(found.greedy_matches)
-        return tuple(found)
+        return found.logprobs, found.greedy_matches, found.entropy
 
     @staticmethod
     def backward(

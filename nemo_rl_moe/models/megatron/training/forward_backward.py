@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs microbatches through Megatron-Core's schedule: to train, to measure, or for log-probabilities alone."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBa
 from nemo_rl_moe.metrics import Reduction
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
-from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, hidden_states_only
+from nemo_rl_moe.models.megatron.training.chunked_head import hidden_states_only, statistics_of_heads
 from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (
     MicrobatchShape,
@@ -107,8 +107,7 @@ class ForwardBackward:
             outputs = loss_function(_loss_inputs(shard, microbatch, statistics))
             return outputs.metrics | {"loss": (outputs.loss, Reduction.SHARE)}
 
-        with_entropy = Head.ENTROPY in needs_of(loss_function)
-        return self._run_forward(chunks, shard.microbatches, measure, with_entropy=with_entropy)
+        return self._run_forward(chunks, shard.microbatches, measure, needs_of(loss_function))
 
     def logprobs(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
         """Forward passes only.
@@ -121,19 +120,31 @@ class ForwardBackward:
         def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
             return torch.nn.functional.pad(microbatch.per_sequence(statistics.logprobs), (1, 0))
 
-        return self._run_forward(chunks, microbatches, collect)
+        return self._run_forward(chunks, microbatches, collect, {Head.LOGPROBS})
+
+    def values(self, chunks: Sequence[MegatronModule], microbatches: Sequence[TokenBatch]) -> list[Tensor]:
+        """Run forward passes only, of a model with a value head.
+
+        Returns:
+            For each microbatch, the value of the state in which every token is chosen, entries as of `logprobs`.
+        """
+
+        def collect(microbatch: ModelMicrobatch, statistics: TokenStatistics) -> Tensor:
+            assert statistics.values is not None
+            return torch.nn.functional.pad(microbatch.per_sequence(statistics.values), (1, 0))
+
+        return self._run_forward(chunks, microbatches, collect, {Head.VALUE})
 
     def _run_forward(
         self,
         chunks: Sequence[MegatronModule],
         microbatches: Sequence[TokenBatch],
         measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
-        *,
-        with_entropy: bool = False,
+        heads: Collection[Head],
     ) -> list[Result]:
         bare = [unwrap_model(chunk) for chunk in chunks]
         with hidden_states_only(bare):
-            step = partial(self._forward_step, measure, with_entropy)
+            step = partial(self._forward_step, measure, heads)
             return self._run(chunks, microbatches, step, first_microbatch=0, forward_only=True)
 
     def _run(
@@ -189,21 +200,23 @@ class ForwardBackward:
         if self.taps is not None:
             self.taps.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
-        return output, partial(_training_loss, shard, loss_function, microbatch, entropy)
+        values, bare.values = bare.values, None
+        if not bare.predicts_tokens:  # then these are the output
+            return output, partial(_value_loss, shard, loss_function, microbatch)
+        return output, partial(_training_loss, shard, loss_function, microbatch, entropy, values)
 
     def _forward_step(
         self,
         measure: Callable[[ModelMicrobatch, TokenStatistics], Result],
-        with_entropy: bool,
+        heads: Collection[Head],
         data_iterator: Iterator[tuple[int, ModelMicrobatch]],
         model: MegatronModule,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Result]]]:
         number, microbatch = next(data_iterator)
 
         def finish(hidden_states: Tensor) -> tuple[Tensor, Result]:
-            bare = unwrap_model(model)
-            statistics = chunked_token_statistics(
-                bare, hidden_states, microbatch.labels, self.temperature, with_entropy=with_entropy
+            statistics = statistics_of_heads(
+                unwrap_model(model), hidden_states, microbatch.labels, self.temperature, heads
             )
             # The schedule divides the loss that it is given in place, and does nothing else with this one.
             return hidden_states.new_zeros(()), measure(microbatch, statistics)
@@ -257,9 +270,22 @@ def _training_loss(
     loss_function: LossFunction,
     microbatch: ModelMicrobatch,
     entropy: Tensor | None,
+    values: Tensor | None,
     output: Tensor,
 ) -> tuple[Tensor, MicrobatchMetrics]:
-    outputs = loss_function(_loss_inputs(shard, microbatch, TokenStatistics(-output, None, entropy)))
+    return _scaled_loss(shard, loss_function, microbatch, TokenStatistics(-output, None, entropy, values))
+
+
+def _value_loss(
+    shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, output: Tensor
+) -> tuple[Tensor, MicrobatchMetrics]:
+    return _scaled_loss(shard, loss_function, microbatch, TokenStatistics.of_values(output))
+
+
+def _scaled_loss(
+    shard: GlobalBatchShard, loss_function: LossFunction, microbatch: ModelMicrobatch, statistics: TokenStatistics
+) -> tuple[Tensor, MicrobatchMetrics]:
+    outputs = loss_function(_loss_inputs(shard, microbatch, statistics))
     # The schedule divides by the number of microbatches and the gradient reduction by the data-parallel size; the loss
     # is a share of the global sum already. Auxiliary losses keep the mean that both make of them. Of context-parallel
     # ranks, by whose number the schedule multiplies and the reduction divides, each has the loss of whole rows, and its
@@ -269,7 +295,7 @@ def _training_loss(
 
 
 def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistics: TokenStatistics) -> LossInputs:
-    greedy_matches, entropy = statistics.greedy_matches, statistics.entropy
+    greedy_matches, entropy, values = statistics.greedy_matches, statistics.entropy, statistics.values
     columns = microbatch.batch.columns_for(Destination.LOSS)
     return LossInputs(
         logprobs=microbatch.per_sequence(statistics.logprobs),
@@ -279,6 +305,7 @@ def _loss_inputs(shard: GlobalBatchShard, microbatch: ModelMicrobatch, statistic
         greedy_matches=None if greedy_matches is None else microbatch.per_sequence(greedy_matches),
         columns={name: column.of_targets() for name, column in columns.items()},
         entropy=None if entropy is None else microbatch.per_sequence(entropy),
+        values=None if values is None else microbatch.per_sequence(values),
     )
 
 

@@ -3,7 +3,7 @@
 """One rank's model for forward passes: it measures, generates, and sends or saves its weights. Knows nothing of Ray."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
 from nemo_rl_moe.metrics import MetricSeries
-from nemo_rl_moe.models.interfaces import LossFunction
+from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
 from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
@@ -48,18 +48,27 @@ class MegatronModel:
         hf_config: The model's Hugging Face configuration.
         weights_folder: Folder to read weights from; None for random ones.
         tokenizer: Needed where responses end with stop strings.
+        heads: Heads that the model has.
 
     Attributes:
         notices: What a user should know of the weights that it starts with, a line each.
         num_updates: Optimizer steps that changed the weights: their version.
     """
 
-    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None, *, tokenizer: Any = None):
+    def __init__(
+        self,
+        policy: PolicyConfig,
+        hf_config: Any,
+        weights_folder: Path | None,
+        *,
+        tokenizer: Any = None,
+        heads: Collection[Head] = (Head.LOGPROBS,),
+    ):
         self.policy, self.hf_config = policy, hf_config
         self.device = project_parallel_state.device()
         self.coordinates = project_parallel_state.parallel_coordinates()
         self.config = build_transformer_config(policy, hf_config)
-        self.chunks = build_model_chunks(policy, self.config, hf_config)
+        self.chunks = build_model_chunks(policy, self.config, hf_config, heads)
         self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
         generates = generating(policy)
         temperature = generates.generation.temperature if generates else 1.0
@@ -105,6 +114,18 @@ class MegatronModel:
         with torch.no_grad():
             found = self._forward_backward.logprobs(self.modules, microbatches)
         return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def values(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Run forward passes only, of a model with a value head.
+
+        Returns:
+            For each microbatch, the value of the state in which every token is chosen, `[sequences, longest]`, on the
+            host; empty where no loss is computed.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.values(self.modules, microbatches)
+        return [values.cpu() for values in found] if self.coordinates.reports_loss else []
 
     def logprobs_and_routes(
         self, microbatches: Sequence[TokenBatch]

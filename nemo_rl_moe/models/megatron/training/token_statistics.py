@@ -20,11 +20,18 @@ LOWEST_LOG_PROBABILITY = -1000.0
 
 
 class TokenStatistics(NamedTuple):
-    """Of each target token: its log-probability in nats, whether it ranks first, and the entropy where asked for."""
+    """Statistics of each target token: its log-probability in nats, whether it ranks first; where they are asked for,
+    the entropy and the value of the state in which it is chosen."""
 
     logprobs: Float[Tensor, "*tokens"]
     greedy_matches: Bool[Tensor, "*tokens"] | None
     entropy: Float[Tensor, "*tokens"] | None = None
+    values: Float[Tensor, "*tokens"] | None = None
+
+    @staticmethod
+    def of_values(values: Float[Tensor, "*tokens"]) -> "TokenStatistics":
+        """Return the statistics of a pass that computes values alone: its log-probabilities are zeros."""
+        return TokenStatistics(torch.zeros_like(values), None, None, values)
 
 
 class VocabularySums(NamedTuple):

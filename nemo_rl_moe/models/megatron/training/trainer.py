@@ -3,7 +3,7 @@
 """One rank's model with its optimizer and schedule, and the steps that they take. Knows nothing of Ray."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction, concatenate
-from nemo_rl_moe.models.interfaces import LossFunction
+from nemo_rl_moe.models.interfaces import Head, LossFunction
 from nemo_rl_moe.models.megatron.checkpoint import CheckpointWrite, load_checkpoint, start_write
 from nemo_rl_moe.models.megatron.checkpoint.contents import TrainerCounters, TrainingObjects, sharded_contents
 from nemo_rl_moe.models.megatron.layers.routers import ExpertBias, force_routing
@@ -87,9 +87,11 @@ class MegatronTrainer(MegatronModel):
         num_steps: Optimizer steps of the whole run, for the learning-rate schedule.
         tokenizer: Needed where responses end with stop strings.
         keep_reference: Keep the first weights as the reference model.
+        heads: Heads that the model has.
 
     Attributes:
         observers: See every step, in this order.
+        host_state: Moves the optimizer's state between the device and the host.
     """
 
     def __init__(
@@ -101,8 +103,9 @@ class MegatronTrainer(MegatronModel):
         *,
         tokenizer: Any = None,
         keep_reference: bool = False,
+        heads: Collection[Head] = (Head.LOGPROBS,),
     ):
-        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer)
+        super().__init__(policy, hf_config, weights_folder, tokenizer=tokenizer, heads=heads)
         self.modules = self.ddp_chunks = wrap_data_parallel(policy, self.config, self.modules)
         self.optimizer = build_optimizer(policy, self.config, self.ddp_chunks)
         self.scheduler = build_scheduler(policy, self.optimizer, num_steps)
@@ -111,13 +114,12 @@ class MegatronTrainer(MegatronModel):
         self.observers = make_observers(policy, self._forward_backward, self.chunks, self.ddp_chunks, self._expert_bias)
         self._forward_backward = replace(self._forward_backward, observers=self.observers)
         self._reference = ReferenceWeights(self.chunks) if keep_reference else None
-        self._host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
+        self.host_state = HostState(self.optimizer, self.ddp_chunks, self.device)
         self._calls = 0
-        self._checkpoint_write: CheckpointWrite | None = None
 
     def train(self, shards: Sequence[GlobalBatchShard], loss_function: LossFunction) -> RankTrainResult:
         """Take one optimizer step for each global batch. Every rank calls it with as many shards and microbatches."""
-        self.onload_optimizer()
+        self.host_state.come_back()
         self._calls += 1
         for observer in self.observers:
             observer.start_step(self._calls, shards)
@@ -169,14 +171,6 @@ class MegatronTrainer(MegatronModel):
             observer.after_update(is_updated=is_updated)
         return _Update(loss, grad_norm, lr, series, is_skipped=has_targets and not is_updated)
 
-    def offload_optimizer(self) -> int:
-        """Moves the optimizer's state to the host and frees the gradients; returns the bytes that the device gained."""
-        return self._host_state.leave()
-
-    def onload_optimizer(self) -> None:
-        """Undoes `offload_optimizer`."""
-        self._host_state.come_back()
-
     def reference_logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
         """`logprobs` of the weights that the run began with."""
         assert self._reference is not None  # the run keeps one wherever its loss needs it
@@ -189,26 +183,11 @@ class MegatronTrainer(MegatronModel):
         with self._reference.in_place():
             return self.compare_routes(microbatches)
 
-    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
-        """Takes a snapshot and begins to write it; what is written must have ended before. Every rank calls it."""
+    def start_checkpoint(self, directory: Path, *, with_optimizer: bool) -> CheckpointWrite:
+        """Take a snapshot and begin to write it; what is written must have ended before. Every rank calls it."""
         counters = TrainerCounters(self.num_updates, self._calls, self.scheduler.num_steps) if with_optimizer else None
         contents = sharded_contents(self._training_objects, counters)
-        self._checkpoint_write = start_write(contents, directory)
-
-    @property
-    def checkpoint_is_written(self) -> bool:
-        """True when this rank has finished its part of the last checkpoint, well or not."""
-        return self._checkpoint_write is None or self._checkpoint_write.is_written
-
-    def finish_checkpoint(self) -> str | None:
-        """Waits for all parts and completes the checkpoint. Every rank calls it.
-
-        Returns:
-            What went wrong on any rank; None when the checkpoint is whole.
-        """
-        assert self._checkpoint_write is not None  # one was started
-        write, self._checkpoint_write = self._checkpoint_write, None
-        return write.finish()
+        return start_write(contents, directory)
 
     def load_checkpoint(self, directory: Path, *, with_optimizer: bool) -> None:
         """Goes back to a checkpoint. Every rank calls it.
@@ -216,7 +195,7 @@ class MegatronTrainer(MegatronModel):
         Raises:
             CheckpointError: It is damaged, holds anything but tensors, or belongs to another model.
         """
-        self.onload_optimizer()
+        self.host_state.come_back()
         counters = load_checkpoint(self._training_objects, directory, with_optimizer=with_optimizer)
         if counters is not None:
             self.num_updates, self._calls = counters.num_updates, counters.num_calls

@@ -18,6 +18,7 @@ from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.families.rules import Rows, Rule
 from nemo_rl_moe.models.megatron.model.agreement import DamageSearch, union_of_ranks
+from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_sources import SourcePart, rule_of, source_parts
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
 from nemo_rl_moe.models.safetensors_files import TYPES, SliceReader, places_of
@@ -156,7 +157,7 @@ def load_weights(
 ) -> list[str]:
     """Fills every parameter. Every rank calls it; nothing is read before all ranks know that all of it can be.
 
-    An expert bias that the folder has no tensor for keeps its zeros.
+    An expert bias that the folder has no tensor for keeps its zeros, and a value head what it has.
 
     Args:
         chunks: This rank's model chunks.
@@ -266,7 +267,7 @@ def _plan(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any,
         if rule is not None:
             forms = _forms_in(plan.folder, piece, rule, hf_config, config.num_moe_experts)
             found.append((piece, rule, forms, _fitting(plan.folder, forms)))
-        elif not piece.is_expert_bias:
+        elif not piece.is_expert_bias and not piece.name.startswith(VALUE_HEAD_PREFIX):
             without_rule.append(piece.name)
     # A square matrix fits in both orientations: it lies as those do that fit in one alone.
     decided = {fitting[0] for _, _, forms, fitting in found if len(forms) > 1 and len(fitting) == 1}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from nemo_rl_moe.models.hf_files import MEGATRON_WEIGHTS_FOLDER, holds_megatron_weights
 from nemo_rl_moe.models.megatron.checkpoint.load import load_model
+from nemo_rl_moe.models.megatron.model.value_head import PREFIX as VALUE_HEAD_PREFIX
 from nemo_rl_moe.models.megatron.model.vision_model import PREFIX as VISION_PREFIX
 from nemo_rl_moe.models.megatron.weights.hf_import import load_weights
 from nemo_rl_moe.models.megatron.weights.parameter_layout import ParameterPiece, parameter_pieces
@@ -37,6 +38,14 @@ def initialize_weights(chunks: Sequence[GPTModel], config: TransformerConfig, hf
             if piece.name.startswith(VISION_PREFIX):
                 continue  # drawn when it was built
             piece.local.copy_(piece.slice_of(_full_tensor(piece, config, hf_config, seed)))
+
+
+@torch.no_grad()
+def _draw_value_heads(chunks: Sequence[GPTModel], config: TransformerConfig, hf_config: Any, seed: int) -> None:
+    """Fill the value heads, which few folders have a tensor for, as random weights are drawn."""
+    for piece in parameter_pieces(chunks, config):
+        if piece.name.startswith(VALUE_HEAD_PREFIX):
+            piece.local.copy_(_full_tensor(piece, config, hf_config, seed))
 
 
 # What draws the weights that earlier releases drew for every seed; the default of `policy.init_seed`.
@@ -94,9 +103,10 @@ def set_starting_weights(
     if folder is None:
         initialize_weights(chunks, config, hf_config, init_seed)
         return []
+    _draw_value_heads(chunks, config, hf_config, init_seed)
     if holds_megatron_weights(folder):
-        load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
-        return []
+        left_out = load_model(chunks, folder / MEGATRON_WEIGHTS_FOLDER)
+        return [f"{folder}: {name} left out: the model has no value head" for name in left_out]
     return list(load_weights(chunks, config, hf_config, folder, progress))
 
 

@@ -75,20 +75,19 @@ def round_trip(job: RunSettings, *, travels: bool, folder: str = "") -> tuple[li
                 values, old = [t.clone() for t in tensors], [StorageWeakRef(t.untyped_storage()) for t in tensors]
                 num_bytes, gradients = sum(t.nbytes for t in tensors), gradient_storages(trainer)
                 num_bytes += sum(storage.nbytes() for storage in gradients)
-                assert trainer.offload_optimizer() == num_bytes > 0
-                assert trainer.offload_optimizer() == 0
+                assert trainer.host_state.leave() == num_bytes > 0
+                assert trainer.host_state.leave() == 0
                 assert all(reference.expired() for reference in old)
                 assert [storage.nbytes() for storage in gradients] == [0] * len(gradients)
                 assert all(torch.equal(t, value) for t, value in zip(tensors, values, strict=True))
                 assert [id(t) for t in moments_and_masters(trainer)] == [id(t) for t in tensors]
                 if folder and step == 1:
-                    trainer.start_checkpoint(Path(folder), with_optimizer=True)
-                    assert trainer.finish_checkpoint() is None
+                    assert trainer.start_checkpoint(Path(folder), with_optimizer=True).finish() is None
                 again = trainer.logprobs(shard_of_step(trainer, job, step).microbatches)
                 assert all(torch.equal(*pair) for pair in zip(scores, again, strict=True))
                 if step == 2:
                     on_host = [StorageWeakRef(t.untyped_storage()) for t in tensors]
-                    trainer.onload_optimizer()
+                    trainer.host_state.come_back()
                     assert not {t.untyped_storage().data_ptr() for t in tensors} & {r.cdata for r in on_host}
                     assert all(torch.equal(t, value) for t, value in zip(tensors, values, strict=True))
             steps.append(train(trainer, job, step))

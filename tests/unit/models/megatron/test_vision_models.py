@@ -241,8 +241,7 @@ def begin_and_save(folder: str, model_type: str, policy: PolicyConfig, directory
     with parallel_job(policy):
         trainer = trainer_of(folder, policy)
         found = losses_of(trainer, model_type, STEPS_BEFORE)
-        trainer.start_checkpoint(Path(directory), with_optimizer=True)
-        problem = trainer.finish_checkpoint()
+        problem = trainer.start_checkpoint(Path(directory), with_optimizer=True).finish()
         assert problem is None, problem
         return found
 

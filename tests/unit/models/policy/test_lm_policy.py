@@ -4,6 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -30,7 +31,13 @@ from nemo_rl_moe.models.images import PICTURE_IDS, PIXELS
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import model_workers
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.models.policy.megatron_policy_worker import SendOutcome, WeightsOutcome, WorkerDescription
+from nemo_rl_moe.models.policy.megatron_policy_worker import (
+    LoadOutcome,
+    MegatronPolicyWorker,
+    SendOutcome,
+    WeightsOutcome,
+    WorkerDescription,
+)
 from nemo_rl_moe.models.policy.model_workers import choose_batching
 from tests.conftest import REPOSITORY_ROOT
 from tests.support.grpo_fakes import small_config
@@ -77,7 +84,7 @@ class FakeWorkers:
         self.outcomes = [WeightsOutcome(left_out=["router.bias"]) for _ in range(2 * self.data_parallel_size)]
         self.sent = [SendOutcome(num_bytes=rank) for rank in range(2 * self.data_parallel_size)]
         self.weight_version = 0
-        self.calls: list[tuple[str, Sequence[Any]]] = []
+        self.calls: list[tuple[Callable[..., Any], Sequence[Any]]] = []
         self.places = [
             SimpleNamespace(
                 data_parallel_rank=rank, data_parallel_size=self.data_parallel_size, reports_loss=stage == 1
@@ -86,39 +93,42 @@ class FakeWorkers:
             for rank in range(self.data_parallel_size)
         ]
 
-    def call_all(self, method: str, *arguments: Any) -> list[Any]:
+    def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
         self.calls.append((method, arguments))
-        if method == "describe":
-            return [
-                WorkerDescription(
-                    coordinates=place,
-                    problems=self.problems.get(rank, ()),
-                    forward_flops=ForwardFlops(per_token=10, per_pair={None: 4}),
-                    gpu=self.gpu,
-                )
-                for rank, place in enumerate(self.places)
-            ]
-        if method == "save_weights":
+        if method == MegatronPolicyWorker.describe:
+            return [self.problems.get(rank) or self._description(place) for rank, place in enumerate(self.places)]
+        if method == MegatronPolicyWorker.save_weights:
             return self.outcomes
-        return [self.weight_version if method == "weight_version" else None for _ in self.places]
+        assert method == MegatronPolicyWorker.load_checkpoint
+        return [LoadOutcome(self.weight_version) for _ in self.places]
+
+    def _description(self, place: Any) -> WorkerDescription:
+        flops = ForwardFlops(per_token=10, per_pair={None: 4})
+        return WorkerDescription(coordinates=place, forward_flops=flops, gpu=self.gpu)
 
     def shutdown(self) -> None:
         self.is_stopped = True
 
-    def start_each(self, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> Callable[[], list[Any]]:
+    def start_each(
+        self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]
+    ) -> Callable[[], dict[int, Any]]:
         self.calls.append((method, arguments))
         return lambda: self._results(method, arguments)
 
-    def _results(self, method: str, arguments: Sequence[tuple[Any, ...] | None]) -> list[Any]:
-        if method == "send_weights":
-            return self.sent
-        if method == "train":
-            return [trained_by(rank) for rank in range(len(self.places))]
-        answer = getattr(self, f"_{method}")
-        return [
-            None if given is None else answer(*given) if place.reports_loss else []
-            for place, given in zip(self.places, arguments, strict=True)
-        ]
+    def _results(self, method: Callable[..., Any], arguments: Sequence[tuple[Any, ...] | None]) -> dict[int, Any]:
+        if method == MegatronPolicyWorker.send_weights:
+            return dict(enumerate(self.sent))
+        if method == MegatronPolicyWorker.train:
+            return {rank: trained_by(rank) for rank in range(len(self.places))}
+        answers: dict[Any, Callable[..., Any]] = {
+            MegatronPolicyWorker.generate: self._generate,
+            MegatronPolicyWorker.logprobs: self._logprobs,
+        }
+        return {
+            rank: answers[method](*given) if place.reports_loss else []
+            for rank, (place, given) in enumerate(zip(self.places, arguments, strict=True))
+            if given is not None
+        }
 
     def _generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
         return [
@@ -149,8 +159,8 @@ def make_policy(
 ) -> tuple[MegatronPolicy, FakeWorkers]:
     made = [] if made is None else made
 
-    def start(_cluster: Any, _worker: Any, arguments: dict[str, Any], **_: Any) -> FakeWorkers:
-        made.append(FakeWorkers(arguments, data_parallel_size, problems, gpu))
+    def start(_cluster: Any, make_worker: partial[Any], **_: Any) -> FakeWorkers:
+        made.append(FakeWorkers(make_worker.keywords, data_parallel_size, problems, gpu))
         return made[-1]
 
     monkeypatch.setattr(model_workers, "WorkerGroup", start)
@@ -274,7 +284,7 @@ def test_responses_come_back_in_the_order_of_the_prompts(monkeypatch: pytest.Mon
         [*prompt, seed] for prompt, seed in zip(prompts, seeds, strict=True)
     ]
     method, arguments = workers.calls[-1]
-    assert method == "generate"
+    assert method == MegatronPolicyWorker.generate
     shares = [(request.prompts, request.seeds) for request, _ in arguments]
     assert shares[0] == shares[2] == (prompts[::2], seeds[::2]), "all stages of a share get it"
     assert shares[1] == shares[3] == (prompts[1::2], seeds[1::2])
@@ -344,7 +354,7 @@ def test_one_copy_of_the_model_scores_a_few_sequences_where_it_has_all_experts(
     batch = tiny_batch(4)
     assert torch.equal(policy.start_logprobs(batch, by_one_copy=True)(), policy.logprobs(batch))
     method, arguments = workers.calls[-2]
-    assert method == "logprobs"
+    assert method == MegatronPolicyWorker.logprobs
     assert {
         place.data_parallel_rank for place, given in zip(workers.places, arguments, strict=True) if given is not None
     } == called
@@ -357,7 +367,7 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert spec.num_senders == 4
         assert spec.folder.parent == tmp_path, "several machines share no memory"
         assert transport.send() == 1 + 2 + 3
-        assert workers.calls[-1] == ("send_weights", [(spec, False)] * 4)
+        assert workers.calls[-1] == (MegatronPolicyWorker.send_weights, [(spec, False)] * 4)
         assert transport.num_bytes == 1 + 2 + 3
         workers.sent[2] = SendOutcome(problem="receiver 0 is full")
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
@@ -366,7 +376,7 @@ def test_all_ranks_send_their_weights(monkeypatch: pytest.MonkeyPatch, tmp_path:
         spec = transport.open(num_receivers=1, version=3)
         with pytest.raises(WeightSyncError):
             transport.send()
-        assert workers.calls[-1] == ("send_weights", [(spec, True)] * 4)
+        assert workers.calls[-1] == (MegatronPolicyWorker.send_weights, [(spec, True)] * 4)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -383,7 +393,10 @@ def test_what_is_asked_for_behind_the_weights_is_not_waited_for_with_them(
         with pytest.raises(WeightSyncError, match="receiver 0 is full"):
             transport.send()
     # Ranks run forward passes together: those that could send must not wait for one that could not.
-    assert [method for method, _ in workers.calls[-2:]] == ["send_weights", "logprobs"]
+    assert [method for method, _ in workers.calls[-2:]] == [
+        MegatronPolicyWorker.send_weights,
+        MegatronPolicyWorker.logprobs,
+    ]
     assert torch.equal(asked[0](), policy.logprobs(batch))
 
 
@@ -435,7 +448,7 @@ def test_problems_of_any_rank_are_told(
 def test_saved_weights_say_what_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy, workers = make_policy(monkeypatch, small_config())
     assert policy.save_weights(tmp_path / "final") == ["router.bias"]
-    assert workers.calls[-1] == ("save_weights", (tmp_path / "final", FILES))
+    assert workers.calls[-1] == (MegatronPolicyWorker.save_weights, (tmp_path / "final", FILES))
     workers.outcomes[3] = WeightsOutcome(problem="the disk is full")
     with pytest.raises(CheckpointSaveError, match="the disk is full"):
         policy.save_weights(tmp_path / "final")

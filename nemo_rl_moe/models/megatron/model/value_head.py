@@ -1,0 +1,63 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Value head of a model: one number a token, linear in the last hidden state, beside or instead of the vocabulary."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from nemo_rl_moe.models.interfaces import Head
+from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
+
+# isort: split
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+NAME = "value_head"
+PREFIX = f"{NAME}."
+"""Of its parameters' names: no model that is published has them."""
+
+
+class ValueHead(torch.nn.Module):
+    """Value of each token's state: `w . h` in float32, with the final norm's output `h`.
+
+    Every tensor-parallel rank holds all of `w` and computes the values of all columns, so that its gradient is the same
+    on each of them.
+
+    Args:
+        config: The model's Megatron-Core configuration.
+    """
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self._is_sequence_parallel = bool(config.sequence_parallel)
+        # Starting weights are set by name, later: random numbers that were drawn here would move the run's own.
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+
+    def forward(self, hidden_states: Float[Tensor, "local_columns rows hidden"]) -> Float[Tensor, "rows columns"]:
+        """Compute the values; with sequence parallelism out of all tensor-parallel ranks' columns."""
+        if self._is_sequence_parallel:
+            # Every rank has the whole gradient: it keeps that of its own columns.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return torch.nn.functional.linear(hidden_states.float(), self.weight.float())[..., 0].T
+
+
+def add_value_head(chunk: GPTModel, heads: Collection[Head]) -> None:
+    """Give the last stage's chunk a value head where one is asked for.
+
+    Where the model predicts no tokens besides, its output layer is taken out of training: nothing would move it but
+    weight decay, and a wrapper that overlaps gradient reduction would wait for its gradient.
+
+    Args:
+        chunk: One of the model's chunks, not yet wrapped for data parallelism.
+        heads: Heads that the model has.
+    """
+    if Head.VALUE not in heads or not chunk.post_process:
+        return
+    chunk.value_head, chunk.has_value_head = ValueHead(chunk.config).to(next(chunk.parameters()).device), True
+    chunk.predicts_tokens = Head.LOGPROBS in heads
+    if not chunk.predicts_tokens and not chunk.share_embeddings_and_output_weights:
+        chunk.output_layer.weight.requires_grad_(False)

@@ -1,0 +1,140 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""A critic beside the policy: it fits returns, is saved with the policy, goes on to the bit, and is exported."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.functional import sft_runs, shared_ray
+from tests.functional.test_resume import weights_of
+from tests.support.critic_run import CRITIC_FILE
+
+pytestmark = pytest.mark.shared_ray
+
+NUM_STEPS, SAVED_AT = 6, 3
+PARALLEL = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+}
+TP2 = {"critic.megatron_cfg.tensor_model_parallel_size": 2, "critic.megatron_cfg.sequence_parallel": True}
+
+
+class Runs:
+    """Runs of one configuration below a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        data = sft_runs.make_additions(folder / "data", NUM_STEPS * 8, 1)
+        self.config = folder / "critic.yaml"
+        model = sft_runs.make_model_folder(folder / "model")
+        torch.manual_seed(3)
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).save_pretrained(model)
+        content: dict[str, Any] = {
+            "defaults": str(sft_runs.EXEMPLAR),
+            "algorithm": "tests.support.critic_run:ALGORITHM",
+            "critic": {"model_name": str(model), "logprob_batch_size": 4, "megatron_cfg": PARALLEL},
+            "cluster": {"cpu_workers_per_node": 1, "roles": {"critic": {"cpu_workers_per_node": 1}}},
+        }
+        self.config.write_text(yaml.safe_dump(content))
+        self._settings = sft_runs.settings(
+            folder,
+            data,
+            policy__init="random",
+            policy__train_global_batch_size=8,
+            policy__train_micro_batch_size=4,
+            policy__megatron_cfg__optimizer__lr=3e-3,
+            policy__megatron_cfg__scheduler__lr_warmup_iters=0,
+            policy__megatron_cfg__scheduler__lr_decay_iters=NUM_STEPS,
+            sft__val_at_start=False,
+            sft__val_at_end=False,
+            sft__val_period=0,
+            checkpointing__save_period=SAVED_AT,
+            checkpointing__metric_name=None,
+            checkpointing__keep_top_k=None,
+            data__validation=None,
+            **sft_runs.only_jsonl(),
+        )
+        self._settings = [line for line in self._settings if not line.startswith("data.validation.path")]
+
+    def __call__(self, name: str, num_steps: int = NUM_STEPS, **changes: Any) -> "subprocess.CompletedProcess[str]":
+        place = self.folder / name
+        own = {"logger.log_dir": place / "logs", "checkpointing.checkpoint_dir": place / "checkpoints"}
+        overrides = [f"{key}={value}" for key, value in {**own, "sft.max_num_steps": num_steps, **changes}.items()]
+        done = shared_ray.run_here(["run", "--config", str(self.config), *self._settings, *overrides], place)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    def lines(self, name: str) -> list[dict[str, float]]:
+        (run_folder,) = (self.folder / name / "logs").iterdir()
+        return [json.loads(line) for line in (run_folder / CRITIC_FILE).read_text().splitlines()]
+
+    def checkpoints(self, name: str) -> Path:
+        return self.folder / name / "checkpoints"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """With one run that was never stopped."""
+    runs = Runs(tmp_path_factory.mktemp("critic"))
+    runs("whole")
+    return runs
+
+
+def test_it_fits_the_returns(runs: Runs) -> None:
+    lines = runs.lines("whole")
+    assert [line["version"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"], lines
+    for line in lines:
+        assert line["value"] == pytest.approx(line["value_in_loss"], abs=1e-6), "as measured before the update"
+
+
+def test_it_goes_on_to_the_last_bit(runs: Runs) -> None:
+    runs("stopped", SAVED_AT)
+    done = runs("stopped")
+    assert f"step_{SAVED_AT}: {SAVED_AT} of {NUM_STEPS} steps are done" in done.stdout
+    assert runs.lines("stopped") == runs.lines("whole")
+    for final in ("final", "final_critic"):
+        assert weights_of(runs.checkpoints("stopped") / final) == weights_of(runs.checkpoints("whole") / final)
+
+
+def test_another_layout_has_the_same_numbers(runs: Runs) -> None:
+    runs("tensor parallel", **TP2, **{"cluster.roles.critic.cpu_workers_per_node": 2})
+    for name in ("loss", "grad_norm", "value"):
+        found, expected = ([line[name] for line in runs.lines(run)] for run in ("tensor parallel", "whole"))
+        np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=name)
+
+
+def test_its_part_of_a_checkpoint_is_verified(runs: Runs) -> None:
+    checkpoint = runs.checkpoints("whole") / f"step_{NUM_STEPS}"
+    done = shared_ray.called_here(["verify", str(checkpoint)])
+    assert done.returncode == 0, done.stderr
+    assert f"{checkpoint}/critic/policy: " in done.stdout
+    damaged = next((checkpoint / "critic" / "policy").glob("*.distcp"))
+    content = damaged.read_bytes()
+    try:
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        done = shared_ray.called_here(["verify", str(checkpoint)])
+    finally:
+        damaged.write_bytes(content)
+    assert done.returncode == 1
+    assert str(damaged) in done.stderr
+
+
+def test_it_is_exported_without_its_head_which_is_told(runs: Runs, tmp_path: Path) -> None:
+    words = ["convert", "--from", "megatron", "--to", "hf"]
+    source = runs.checkpoints("whole") / f"step_{NUM_STEPS}" / "critic"
+    done = shared_ray.called_here([*words, "--input", str(source), "--output", str(tmp_path / "hf")])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "value_head.weight left out: the model has no value head" in done.stdout
+    assert weights_of(tmp_path / "hf") == weights_of(runs.checkpoints("whole") / "final_critic")
