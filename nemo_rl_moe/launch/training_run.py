@@ -30,10 +30,10 @@ from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, TrainingDivergedError
-from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
     MOE_SOURCES_FILE,
+    ModelRun,
     PreparedModel,
     announce_moe,
     prepare_model,
