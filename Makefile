@@ -14,10 +14,12 @@ VENV := .venv
 PIP_INSTALL := $(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-input
 TORCH := $(shell grep '^torch==' constraints.txt)
 # An editable installation holds the absolute path of this folder, so a moved or copied one needs its own stamp.
-STAMP := $(VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
-
-GPU_STAMP := $(VENV)/.gpu-$(shell pwd | cksum | cut -d' ' -f1)
-VLLM_STAMP := $(VENV)/.vllm-$(shell pwd | cksum | cut -d' ' -f1)
+HERE := $(shell pwd | cksum | cut -d' ' -f1)
+STAMP := $(VENV)/.installed-$(HERE)
+TEST_STAMP := $(VENV)/.test-$(HERE)
+DOCS_STAMP := $(VENV)/.docs-$(HERE)
+GPU_STAMP := $(VENV)/.gpu-$(HERE)
+VLLM_STAMP := $(VENV)/.vllm-$(HERE)
 
 # The release of Megatron-Core that is not in .venv, for the second pass of the tests. It replaces the first one by
 # standing before it on PYTHONPATH, which Ray's workers inherit.
@@ -26,7 +28,7 @@ OTHER_VENV := .venv-other-megatron
 # Of the functional tests, two whole runs: the layouts are unit tests too, and faults are not Megatron-Core's matter.
 OTHER_FUNCTIONAL := tests/functional/test_sft_run.py \
 	tests/functional/test_grpo_run.py::test_generation_and_training_agree_about_every_token
-OTHER_STAMP := $(OTHER_VENV)/.installed-$(shell pwd | cksum | cut -d' ' -f1)
+OTHER_STAMP := $(OTHER_VENV)/.installed-$(HERE)
 
 # TRL and what it needs beside .venv, for the tests of the callback in its trainers. It stands before .venv in the same way.
 TRL_PACKAGES := trl==1.16.0 accelerate==1.15.0
@@ -49,7 +51,7 @@ help: ## list these targets
 	@echo "make TARGET, where TARGET is one of:"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1\t\2/p' Makefile | expand -t 24
 
-install: $(STAMP) ## make or update .venv, with all that the demo and the tests need
+install: $(TEST_STAMP) $(DOCS_STAMP) ## make or update .venv, with all that the demo, the tests and the docs need
 
 gpu: $(GPU_STAMP) ## make or update .venv for GPUs: torch and vLLM for CUDA 13, and Transformer Engine compiled against that torch
 
@@ -57,7 +59,7 @@ vllm: $(VLLM_STAMP) ## vLLM for CPUs in .venv, as an engine for rollouts (policy
 
 demo: $(STAMP) ## train a tiny Mixture-of-Experts model on this machine and say where the results are
 	@echo "[demo] making the data: 3-digit additions, for training and for validation"
-	@$(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0
+	@$(VENV)/bin/python -m nemo_rl_moe.demo_data --output data/addition --seed 0
 	@echo "[demo] 1 of 2, supervised fine-tuning: nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never"
 	@$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never
 	@echo "[demo] 2 of 2, reinforcement learning: nemo-rl-moe grpo --config examples/configs/grpo_tiny_moe.yaml checkpointing.resume=never"
@@ -73,7 +75,7 @@ demo-vision: $(STAMP) ## train a tiny Mixture-of-Experts model that sees: questi
 
 demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by vLLM, each refit checked; installs vLLM for CPUs
 	@[ -f data/addition/grpo.jsonl ] || { echo "[demo-vllm] making the data: 3-digit additions, for training and for validation"; \
-		$(VENV)/bin/python examples/make_demo_data.py --output data/addition --seed 0; }
+		$(VENV)/bin/python -m nemo_rl_moe.demo_data --output data/addition --seed 0; }
 	@[ -f results/sft_tiny_moe/final/config.json ] || { echo "[demo-vllm] the fine-tuned model of make demo is missing:" \
 		"nemo-rl-moe sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never"; \
 		$(VENV)/bin/python -m nemo_rl_moe.cli sft --config examples/configs/sft_tiny_moe.yaml checkpointing.resume=never; }
@@ -83,27 +85,27 @@ demo-vllm: $(VLLM_STAMP) ## the demo's reinforcement learning with rollouts by v
 test: lint types test-unit test-functional ## what to run before a change; .ci/run lists what continuous integration runs
 	@echo "[test] all passed"
 
-lint: $(STAMP) ## style of the code (ruff), and who may import whom (import-linter)
+lint: $(TEST_STAMP) ## style of the code (ruff), and who may import whom (import-linter)
 	@echo "[lint] ruff"
 	@$(VENV)/bin/python -m ruff check .
 	@$(VENV)/bin/python -m ruff format --check --quiet . || { echo "run '$(VENV)/bin/python -m ruff format .'"; exit 1; }
 	@echo "[lint] import-linter: no import runs up"
 	@$(VENV)/bin/lint-imports --no-logo --no-cache
 
-types: $(STAMP) ## types (mypy)
+types: $(TEST_STAMP) ## types (mypy)
 	@echo "[types] mypy"
 	@$(VENV)/bin/python -m mypy
 
-test-unit: $(STAMP) ## unit tests
+test-unit: $(TEST_STAMP) ## unit tests
 	@echo "[test-unit] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/unit $(IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
-test-functional: $(STAMP) ## real runs with Ray and Megatron-Core
+test-functional: $(TEST_STAMP) ## real runs with Ray and Megatron-Core
 	@echo "[test-functional] with Megatron-Core as installed in $(VENV)"
 	@$(PYTEST) tests/functional $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS)
 
 # Asked first whether the release really is the other one: a second pass on the first release would pass and mean nothing.
-test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Core, on the other supported release of it
+test-other-megatron: $(TEST_STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Core, on the other supported release of it
 	@echo "[test-other-megatron] with Megatron-Core $(OTHER_MEGATRON)"
 	@PYTHONPATH=$(CURDIR)/$(OTHER_VENV)/site $(VENV)/bin/python -c \
 		'from importlib.metadata import version; found = version("megatron-core"); assert found == "$(OTHER_MEGATRON)", found'
@@ -113,44 +115,44 @@ test-other-megatron: $(STAMP) $(OTHER_STAMP) ## the tests that touch Megatron-Co
 
 trl: $(TRL_STAMP) ## TRL beside .venv, for the tests of the callback in its trainers
 
-test-trl: $(STAMP) $(TRL_STAMP) ## what runs in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
+test-trl: $(TEST_STAMP) $(TRL_STAMP) ## what runs in trainers of transformers and TRL, and the race with them; installs TRL first (12 MB)
 	@PYTHONPATH=$(CURDIR)/$(TRL_VENV)/site $(PYTEST) tests/functional/test_trainer_hooks.py \
 		tests/functional/test_trl_examples.py tests/functional/test_benchmarks.py -m trl $(PYTEST_ARGUMENTS)
 
-test-browser: $(STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
+test-browser: $(TEST_STAMP) ## reports of runs opened in a browser, skipped without one: apt-get install chromium
 	@$(PYTEST) -m slow tests/functional/test_report_browser.py tests/functional/test_report_images_browser.py tests/functional/test_audit_browser.py $(PYTEST_ARGUMENTS)
 
 test-slow: test-slow-unit test-slow-functional test-drills ## tests that `make test` leaves out, for the time that they take
 
 # Exit code 5: PYTEST_ARGUMENTS choose none of them.
-test-slow-unit: $(STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving
+test-slow-unit: $(TEST_STAMP) ## the slow unit tests: model families in every layout, memory, kills while saving
 	@$(PYTEST) tests/unit -m "slow and not drill" $(IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
-test-slow-functional: $(STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
+test-slow-functional: $(TEST_STAMP) ## the slow runs: resuming, failures, learning, reports in a browser
 	@$(PYTEST) tests/functional -m "slow and not drill and not vllm and not trl" $(RUNS_IN_PARALLEL) $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
-test-drills: $(STAMP) ## a dozen drills over all kinds of runs
+test-drills: $(TEST_STAMP) ## a dozen drills over all kinds of runs
 	@$(PYTEST) tests/functional/test_drills.py -m drill $(PYTEST_ARGUMENTS) || [ $$? -eq 5 ]
 
 # The tests' environment (tests/conftest.py) is the drills' too. Results in build/drills; stopped, it goes on there.
 N ?= 12
 SEED ?= 0
 JOBS ?= 2
-drills: $(STAMP) ## runs struck N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
+drills: $(TEST_STAMP) ## runs struck N times in all, in every phase, that must equal unharmed ones: make drills N=500 SEED=1 JOBS=2
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.functional.drills --kills $(N) --seed $(SEED) --jobs $(JOBS)
 
 # Not on `make gpu`: without a GPU every check says why it is skipped.
-test-gpu: $(STAMP) ## ten minutes on one GPU: a JSON line a check; without a GPU each is skipped
+test-gpu: $(TEST_STAMP) ## ten minutes on one GPU: a JSON line a check; without a GPU each is skipped
 	@$(VENV)/bin/python -m tests.gpu.run
 
-test-vllm: $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
+test-vllm: $(TEST_STAMP) $(VLLM_STAMP) ## runs of real vLLM engines on CPUs
 	@$(PYTEST) tests/functional -m "vllm and not slow" $(PYTEST_ARGUMENTS)
 
-test-slow-vllm: $(VLLM_STAMP) ## vLLM's engines killed, frozen and cut off, and whole runs with them
+test-slow-vllm: $(TEST_STAMP) $(VLLM_STAMP) ## vLLM's engines killed, frozen and cut off, and whole runs with them
 	@$(PYTEST) tests/functional -m "vllm and slow" $(PYTEST_ARGUMENTS)
 
 # Not --quiet: a strict build counts the warnings that are shown.
-docs: $(STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked
+docs: $(DOCS_STAMP) ## the site in build/docs, from docs/ and the configuration's schema, with all its links checked
 	@echo "[docs] build/docs"
 	@NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 	@$(VENV)/bin/python docs/check_site.py build/docs
@@ -172,9 +174,19 @@ $(STAMP): pyproject.toml constraints.txt
 	$(MAKE_VENV)
 	@echo "[install] 1/2: $(TORCH) (a few hundred megabytes or more)"
 	@$(PIP_INSTALL) --constraint constraints.txt $(TORCH_PIP_ARGUMENTS) '$(TORCH)'
-	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and the test tools (some minutes)"
+	@echo "[install] 2/2: this project, Ray, Megatron-Core, the loggers and reasoning-gym (some minutes)"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[all]'
+	@rm -f $(VENV)/.installed-* $(VENV)/.test-* $(VENV)/.docs-* $(VENV)/.gpu-* && touch $@
+
+$(TEST_STAMP): $(STAMP)
+	@echo "[install] the tools of the tests"
 	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[test]'
-	@rm -f $(VENV)/.installed-* $(VENV)/.gpu-* && touch $@
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	@echo "[install] the tools of the docs"
+	@$(PIP_INSTALL) --constraint constraints.txt --editable '.[docs]'
+	@touch $@
 
 # All in the releases of a file of its own: vLLM takes some older than those of constraints.txt, and one torch alone. These
 # are the lines of docs/gpu.md. With them the project is installed, so that no other target does it again.
@@ -184,7 +196,7 @@ $(GPU_STAMP): pyproject.toml constraints-gpu.txt
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt $(TORCH_PIP_ARGUMENTS) torch
 	@$(PIP_INSTALL) --constraint constraints-gpu.txt --editable '.[test,vllm]'
 	@$(VENV)/bin/python -m nemo_rl_moe.models.megatron.install_transformer_engine --constraint constraints-gpu.txt
-	@rm -f $(VENV)/.installed-* && touch $(STAMP) $@
+	@rm -f $(VENV)/.installed-* $(VENV)/.test-* $(VENV)/.docs-* && touch $(STAMP) $(TEST_STAMP) $@
 
 $(VLLM_STAMP): $(STAMP)
 	@$(VENV)/bin/python -m nemo_rl_moe.generation.vllm.install_cpu --constraint constraints.txt

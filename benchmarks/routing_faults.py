@@ -306,7 +306,7 @@ class Scene:
             checkpoints or "checkpointing.checkpoint_dir=null",
         ]
         with _captured() as printed, chdir(folder):
-            code = run_command([*words, "--run-id", uuid.uuid4().hex])
+            code = run_command(words)
         paths = list(folder.glob(f"logs/*/{METRICS_FILE_NAME}"))
         num_steps = sum("train/loss" in record.metrics for path in paths for record in read_metrics(path))
         return Ran(num_steps, alarms_in(printed.getvalue(), code, num_steps))

@@ -10,4 +10,5 @@ import sys
 from nemo_rl_moe.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["grpo", *sys.argv[1:]]))
+    sys.argv.insert(1, "grpo")
+    sys.exit(main())

@@ -10,4 +10,5 @@ import sys
 from nemo_rl_moe.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main(["sft", *sys.argv[1:]]))
+    sys.argv.insert(1, "sft")
+    sys.exit(main())

@@ -6,21 +6,16 @@ What looks at the routes of a run works without the packages that training needs
 """
 
 import argparse
-import os
 import signal
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import NoReturn
 
 from nemo_rl_moe import __version__
 from nemo_rl_moe.audit import command as audit_command
 from nemo_rl_moe.checkpoints import verify as verify_command
 from nemo_rl_moe.errors import (
-    EXIT_FAILURE_TOLD,
     EXIT_RUN_FAILED,
     ConfigurationError,
     GenerationError,
@@ -31,6 +26,7 @@ from nemo_rl_moe.errors import (
     WorkerDiedError,
     escape_log_messages,
     exit_code_of_signal,
+    printable,
     tell,
 )
 from nemo_rl_moe.report import command as report_command
@@ -38,8 +34,6 @@ from nemo_rl_moe.report import watch as watch_command
 
 OF_TRAINING = ("sft", "dpo", "grpo", "run", "config", "plan", "data", "evaluate", "generate", "convert")
 """Commands that need what the extra `train` installs."""
-LEAVING_S = 15.0
-"""Seconds that a run's main process may take to end when all of its work is done."""
 _OF_FOLDERS = {
     "report": report_command,
     "watch": watch_command,
@@ -67,17 +61,34 @@ examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
-        arguments: What follows the program's name; None: this process's own.
+        arguments: What follows the program's name, for a command that runs inside of another program. None: this
+            process's own; a run then owns the process, and ends what it leaves behind.
 
     Returns:
         The exit code: 0 also where the run was asked to stop and has saved; 1 for a run that failed; 2 for wrong input;
         3 for a run whose numbers are no longer numbers; 130 or 143 when SIGINT or SIGTERM ended it at once.
     """
     escape_log_messages()
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is not None:
+        return _run(arguments, owns_process=False)
+    code = EXIT_RUN_FAILED
+    try:
+        code = _run(sys.argv[1:], owns_process=True)
+    except SystemExit as error:  # a request to stop before there is anything to keep
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
+    finally:
+        if _training_commands()[0] is not None:
+            from nemo_rl_moe.distributed.run_process import limit_ending
+
+            limit_ending(code)
+    return code
+
+
+def _run(words: Sequence[str], *, owns_process: bool) -> int:
     training, missing = _training_commands()
     parser = _build_parser(training)
     options, rest = parser.parse_known_args(words)
@@ -89,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command in _OF_FOLDERS:
         return _told(lambda: _look_at_folders(options, rest))
     assert training is not None
-    return _told(partial(training.run, options, rest, words))
+    return _told(partial(training.run, options, rest, owns_process=owns_process))
 
 
 def _training_commands() -> tuple[ModuleType | None, str]:
@@ -122,9 +133,11 @@ def _told(run: Callable[[], int]) -> int:
     except UserError as error:
         for problem in error.problems:
             tell(problem)
+        _say_how_to_go_on(error)
         return error.exit_code
     except (WorkerDiedError, WeightSyncError, GenerationError, RoutingTapeError, TrainingDivergedError) as error:
         tell(error)
+        _say_how_to_go_on(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -133,6 +146,11 @@ def _told(run: Callable[[], int]) -> int:
         if error.code == exit_code_of_signal(signal.SIGTERM):
             print("terminated", file=sys.stderr)
         raise
+
+
+def _say_how_to_go_on(error: BaseException) -> None:
+    for note in getattr(error, "__notes__", ()):
+        print(printable(note), file=sys.stderr, flush=True)
 
 
 def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
@@ -164,35 +182,5 @@ def _build_parser(training: ModuleType | None) -> argparse.ArgumentParser:
     return parser
 
 
-def _main_of_a_process() -> int:
-    """`main`, with an exit code by which the supervisor tells a failure that the user knows of from a sudden end."""
-    is_driver = "--run-id" in sys.argv
-    try:
-        code = main()
-    except Exception:
-        if not is_driver:
-            raise
-        traceback.print_exc()
-        code = EXIT_RUN_FAILED
-    return EXIT_FAILURE_TOLD if is_driver and code == EXIT_RUN_FAILED else code
-
-
-def _run_process() -> NoReturn:
-    """Runs a command and ends the process, whatever threads a user's code has left behind in a run.
-
-    A tool that hangs in `asyncio.to_thread` would keep the process for ever: Python waits for such threads at its end.
-    """
-    try:
-        code = _main_of_a_process()
-    except SystemExit as error:  # a request to stop before there is anything to keep
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    if "--run-id" in sys.argv:
-        sys.stdout.flush()
-        last_resort = threading.Timer(LEAVING_S, os._exit, [code])
-        last_resort.daemon = True
-        last_resort.start()
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    _run_process()
+    sys.exit(main())

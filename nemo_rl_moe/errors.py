@@ -12,8 +12,6 @@ from nemo_rl_moe.masking import masked_text
 
 EXIT_BAD_INPUT = 2
 EXIT_RUN_FAILED = 1
-EXIT_FAILURE_TOLD = 70
-"""Exit code of a run's main process that has told the user why it failed; Ray's libraries end a process with 1."""
 EXIT_DIVERGED = 3
 EXIT_SIGNAL_BASE = 128
 

@@ -6,19 +6,16 @@ Heavy packages are imported only by the command that needs them.
 """
 
 import argparse
-import json
-import os
 import sys
-import time
-import uuid
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from nemo_rl_moe.config.algorithm import ALGORITHMS, BUILT_IN
-from nemo_rl_moe.errors import ConfigurationError, UserError, printable
-from nemo_rl_moe.launch import evaluate_command, generate_command
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.masking import masked_assignment
+from nemo_rl_moe.config.files import exemplar_names, exemplar_summaries
+from nemo_rl_moe.distributed.run_process import StopSignals
+from nemo_rl_moe.errors import ConfigurationError, printable
+from nemo_rl_moe.launch import evaluate_command, generate_command, start
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import MasterConfig
@@ -113,6 +110,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         commands: Of the whole command line.
         examples: Shown where a command has none of its own.
     """
+    shipped = _shipped_help()
     for name, summary in (
         *((name, ALGORITHMS[name].summary) for name in BUILT_IN),
         (_RUN, "run the algorithm that the configuration is for: one of the above, or one of your own"),
@@ -128,7 +126,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.",
-            epilog=f"{_HELP_OF.get(name, examples)}\n{OVERRIDES_HELP}",
+            epilog=f"{_HELP_OF.get(name, examples)}\n{shipped}\n{OVERRIDES_HELP}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -149,7 +147,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
                 "--target", metavar="MACHINES", help="plan for other machines than this one; see below"
             )
         elif name not in _COMMANDS:
-            _add_run_id(command)
+            # Of the process that a supervisor starts, which reads the resolved configuration from standard input.
+            command.add_argument("--run-id", help=argparse.SUPPRESS)
             command.add_argument("--restart-number", type=int, default=0, help=argparse.SUPPRESS)
             command.add_argument("--started", type=float, help=argparse.SUPPRESS)
     for name, module in _WITHOUT_TRAINING.items():
@@ -163,54 +162,44 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         )
         module.add_arguments(command)
         command.add_argument("overrides", nargs="*", metavar="override", help="section.key=value; see below")
-        _add_run_id(command)
     _add_convert(commands)
 
 
-def run(options: argparse.Namespace, rest: Sequence[str], words: Sequence[str]) -> int:
-    """Runs one of the commands.
-
-    A command that trains runs in a process of its own, which this one watches over; see `launch/supervisor.py`. The
-    same command with `--run-id` is that process.
+def run(options: argparse.Namespace, rest: Sequence[str], *, owns_process: bool) -> int:
+    """Run one of the commands.
 
     Args:
         options: The arguments.
         rest: Overrides that stand behind an option, which argparse leaves over.
-        words: The whole command line behind the program's name.
+        owns_process: True where the process runs nothing else: a run then ends all that it has started, however it
+            ends itself, and is started again as often as `cluster.max_restarts` says.
 
     Returns:
         The exit code.
     """
     if options.command == _CONVERT:
         return _convert(options)
-    overrides = _with_secrets([*options.overrides, *rest])
+    overrides = [*options.overrides, *rest]
     if options.command in _WITHOUT_TRAINING:
-        return _run_without_training(options, overrides, words)
-    return _run_with_config(options, overrides)
+        command = _WITHOUT_TRAINING[options.command]
+        config = command.load(options, overrides)
+        if owns_process:
+            start.take_process(overrides)
+        with StopSignals():
+            command.run(options, config)
+        return 0
+    return _run_with_config(options, overrides, owns_process=owns_process)
 
 
-def _run_without_training(options: argparse.Namespace, overrides: Sequence[str], words: Sequence[str]) -> int:
-    """Runs a command that has workers and trains nothing, in a process of its own that this one watches over."""
-    command = _WITHOUT_TRAINING[options.command]
-    if options.run_id is None:
-        command.load(options, overrides)
-        from nemo_rl_moe.launch.supervisor import Supervision, supervise
-
-        run_id = uuid.uuid4().hex
-        driver = _driver_words([masked_assignment(word) if word in overrides else word for word in words], run_id)
-        return supervise(Supervision(lambda restart_number: driver, environment=_driver_environment(overrides)))
-    with StopSignals():
-        command.run(options, overrides)
-    return 0
-
-
-def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _run_with_config(options: argparse.Namespace, overrides: Sequence[str], *, owns_process: bool) -> int:
     if options.command == _CONFIG and options.from_nemo_rl is not None:
         if options.config is not None or overrides:
             raise ConfigurationError(
                 "config: --from-nemo-rl FILE stands alone; overrides go with the file that it gives"
             )
         return _print_translation(options.from_nemo_rl)
+    if options.command not in (_CONFIG, _DATA, _PLAN) and options.run_id is not None:
+        return start.train_supervised(start.RunLaunch(options.run_id, options.restart_number, options.started))
     if options.config is None:
         raise ConfigurationError(_config_is_missing(options.command))
     if options.command == _DATA:
@@ -222,17 +211,8 @@ def _run_with_config(options: argparse.Namespace, overrides: Sequence[str]) -> i
     if options.command in _COMMANDS:
         _COMMANDS[options.command](options.config, overrides)
         return 0
-    if options.run_id is None:
-        return _supervise(options.command, options.config, overrides)
-    with StopSignals() as stop_signals:
-        launch = RunLaunch(options.run_id, options.restart_number, options.started)
-        _drive(options.command, options.config, overrides, launch, stop_signals)
-    return 0
-
-
-def _add_run_id(command: argparse.ArgumentParser) -> None:
-    """Adds what tells the process that runs the command from the one that a user has started."""
-    command.add_argument("--run-id", help=argparse.SUPPRESS)
+    config = _load(options.command, options.config, overrides)
+    return start.train(config, overrides, owns_process=owns_process)
 
 
 def _add_convert(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -269,9 +249,12 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _config_is_missing(command: str) -> str:
-    from nemo_rl_moe.config.files import exemplar_names
+def _shipped_help() -> str:
+    lines = [f"  {name:32}{shorten(summary, 84)}" for name, summary in exemplar_summaries().items()]
+    return "\n".join(["shipped configurations, which --config finds by their names from any folder:", *lines, ""])
 
+
+def _config_is_missing(command: str) -> str:
     return f"{command}: --config FILE is missing; shipped configurations: {', '.join(exemplar_names())}"
 
 
@@ -281,73 +264,6 @@ def _load(command: str, config_path: str, overrides: Sequence[str]) -> "MasterCo
     if command == _RUN:
         return load_any_config(config_path, overrides)
     return load_config_as(ALGORITHMS[command].config_class, config_path, overrides)
-
-
-def _supervise(command: str, config_path: str, overrides: Sequence[str]) -> int:
-    """Checks the configuration, and has a process of its own run the command; returns that one's exit code."""
-    config = _load(command, config_path, overrides)
-    from nemo_rl_moe.launch.supervisor import Supervision, supervise
-
-    run_id, started = uuid.uuid4().hex, time.monotonic()
-    words = [command, "--config", config_path, *map(masked_assignment, overrides)]
-
-    def driver_command(restart_number: int) -> list[str]:
-        launch = ["--restart-number", str(restart_number), "--started", str(started)]
-        return [*_driver_words(words, run_id), *launch]
-
-    return supervise(
-        Supervision(
-            driver_command,
-            environment=_driver_environment(overrides),
-            max_restarts=config.cluster.max_restarts,
-            resume_hint=lambda: _resume_hint(config, run_id),
-        )
-    )
-
-
-def _driver_words(arguments: Sequence[str], run_id: str) -> list[str]:
-    """The command line of the process that runs a command."""
-    # -P: modules are looked for where this process does, and that is not always the working folder.
-    return [sys.executable, "-P", "-m", "nemo_rl_moe.cli", *arguments, "--run-id", run_id]
-
-
-def _driver_environment(overrides: Sequence[str]) -> dict[str, str]:
-    """Return variables for the process that runs a command: where it looks for modules, and secrets of overrides.
-
-    Its command line, which anybody on the machine, Ray's dashboard and W&B see, has these masked.
-    """
-    path = os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
-    hidden = {shown: text for text in overrides if (shown := masked_assignment(text)) != text}
-    return {"PYTHONPATH": path} | ({_SECRETS: json.dumps(hidden)} if hidden else {})
-
-
-def _with_secrets(overrides: Sequence[str]) -> list[str]:
-    """Return overrides with the secrets that `_driver_environment` has passed on, which nothing else inherits."""
-    hidden: dict[str, str] = json.loads(os.environ.pop(_SECRETS, "{}"))
-    return [hidden.get(text, text) for text in overrides]
-
-
-def _resume_hint(config: "MasterConfig", run_id: str) -> str | None:
-    """Hint how to resume, where the driver could not give it itself; None where there is no checkpoint."""
-    from nemo_rl_moe.checkpoints.resume import find_resume_point
-
-    try:
-        point = find_resume_point(config, run_id, 1, lambda problem: None)
-    except (UserError, OSError):
-        return None
-    if point is None:
-        return None
-    how = "the same command" if config.checkpointing.resume == "auto" else "the command with checkpointing.resume=auto"
-    return f"{how} goes on from {point.folder}"
-
-
-def _drive(
-    command: str, config_path: str, overrides: Sequence[str], launch: RunLaunch, stop_signals: StopSignals
-) -> None:
-    config = _load(command, config_path, overrides)
-    from nemo_rl_moe.launch.training_run import launch_run
-
-    launch_run(config, launch, stop_signals)
 
 
 def _print_config(config_path: str, overrides: Sequence[str]) -> None:
@@ -409,7 +325,6 @@ def _number(text: str) -> int:
     return int(text)
 
 
-_SECRETS = "NEMO_RL_MOE_SECRET_OVERRIDES"
 _CONFIG = "config"
 _CONVERT = "convert"
 _DATA = "data"

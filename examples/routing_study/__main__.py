@@ -183,7 +183,7 @@ def _prepare(options: argparse.Namespace, output: Path) -> tuple[Path, str]:
 
 def _jobs(words: Sequence[str], count: int) -> int:
     """Several processes, each of which takes runs that no other one has."""
-    from nemo_rl_moe.launch.supervisor import signal_when_parent_ends
+    from nemo_rl_moe.distributed.run_process import signal_when_parent_ends
 
     command = [sys.executable, "-m", "examples.routing_study", *words, "--jobs", "1", "--job"]
     jobs = [
@@ -207,7 +207,7 @@ def _jobs(words: Sequence[str], count: int) -> int:
 def _session(options: argparse.Namespace, output: Path, pending: Sequence[Run], num_runs: int) -> int:
     from examples.routing_study.measures import Result, read_results
     from examples.routing_study.session import Study, make_runs, running_ray
-    from nemo_rl_moe.launch.driver_process import StopSignals
+    from nemo_rl_moe.distributed.run_process import StopSignals
 
     data, model = _prepare(options, output)
     study = Study(output, model, data, options.overrides)

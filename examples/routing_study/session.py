@@ -20,9 +20,9 @@ from nemo_rl_moe.atomic_writes import delete
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.local_ray import LocalRay
+from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import TrainingDivergedError
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
-from nemo_rl_moe.launch.training_run import launch_run
+from nemo_rl_moe.launch.start import RunLaunch, launch_run
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME, read_history
 
 STUDY_CONFIG = Path(__file__).with_name("study.yaml")

@@ -39,7 +39,8 @@ class Algorithm:
         config_class: The schema of its configurations, with the section `name`, and with `data`, which has `train` and
             `validation`.
         run: Entry point: a function of the configuration and the `launch.training_run.TrainingRun`, or
-            `package.module:function`, which is imported when a run starts.
+            `package.module:function`, which is imported when a run starts. None: that of a built-in one, which
+            `launch.start.launch_run` names.
         rules: Checks between settings; each yields one line for each problem. Common rules are checked anyway.
         resume_keys: Keys that must be the same when a run goes on from a checkpoint, each with the reason.
         loop: The section of the run's length and validations: `max_num_epochs`, `max_num_steps`, `val_period`,
@@ -58,7 +59,7 @@ class Algorithm:
     name: str
     summary: str
     config_class: type[MasterConfig]
-    run: str | Callable[[Any, Any], None]
+    run: str | Callable[[Any, Any], None] | None = None
     rules: tuple[Callable[[Any], Iterator[str]], ...] = ()
     resume_keys: Mapping[str, str] = field(default_factory=dict)
     loop: str = ""
@@ -92,6 +93,7 @@ class Algorithm:
             ConfigurationError: There is no such function.
         """
         if not isinstance(self.run, str):
+            assert self.run is not None
             return self.run
         function: Callable[[Any, Any], None] = import_attribute(f"{self.name}: run", self.run)
         return function
@@ -128,14 +130,12 @@ ALGORITHMS: dict[str, Algorithm] = {
             name="sft",
             summary="supervised fine-tuning",
             config_class=SFTMasterConfig,
-            run="nemo_rl_moe.launch.sft:run_sft",
             resume_keys={"policy.train_global_batch_size": POSITION_IN_THE_DATA, "sft.seed": ORDER_OF_THE_DATA},
         ),
         Algorithm(
             name="dpo",
             summary="learning from pairs of a chosen and a rejected response (DPO, IPO, APO)",
             config_class=DPOMasterConfig,
-            run="nemo_rl_moe.launch.dpo:run_dpo",
             rules=DPO_RULES,
             resume_keys={"policy.train_global_batch_size": POSITION_IN_THE_DATA, "dpo.seed": ORDER_OF_THE_DATA},
             sequences_per_sample=2,
@@ -145,7 +145,6 @@ ALGORITHMS: dict[str, Algorithm] = {
             name="grpo",
             summary="reinforcement learning with verifiable rewards (GRPO, DAPO, GSPO, CISPO, REINFORCE++)",
             config_class=GRPOMasterConfig,
-            run="nemo_rl_moe.launch.grpo:run_grpo",
             rules=GRPO_RULES,
             resume_keys={"grpo.num_prompts_per_step": POSITION_IN_THE_DATA, "grpo.seed": ORDER_OF_THE_DATA},
             updates_per_step=lambda config: config.updates_per_step,
@@ -207,6 +206,8 @@ def _problems(algorithm: Algorithm) -> Iterator[str]:
         yield f"its name {algorithm.name} is that of a built-in algorithm"
     if algorithm.config_class in [other.config_class for other in ALGORITHMS.values() if other.name in BUILT_IN]:
         yield f"its config_class {algorithm.config_class.__name__} is that of a built-in algorithm; derive from it"
+    if algorithm.run is None:
+        yield "it has no run, which is called with the configuration and the run"
     for name in dict.fromkeys((algorithm.name, algorithm.loop_name, "data")):
         if name not in fields:
             yield f"its config_class {algorithm.config_class.__name__} has no section {name}"

@@ -5,6 +5,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,17 @@ def exemplars_folder() -> Path:
 def exemplar_names() -> list[str]:
     """File names of the shipped configurations that a run can start from."""
     return sorted(path.name for path in exemplars_folder().glob("*.yaml") if path.name != BASE_NAME)
+
+
+def exemplar_summaries() -> dict[str, str]:
+    """Return the first sentence of the comment at the head of each shipped configuration, by its name."""
+    summaries = {}
+    for name in exemplar_names():
+        lines = (exemplars_folder() / name).read_text(encoding="utf-8").splitlines()
+        comment = takewhile(lambda line: line.startswith("#"), lines)
+        text = " ".join(line.strip("# ") for line in comment if "Copyright" not in line and "SPDX" not in line)
+        summaries[name] = text.split(". ")[0].rstrip(".")
+    return summaries
 
 
 def find_config(path: str | Path) -> Path:

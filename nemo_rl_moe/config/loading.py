@@ -7,6 +7,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Algorithm, algorithm_of, find_algorithm
 from nemo_rl_moe.config.checks import combination_problems, path_problems
 from nemo_rl_moe.config.files import DEFAULTS_KEY, exemplars_folder, find_config, merge, read_with_defaults
@@ -142,10 +144,28 @@ def dump_resolved(config: MasterConfig) -> dict[str, Any]:
     What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
     further ones. `moe_*` fields that the user did not set are left out.
     """
+    plain: dict[str, Any] = masked(_dump(config))
+    return plain
+
+
+def dump_with_secrets(config: MasterConfig) -> str:
+    """Return a configuration as a text for another process of the same run, which `load_dumped` reads."""
+    return yaml.safe_dump(_dump(config), allow_unicode=True, sort_keys=False)
+
+
+def load_dumped(text: str) -> MasterConfig:
+    """Return the configuration that `dump_with_secrets` has written; it has been checked and resolved."""
+    values = yaml.safe_load(text)
+    algorithm = _algorithm_in(values)
+    assert algorithm is not None
+    values.pop(ALGORITHM_KEY, None)
+    return validate(algorithm.config_class, values)[0]
+
+
+def _dump(config: MasterConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json", exclude_unset=True)
     algorithm = algorithm_of(config)
     own = [name for name in type(config).model_fields if name not in MasterConfig.model_fields]
     named = {} if algorithm.reference is None else {ALGORITHM_KEY: algorithm.reference}
     order = dict.fromkeys([algorithm.name, *own, *MasterConfig.model_fields])
-    plain: dict[str, Any] = masked(named | {name: values[name] for name in order})
-    return plain
+    return named | {name: values[name] for name in order}

@@ -23,7 +23,8 @@ import ray
 from ray._private import ray_constants
 
 from nemo_rl_moe.distributed.node_tools import SHARED_MEMORY, end_processes, families, ray_folder, state_of
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, WorkerDiedError, printable, tell
+from nemo_rl_moe.distributed.run_process import STOP_SIGNALS, leave
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, WorkerDiedError, printable, tell
 
 LARGEST_OBJECT_STORE_BYTES = 512 * 1024**2
 SMALLEST_OBJECT_STORE_BYTES = 80 * 1024**2
@@ -36,7 +37,6 @@ _NEWEST_BYTES, _LONGEST_ERROR = 8192, 300
 _ERROR_LINE = re.compile(r"\[[^\]]* [ECF] \d+ \d+\] \(\w+\) (.*)")
 """Line of a server's log, of an error or worse, without its time."""
 _RAYS_EXCUSE = re.compile(r"An unexpected system state has occurred\..*?fix it\. ")
-_STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 _GET_NODE = ray._private.services.get_node
 _LATE_AGENT = "Timed out waiting for file"
 _STARTING_AGAIN = (
@@ -93,11 +93,12 @@ def preserved_handlers() -> Iterator[None]:
 
 @contextmanager
 def _blocked_stop_signals() -> Iterator[None]:
-    """Context whose child processes and threads never get SIGINT or SIGTERM.
+    """Context whose child processes and threads never get SIGINT, SIGTERM or SIGHUP.
 
-    Batch systems signal every process of a job: Ray's servers would be gone before the run has saved.
+    Batch systems signal every process of a job, and terminals every process in front: Ray's servers would be gone
+    before the run has saved.
     """
-    former = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    former = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
@@ -139,7 +140,7 @@ class LocalRay:
         self._processes: list[psutil.Process] | None = None
         self._failure: str | None = None
         self._frozen_since: dict[str, float] = {}
-        self._exit_code = EXIT_FAILURE_TOLD
+        self._exit_code = EXIT_RUN_FAILED
         self._stopped, self._starts_again, self._lock = threading.Event(), threading.Event(), threading.Lock()
         # What was registered later, such as the ends of loggers, comes before it. Ray's own end would come after it,
         # and wait for the servers or crash.
@@ -158,7 +159,7 @@ class LocalRay:
                         break
                     except Exception:
                         is_late = _LATE_AGENT in last_error(self._log_of("raylet"))
-                        if not starts_left or not is_late or signal.sigpending() & _STOP_SIGNALS:
+                        if not starts_left or not is_late or signal.sigpending().intersection(STOP_SIGNALS):
                             raise
                         print(_STARTING_AGAIN, file=sys.stderr, flush=True)
                         self._clear_away()
@@ -297,4 +298,4 @@ class LocalRay:
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            os._exit(self._exit_code)
+            leave(self._exit_code)

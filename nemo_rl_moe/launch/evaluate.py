@@ -18,9 +18,8 @@ from nemo_rl_moe.data.dataset import counted
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
 from nemo_rl_moe.launch.inference import give_weights, in_portions
-from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.output_folder import next_free, staged
-from nemo_rl_moe.launch.setup import announce_moe
+from nemo_rl_moe.launch.setup import ModelRun, announce_moe
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.run_folder.folder import write_run_files

@@ -80,9 +80,8 @@ def load(options: argparse.Namespace, overrides: Sequence[str]) -> GRPOMasterCon
     return config
 
 
-def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command."""
-    config = load(options, overrides)
+def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
+    """Run the command with what `load` has returned."""
     from nemo_rl_moe.launch.evaluate import evaluate
 
     evaluate(config, Path(options.output) if options.output is not None else None, options.threshold)

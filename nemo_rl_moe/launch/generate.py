@@ -26,7 +26,7 @@ from nemo_rl_moe.generation.interface import (
 from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import give_weights, in_portions
-from nemo_rl_moe.launch.model_run import ModelRun
+from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json
 from nemo_rl_moe.models.position_limit import position_limit

@@ -105,9 +105,8 @@ def overrides_of(options: argparse.Namespace) -> list[str]:
     return [OPTIONS[name].override(value) for name, value in _given(options).items()]
 
 
-def run(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Runs the command."""
-    config = load(options, overrides)
+def run(options: argparse.Namespace, config: GRPOMasterConfig) -> None:
+    """Run the command with what `load` has returned."""
     from nemo_rl_moe.launch.generate import generate
 
     with told_by_option(options):

@@ -31,9 +31,8 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
 from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, check_model_of_engine, find_engine
-from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.refit import make_refit_check
-from nemo_rl_moe.launch.setup import PreparedModel, images_of_data
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.loggers.console import ConsoleLogger, Notices
 from nemo_rl_moe.metrics import PhaseClock

@@ -9,9 +9,8 @@ from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.portions import EngineInPortions
-from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.refit import make_refit_check
-from nemo_rl_moe.launch.setup import PreparedModel
+from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 

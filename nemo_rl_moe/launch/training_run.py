@@ -26,6 +26,7 @@ from nemo_rl_moe.checkpoints.store import (
     final_weights_folder,
     model_folder,
 )
+from nemo_rl_moe.checkpoints.time_limit import TimeLimit
 from nemo_rl_moe.checksums import InventoryError, add_to_inventory
 from nemo_rl_moe.config.algorithm import algorithm_of, metric_in_force
 from nemo_rl_moe.config.loading import dump_resolved
@@ -33,18 +34,19 @@ from nemo_rl_moe.config.notices import notices
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.config.schema_grpo import GenerationLoggerConfig
 from nemo_rl_moe.config.schema_run import POLICY_ROLE
+from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError, DamagedCheckpointError, TrainingDivergedError
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals, TimeLimit
-from nemo_rl_moe.launch.model_run import ModelRun
 from nemo_rl_moe.launch.setup import (
     EFFECTIVE_MOE_FILE,
     MOE_SOURCES_FILE,
+    ModelRun,
     PreparedModel,
     announce_moe,
     prepare_model,
     running_role,
     summarise,
 )
+from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
@@ -67,26 +69,6 @@ FINAL_RUN_FILE = "training_run.json"
 DIVERGED_SAMPLES_FILE = "diverged_samples.json"
 _NOTHING_SAVED = -1
 """A step before the first one, for a restart of a run that has saved nothing."""
-
-
-def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals) -> None:
-    """Runs a configuration's algorithm from start to end, in this process.
-
-    Everything that can be wrong with the input is found before a worker starts or a file is written.
-
-    Args:
-        config: A checked configuration.
-        launch: Identity of the run, and which of its restarts this is.
-        stop_signals: Requests to stop.
-
-    Raises:
-        UserError: The model, the data or another input cannot be used.
-        WorkerDiedError: A worker failed.
-        TrainingDivergedError: Too many updates in a row were skipped.
-    """
-    entry_point = algorithm_of(config).entry_point()
-    with TrainingRun(config, launch, stop_signals) as run:
-        entry_point(config, run)
 
 
 class TrainingRun(ModelRun):

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Limits of rollouts in time: trajectories that hang, code that blocks the thread of all of them, requests to stop."""
 
-import os
 import signal
 import sys
 import threading
@@ -15,7 +14,8 @@ from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
 from nemo_rl_moe.alarms import TimeIsUp
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, tell
+from nemo_rl_moe.distributed.run_process import leave
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, tell
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer, where
 
 TIMEOUT_KEY = "env.rollout_timeout_s"
@@ -42,7 +42,7 @@ class RolloutsGivenUpError(Exception):
 
 def _end_the_process(text: str) -> NoReturn:
     tell(text)
-    os._exit(EXIT_FAILURE_TOLD)
+    leave(EXIT_RUN_FAILED)
 
 
 @dataclass

@@ -264,10 +264,10 @@ class Chain:
     def _see_it_end(self, run: run_kills.Run, drill: Drill, result: Result) -> None:
         is_patient = drill.fault == "freeze" or (drill.victim == "gcs_server" and self._joins)
         code = run.wait_for_end(PATIENT_END_LIMIT_S if is_patient else END_LIMIT_S)
+        run.wait_until_nothing_runs(END_LIMIT_S)  # the watcher may have something to say
         result.problem = drill.complaint(code, run.errors, joined=self._joins)
         if interrupted := INTERRUPTED.search(run.errors):
             result.during = interrupted[1]
-        run.wait_until_nothing_runs(END_LIMIT_S)
         result.ended = not result.problem
 
     def _look_for_leftovers(self, run: run_kills.Run, result: Result) -> None:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from tests.functional.drill_runs import Kind
 
-VITAL = ("worker", "driver", "supervisor", "guardian", "raylet", "gcs_server")
-# What a run says of the death of a part of it. Of its own, a supervisor can say nothing; and where one of Ray's servers
-# dies, Ray may end the driver before that can.
-ENDED_BY_RAY = r"main process ended with exit code 1 before it could tell why|error: Ray could not be started"
+VITAL = ("worker", "driver", "raylet", "gcs_server")
+# What a run says of the death of a part of it; of the driver's, its watcher does. Where one of Ray's servers dies, Ray
+# may end the driver before that can.
+ENDED_SUDDENLY = r"error: the run's main process \(pid \d+\) ended before it could tell why"
+ENDED_BY_RAY = rf"{ENDED_SUDDENLY}|error: Ray could not be started"
 ENDS_WITH = {
     "worker": r"error: (\d of \d workers|worker rank \d) ",
-    "driver": r"error: the run's main process was killed by SIGKILL",
-    "supervisor": "",
-    "guardian": r"error: the run's supervisor was killed by SIGKILL",
+    "driver": ENDED_SUDDENLY,
     "raylet": rf"error: Ray's raylet \(pid |{ENDED_BY_RAY}",
     "gcs_server": rf"error: Ray's gcs_server \(pid |{ENDED_BY_RAY}",
     "template": r"error: .*ends the process that renders it \(signal 9\)",
@@ -49,7 +48,7 @@ class Drill:
     @property
     def survived(self) -> bool:
         """True where the run is to go on as if nothing had happened."""
-        return self.fault in ("pause", "full", "vanish") or self.victim in ("scorer", "engine")
+        return self.fault in ("pause", "full", "vanish") or self.victim in ("scorer", "engine", "watcher")
 
     def complaint(self, code: int, errors: str, *, joined: bool) -> str:
         """Description of what is wrong with a run's end after the drill; empty where nothing is.
@@ -70,7 +69,7 @@ class Drill:
             return "" if code in allowed else f"exit code {code}, expected {allowed}"
         if self.survived:
             return f"exit code {code}, and it was to go on"
-        expected = {"supervisor": -signal.SIGKILL, "template": 2}.get(self.victim, 1)
+        expected = {"driver": -signal.SIGKILL, "template": 2}.get(self.victim, 1)
         if code != expected:
             return f"exit code {code}, expected {expected}"
         pattern = FROZEN[self.victim] if self.fault == "freeze" else ENDS_WITH[self.victim]
@@ -96,8 +95,9 @@ def _drills(kind: Kind, with_disk: bool) -> Iterator[Drill]:
             yield Drill(phase, victim, "kill")
     for phase in ("start", *loop):
         for fault in ("SIGTERM", "SIGINT"):
-            yield Drill(phase, "supervisor", fault)
+            yield Drill(phase, "driver", fault)
     yield Drill("start", "template", "kill")
+    yield Drill("train", "watcher", "kill")
     if kind.num_nodes == 1:  # the servers of a cluster are its manager's to watch over
         for victim in ("raylet", "gcs_server"):
             yield Drill("train", victim, "freeze")

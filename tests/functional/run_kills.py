@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from nemo_rl_moe.distributed.run_process import WATCHER_NAME
 from tests.functional import sft_runs
 from tests.support.deadly_reward import ENGINE_TITLE
 
@@ -101,7 +102,7 @@ class Run:
         }
 
     def find(self, role: str) -> list[psutil.Process]:
-        """The processes of a role: supervisor, guardian, driver, template, worker, engine, gcs_server, raylet."""
+        """Return the processes of a role: driver, watcher, supervisor, template, worker, engine, gcs_server, raylet."""
         found = []
         for process in dict.fromkeys([*self.family(), *self._below_nodes()]):
             with suppress(psutil.NoSuchProcess):
@@ -110,20 +111,23 @@ class Run:
         return found
 
     def _role(self, process: psutil.Process) -> str | None:
-        if process.pid == self.process.pid:
-            return "supervisor"
         command = process.cmdline()
         if process.name() in SERVERS:
             return process.name()
+        if process.name() == WATCHER_NAME:
+            return "watcher"
         if command and command[0].startswith(WORKER_TITLE):
             return "worker"
         if command and command[0].startswith(ENGINE_TITLE):
             return "engine"
         if any(TEMPLATE_MODULE in word for word in command):
             return "template"
-        if DRIVER_OPTION in command and process.name() not in SERVERS:
-            return "driver" if process.ppid() != self.process.pid else None
-        return "guardian" if process.ppid() == self.process.pid else None
+        if process.pid == self.process.pid:
+            return "supervisor" if self._is_supervised() else "driver"
+        return "driver" if DRIVER_OPTION in command and process.ppid() == self.process.pid else None
+
+    def _is_supervised(self) -> bool:
+        return any(DRIVER_OPTION in child.cmdline() for child in psutil.Process(self.process.pid).children())
 
     def wait_for(self, condition: Callable[[], object], limit_s: float, poll_s: float = POLL_S) -> None:
         """Waits until something is true, and fails where the run ends before."""

@@ -1,15 +1,14 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Runs in the process of the tests, on one Ray that they share: the driver's part of a command, from its words on.
+"""Runs in the process of the tests, on one Ray that they share.
 
-A run that a user starts begins with a supervisor, a driver that imports torch, and a Ray of its own: ten seconds of
-every twenty. A test that asks what a run computes and writes saves them; one about processes, signals, output or exit
-codes of the program types the command.
+A run that a user starts begins with imports of torch and a Ray of its own: ten seconds of every twenty. A test that
+asks what a run computes and writes saves them; one about processes, signals, output or exit codes of the program types
+the command.
 """
 
 import os
 import subprocess
-import uuid
 from collections.abc import Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
@@ -86,7 +85,7 @@ def called_here(words: Sequence[str], *, merged: bool = False) -> subprocess.Com
 
 
 def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> subprocess.CompletedProcess[str]:
-    """Runs a command that trains as its driver process does.
+    """Run a command that trains.
 
     Args:
         words: What follows the program's name.
@@ -101,7 +100,7 @@ def run_here(words: Sequence[str], folder: Path, *, merged: bool = False) -> sub
     """
     folder.mkdir(parents=True, exist_ok=True)
     with chdir(folder):
-        done = called_here([*words, "--run-id", uuid.uuid4().hex], merged=merged)
+        done = called_here(words, merged=merged)
     problems = _server.problems() if _server is not None else []
     # Ranks of a run that has failed were stopped wherever they were.
     assert done.returncode or not problems, "\n".join(problems)

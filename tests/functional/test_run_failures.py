@@ -102,11 +102,52 @@ def test_a_server_of_ray_is_killed(training_run: run_kills.Run, server: str) -> 
     (victim,) = training_run.find(server)
     os.kill(victim.pid, signal.SIGKILL)
     assert training_run.wait_for_end(END_LIMIT_S) == 1
-    training_run.wait_until_nothing_runs(0.0)
+    training_run.wait_until_nothing_runs(END_LIMIT_S)
     by_watch = rf"^error: Ray's {server} \(pid {victim.pid}\) on this machine has died"
-    by_ray = r"^error: the run's main process ended with exit code 1 before it could tell why"
+    by_ray = r"^error: the run's main process \(pid \d+\) ended before it could tell why"
     assert re.search(f"{by_watch}|{by_ray}", training_run.errors, re.MULTILINE), training_run.errors
     assert "Traceback" not in training_run.errors
+
+
+def test_the_process_itself_is_killed(training_run: run_kills.Run) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    folders = [path for process in training_run.family() if (path := ray_folder(process.pid)).exists()]
+    assert folders
+    (driver,), (watcher,) = training_run.find("driver"), training_run.find("watcher")
+    assert (driver.pid, watcher.ppid()) == (training_run.process.pid, training_run.process.pid)
+    frozen, _ = training_run.find("worker")
+    frozen.suspend()
+    os.kill(driver.pid, signal.SIGKILL)
+    assert training_run.wait_for_end(END_LIMIT_S) == -signal.SIGKILL
+    training_run.wait_until_nothing_runs(END_LIMIT_S)
+    assert not any(path.exists() for path in folders)
+    assert re.fullmatch(
+        rf"error: the run's main process \(pid {driver.pid}\) ended before it could tell why: .*\n", training_run.errors
+    ), training_run.errors
+
+
+@pytest.mark.slow
+def test_the_terminal_is_closed(training_run: run_kills.Run) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    os.killpg(training_run.process.pid, signal.SIGHUP)
+    assert training_run.wait_for_end(END_LIMIT_S) == 0, training_run.errors
+    training_run.wait_until_nothing_runs(0.0)
+    assert "SIGTERM: the run stops after this step" in training_run.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training_run", [{"cluster__max_restarts": 1}], indirect=True)
+def test_a_supervised_run_starts_again_and_ends_with_its_supervisor(training_run: run_kills.Run) -> None:
+    training_run.wait_for_text("step 2/", START_LIMIT_S)
+    (driver,) = training_run.find("driver")
+    os.kill(driver.pid, signal.SIGKILL)
+    training_run.wait_for(lambda: training_run.printed.count("step 2/") == 2, START_LIMIT_S)
+    assert "restart 1 of 1: the run's main process was killed by SIGKILL" in training_run.errors
+    (supervisor,) = training_run.find("supervisor")
+    training_run.family()
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert training_run.wait_for_end(END_LIMIT_S) == -signal.SIGKILL
+    training_run.wait_until_nothing_runs(END_LIMIT_S)
 
 
 @pytest.mark.slow
@@ -140,7 +181,7 @@ def test_interrupted_twice_by_the_user(training_run: run_kills.Run) -> None:
     assert training_run.process.poll() is None
     os.killpg(training_run.process.pid, signal.SIGINT)
     assert training_run.wait_for_end(END_LIMIT_S) == 130
-    training_run.wait_until_nothing_runs(0.0)
+    training_run.wait_until_nothing_runs(END_LIMIT_S)
 
 
 @pytest.mark.slow
@@ -215,8 +256,7 @@ def refused(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     def run(folder: Path = data, **changes: Any) -> str:
         before = set(tmp_path.rglob("*"))
         overrides = sft_runs.settings(tmp_path, folder, **changes)
-        # In this process what the supervisor has done in another.
-        assert main(["sft", "--config", str(sft_runs.EXEMPLAR), *overrides, "--run-id", "7b"]) == 2
+        assert main(["sft", "--config", str(sft_runs.EXEMPLAR), *overrides]) == 2
         assert set(tmp_path.rglob("*")) == before, "nothing is written"
         assert not ray.is_initialized()
         errors = capsys.readouterr().err

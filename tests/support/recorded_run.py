@@ -12,9 +12,10 @@ from unittest.mock import patch
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
+from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.launch import grpo, setup
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
+from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult

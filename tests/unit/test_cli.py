@@ -1,5 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
+import io
 import os
 import signal
 import subprocess
@@ -10,17 +11,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from nemo_rl_moe import __version__, cli, training_cli
+from nemo_rl_moe import __version__, cli
 from nemo_rl_moe.config import loading
 from nemo_rl_moe.config.loading import dump_resolved, load_config
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD, DataError, TrainingDivergedError, WorkerDiedError
-from nemo_rl_moe.launch import supervisor
-from nemo_rl_moe.launch.driver_process import RunLaunch
+from nemo_rl_moe.errors import DataError, TrainingDivergedError, WorkerDiedError
+from nemo_rl_moe.launch import start
+from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.supervisor import Supervision
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DRIVER = ["sft", "--config", "sft_tiny_moe.yaml", "--run-id", "7b", "--restart-number", "0"]
-"""The command as the supervisor gives it to the process that runs it."""
+
+
+RUN = ["sft", "--config", "sft_tiny_moe.yaml", "checkpointing.resume=never"]
+
+
+@pytest.fixture
+def without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the check that data are there."""
+    monkeypatch.setattr(loading, "path_problems", lambda *_, **__: [])
 
 
 def run_script(arguments: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
@@ -90,26 +98,29 @@ def test_wrong_usage_ends_with_code_2(arguments: list[str], capsys: pytest.Captu
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )
+@pytest.mark.usefixtures("without_data")
 def test_how_a_run_ends_is_told_by_message_and_code(
     raised: BaseException, code: int, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def failing_run(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(training_cli, "_drive", failing_run)
-    assert cli.main([*DRIVER, "sft.seed=1"]) == code
+    monkeypatch.setattr(start, "launch_run", failing_run)
+    assert cli.main([*RUN, "sft.seed=1"]) == code
     assert capsys.readouterr().err == shown
 
 
+@pytest.mark.usefixtures("without_data")
 def test_a_bug_keeps_its_stack_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing_run(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(training_cli, "_drive", failing_run)
+    monkeypatch.setattr(start, "launch_run", failing_run)
     with pytest.raises(ZeroDivisionError):
-        cli.main(DRIVER)
+        cli.main(RUN)
 
 
+@pytest.mark.usefixtures("without_data")
 def test_a_request_to_stop_at_once_has_the_code_of_its_signal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,75 +128,57 @@ def test_a_request_to_stop_at_once_has_the_code_of_its_signal(
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
-    monkeypatch.setattr(training_cli, "_drive", interrupted_run)
+    monkeypatch.setattr(start, "launch_run", interrupted_run)
     former = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as caught:
-        cli.main(DRIVER)
+        cli.main(RUN)
     assert caught.value.code == 143
     assert capsys.readouterr().err == "terminated\n"
     assert signal.getsignal(signal.SIGTERM) == former
 
 
-def test_what_the_supervisor_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("without_data")
+def test_the_supervisor_hands_on_the_resolved_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Supervision] = []
 
     def supervise(supervision: Supervision) -> int:
         told.append(supervision)
         return 7
 
-    monkeypatch.setattr(supervisor, "supervise", supervise)
-    monkeypatch.setattr(loading, "path_problems", lambda *_, **__: [])
+    monkeypatch.setattr(start, "supervise", supervise)
     before = time.monotonic()
-    arguments = ["sft", "sft.seed=7", "--config=sft_tiny_moe.yaml", "cluster.max_restarts=3", "~sft.val_batches"]
-    assert cli.main([*arguments, "+sft.val_batches=null"]) == 7
+    overrides = ["sft.seed=7", "cluster.max_restarts=3", "~sft.val_batches", "+sft.val_batches=null"]
+    monkeypatch.setattr(sys, "argv", ["nemo-rl-moe", "sft", "--config=sft_tiny_moe.yaml", *overrides])
+    monkeypatch.setenv("PYTHONPATH", "")
+    assert cli.main() == 7
     (supervision,) = told
     assert supervision.max_restarts == 3
-    command = supervision.driver_command(2)
-    start = command.index("nemo_rl_moe.cli") + 1
-    assert command[0] == sys.executable
-    assert command[start : start + 3] == ["sft", "--config", "sft_tiny_moe.yaml"]
-    overrides = ["sft.seed=7", "cluster.max_restarts=3", "~sft.val_batches", "+sft.val_batches=null"]
-    assert command[start + 3 : -6] == overrides
-    assert (command[-6], command[-4:-1]) == ("--run-id", ["--restart-number", "2", "--started"])
-    first = supervision.driver_command(0)
+    command, first = supervision.command(2), supervision.command(0)
+    assert command[-6:-1] == ["--run-id", command[-5], "--restart-number", "2", "--started"]
     assert (first[-5], first[-1]) == (command[-5], command[-1]), "restarts keep the id and the start of the run"
     assert before <= float(command[-1]) <= time.monotonic()
-    # What the driver makes of it.
-    drives: list[tuple[object, ...]] = []
-    monkeypatch.setattr(training_cli, "_drive", lambda *given: drives.append(given))
-    assert cli.main(command[start:]) == 0
-    assert drives[0][:4] == ("sft", "sft_tiny_moe.yaml", overrides, RunLaunch(command[-5], 2, float(command[-1])))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "passed_on"),
-    [(DRIVER, 1, EXIT_FAILURE_TOLD), (DRIVER, 0, 0), (DRIVER, 2, 2), (DRIVER, 3, 3), (["sft"], 1, 1)],
-)
-def test_the_supervisor_learns_that_a_failure_has_been_told(
-    arguments: list[str], code: int, passed_on: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["cli.py", *arguments])
-    monkeypatch.setattr(cli, "main", lambda: code)
-    assert cli._main_of_a_process() == passed_on
-
-
-def test_a_bug_of_the_driver_is_told_by_its_stack_trace(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["cli.py", *DRIVER])
-    monkeypatch.setattr(cli, "main", lambda: 1 // 0)
-    assert cli._main_of_a_process() == EXIT_FAILURE_TOLD
-    assert "ZeroDivisionError" in capsys.readouterr().err
+    # What the process makes of it, which reads no file.
+    runs: list[tuple[object, ...]] = []
+    monkeypatch.setattr(start, "launch_run", lambda *given: runs.append(given))
+    monkeypatch.setattr(start, "watch_this_process", lambda: None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(supervision.stdin))
+    monkeypatch.setattr(loading, "find_config", None)
+    assert cli.main(command[command.index("nemo_rl_moe.cli") + 1 :]) == 0
+    ((config, launch, _),) = runs
+    monkeypatch.undo()
+    assert config == load_config("sft_tiny_moe.yaml", overrides, check_paths=False)
+    assert launch == RunLaunch(command[-5], 2, float(command[-1]))
 
 
 LIGHT = """
 import sys
 from nemo_rl_moe import cli
 from nemo_rl_moe.config import loading
-from nemo_rl_moe.launch import supervisor
+from nemo_rl_moe.launch import start
 loading.path_problems = lambda *given, **more: []
-supervisor.supervise = lambda supervision: print(supervision.resume_hint())
-cli.main(["sft", "--config", "sft_tiny_moe.yaml", f"logger.log_dir={sys.argv[1]}"])
+start.supervise = lambda supervision: print(supervision.resume_hint())
+sys.argv[1:] = ["sft", "--config", "sft_tiny_moe.yaml", f"logger.log_dir={sys.argv[1]}", "cluster.max_restarts=1"]
+cli.main()
 print(sorted({"torch", "ray", "transformers", "megatron"} & set(sys.modules)))
 """
 
@@ -207,15 +200,19 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(word in printed for word in words)
 
 
-@pytest.mark.parametrize(("end", "code"), [("lambda: 3", 3), ("lambda: sys.exit(143)", 143)])
+@pytest.mark.parametrize(("end", "code"), [("return 3", 3), ("sys.exit(143)", 143)])
 def test_a_thread_that_never_ends_does_not_keep_a_run(end: str, code: int) -> None:
     """Nor one that is asked to stop before there is anything to keep, which raises SystemExit."""
     program = (
         "import sys, threading, time\n"
         "from nemo_rl_moe import cli\n"
-        "threading.Thread(target=time.sleep, args=(3600,)).start()\n"
-        f"cli.main, cli.LEAVING_S = {end}, 0.2\n"
-        "cli._run_process()\n"
+        "from nemo_rl_moe.distributed import run_process\n"
+        "def run(words, owns_process):\n"
+        "    run_process.watch_this_process()\n"
+        "    threading.Thread(target=time.sleep, args=(3600,)).start()\n"
+        f"    {end}\n"
+        "cli._run, run_process.LEAVING_S = run, 0.2\n"
+        "sys.exit(cli.main())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, "--run-id", "x"], timeout=280, check=False)
+    done = subprocess.run([sys.executable, "-c", program], timeout=280, check=False)
     assert done.returncode == code

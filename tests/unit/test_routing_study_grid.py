@@ -22,8 +22,8 @@ from examples.routing_study.measures import RESULT_FILE, Result, Results, measur
 from examples.routing_study.session import STUDY_CONFIG, Study, claimed, make_runs
 from examples.routing_study.tables import draw, start_check, tables
 from nemo_rl_moe.config.loading import dump_resolved, load_grpo_config
+from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import ConfigurationError, DataError
-from nemo_rl_moe.launch.driver_process import StopSignals
 from tests.conftest import REPOSITORY_ROOT
 
 PLACE = Condition("small", "bfloat16", 8)

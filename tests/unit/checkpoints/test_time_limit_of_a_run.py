@@ -4,7 +4,7 @@
 
 from collections.abc import Sequence
 
-from nemo_rl_moe.launch.driver_process import TimeLimit
+from nemo_rl_moe.checkpoints.time_limit import TimeLimit
 
 
 def steps_until_stopped(

@@ -5,16 +5,17 @@
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-from nemo_rl_moe import training_cli
 from nemo_rl_moe.checkpoints.changes import changed_keys
 from nemo_rl_moe.cli import main
-from nemo_rl_moe.config.loading import dump_resolved, load_config
-from nemo_rl_moe.launch import supervisor
+from nemo_rl_moe.config.loading import dump_resolved, load_config, load_dumped
+from nemo_rl_moe.launch import start
 from nemo_rl_moe.launch.supervisor import Supervision
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import build_loggers
@@ -124,23 +125,33 @@ def test_no_message_has_them(capsys: pytest.CaptureFixture[str], override: str, 
     assert "s3cret" not in lines
 
 
-def test_they_do_not_stand_on_the_command_line_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray's dashboard and W&B have the command line of the process that runs the command."""
+OWN_COMMAND_LINE = """
+import sys
+from pathlib import Path
+from nemo_rl_moe.launch.start import take_process
+take_process(sys.argv[1:])
+print(sys.argv, Path("/proc/self/cmdline").read_bytes())
+"""
+
+
+def test_they_do_not_stand_on_the_command_line_of_the_run() -> None:
+    """Ray's dashboard and W&B have the command line of the process, and anybody on the machine sees it."""
+    command = [sys.executable, "-c", OWN_COMMAND_LINE, *OVERRIDES, "sft.seed=3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=True)
+    assert leaked(done.stdout) == []
+    assert done.stdout.count("sft.seed=3") == 2, done.stderr
+
+
+def test_a_supervisor_hands_them_on_by_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the command line nor in a variable; what the process reads holds them."""
     seen: list[Supervision] = []
-    monkeypatch.setattr(supervisor, "supervise", lambda supervision: seen.append(supervision) or 0)
-    monkeypatch.setattr(training_cli, "_load", lambda *arguments: load_config("sft_tiny_moe.yaml", check_paths=False))
-    assert main(["sft", "--config", "sft_tiny_moe.yaml", *OVERRIDES, "sft.seed=3"]) == 0
+    monkeypatch.setattr(start, "supervise", lambda supervision: seen.append(supervision) or 0)
+    monkeypatch.setenv("PYTHONPATH", "")
+    config = load_config("sft_tiny_moe.yaml", [*OVERRIDES, "cluster.max_restarts=1"], check_paths=False)
+    assert start.train(config, OVERRIDES, owns_process=True) == 0
     (supervision,) = seen
-    words = list(supervision.driver_command(0))
-    assert leaked(" ".join(words)) == []
-    # The process itself gets them back, and passes them on to nothing that it starts.
-    for name, value in supervision.environment.items():
-        monkeypatch.setenv(name, value)
-    driven: list[list[str]] = []
-    monkeypatch.setattr(training_cli, "_drive", lambda command, config, overrides, *more: driven.append(overrides))
-    assert main(words[words.index("nemo_rl_moe.cli") + 1 :]) == 0
-    assert driven == [[*OVERRIDES, "sft.seed=3"]]
-    assert leaked(" ".join(os.environ.values())) == []
+    assert leaked(" ".join([*supervision.command(0), *os.environ.values()])) == []
+    assert load_dumped(supervision.stdin) == config
 
 
 def test_a_translation_from_nemo_rl_copies_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

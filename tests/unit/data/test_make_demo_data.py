@@ -3,7 +3,6 @@
 """The demo's data: right answers, fixed shares, no sum in two sets."""
 
 import dataclasses
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_rl_moe import demo_data
 from nemo_rl_moe.config.schema_grpo import EnvironmentConfig, PromptDataConfig, PromptSourceConfig
 from nemo_rl_moe.data.preferences import load_preferences
 from nemo_rl_moe.data.prompts import load_prompts
@@ -26,13 +26,8 @@ def script(repository):
 
 
 @pytest.fixture(scope="module")
-def maker(script):
-    spec = importlib.util.spec_from_file_location("make_demo_data", script)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_demo_data"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["make_demo_data"]
+def maker():
+    return demo_data
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from nemo_rl_moe.distributed.local_ray import (
     preserved_handlers,
 )
 from nemo_rl_moe.distributed.node_tools import end_processes, ray_folder
-from nemo_rl_moe.errors import EXIT_FAILURE_TOLD
+from nemo_rl_moe.errors import EXIT_RUN_FAILED
 
 PROGRAM = """
 import atexit, os, subprocess, sys, time
@@ -90,7 +90,7 @@ STOPPED_IN_THE_START = """
 import os, signal, threading, time
 from nemo_rl_moe.distributed.local_ray import LocalRay
 from nemo_rl_moe.distributed.node_tools import ray_folder
-from nemo_rl_moe.launch.driver_process import StopSignals
+from nemo_rl_moe.distributed.run_process import StopSignals
 
 def stop_in_the_start():
     while not (ray_folder(os.getpid()) / "ray").is_dir():
@@ -214,7 +214,7 @@ def test_ray_whose_agents_are_late_is_started_again(tmp_path: Path, num_late: in
     if num_late == 1:
         assert (done.returncode, done.stdout, again) == (0, "42 None\n", 1), done.stderr
     else:
-        assert (done.returncode, done.stdout, again) == (EXIT_FAILURE_TOLD, "", MOST_STARTS - 1), done.stderr
+        assert (done.returncode, done.stdout, again) == (EXIT_RUN_FAILED, "", MOST_STARTS - 1), done.stderr
         assert "_port_" in done.stderr.splitlines()[-1], "the file that Ray waited for"
 
 
@@ -251,7 +251,7 @@ def run_program(folder: Path, victim: str, ending: str, unwinding_s: float = 200
 @pytest.mark.parametrize("victim", ["raylet", pytest.param("gcs_server", marks=pytest.mark.slow)])
 def test_a_program_that_ends_in_order_leaves_out_rays_end(servers: Path, victim: str) -> None:
     done = run_program(servers, victim, "print(fake.failure, file=sys.stderr); sys.exit(7)")
-    assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.returncode == EXIT_RUN_FAILED, done.stderr
     assert done.stderr.startswith(f"Ray's {victim} (pid ")
     assert done.stderr.endswith(") on this machine has died\n")
     assert done.stdout == "the loggers' end\n"
@@ -275,7 +275,7 @@ def test_a_server_that_is_stopped_counts_as_dead_after_a_while(servers: Path) ->
         text=True,
         timeout=60,
     )
-    assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.returncode == EXIT_RUN_FAILED, done.stderr
     assert done.stderr.startswith("error: Ray's raylet (pid "), done.stderr
     assert done.stderr.endswith(") on this machine has been stopped (SIGSTOP) for 1 s\n"), done.stderr
     commands = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
@@ -284,7 +284,7 @@ def test_a_server_that_is_stopped_counts_as_dead_after_a_while(servers: Path) ->
 
 def test_a_program_that_hangs_is_ended(servers: Path) -> None:
     done = run_program(servers, "raylet", "time.sleep(600)", unwinding_s=0.5)
-    assert done.returncode == EXIT_FAILURE_TOLD, done.stderr
+    assert done.returncode == EXIT_RUN_FAILED, done.stderr
     assert done.stderr.startswith("error: Ray's raylet (pid ")
 
 

@@ -8,13 +8,13 @@ import pytest
 
 from nemo_rl_moe import cli
 from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.vllm.releases import installed_release
-from nemo_rl_moe.launch import supervisor
+from nemo_rl_moe.launch import evaluate_command, generate_command
 from nemo_rl_moe.launch.generate import _with_positions_of_the_model, generate
 from nemo_rl_moe.launch.generate_command import EXAMPLES, OPTIONS
 from nemo_rl_moe.launch.output_folder import next_free
-from nemo_rl_moe.launch.supervisor import Supervision
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples/assets/tiny_qwen3_moe")
 GENERATE = ["generate", "--model", MODEL, "--prompts", "prompts.txt"]
@@ -22,15 +22,11 @@ EVALUATE = ["evaluate", "--config", "grpo_tiny_moe.yaml", f"policy.model_name={M
 
 
 @pytest.fixture(autouse=True)
-def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Commands of driver processes that would be started; the working folder holds prompts."""
-    started: list[list[str]] = []
-
-    def supervise(supervision: Supervision) -> int:
-        started.append(list(supervision.driver_command(0)))
-        return 0
-
-    monkeypatch.setattr(supervisor, "supervise", supervise)
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[GRPOMasterConfig]:
+    """Return the configurations that would be run; the working folder holds prompts."""
+    started: list[GRPOMasterConfig] = []
+    for command in (evaluate_command, generate_command):
+        monkeypatch.setattr(command, "run", lambda options, config: started.append(config))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "prompts.txt").write_text("7+8=\n")
     (tmp_path / "data/addition").mkdir(parents=True)
@@ -65,11 +61,11 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_wrong_words_of_generate_are_told_by_the_option(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], driver: list[list[str]]
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], started: list[GRPOMasterConfig]
 ) -> None:
     assert cli.main([*GENERATE, *words]) == 2
     output, errors = capsys.readouterr()
-    assert (output, driver) == ("", [])
+    assert (output, started) == ("", [])
     assert errors.startswith(f"error: {problem}")
     assert errors.count("\n") == 1
 
@@ -92,11 +88,11 @@ def test_nearest_file_and_engine_are_named(capsys: pytest.CaptureFixture[str]) -
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_wrong_words_of_evaluate(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], driver: list[list[str]]
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str], started: list[GRPOMasterConfig]
 ) -> None:
     assert cli.main([*EVALUATE, *words]) == 2
     output, errors = capsys.readouterr()
-    assert (output, driver) == ("", [])
+    assert (output, started) == ("", [])
     assert errors.startswith(f"error: {problem}")
     assert errors.count("\n") == 1
 
@@ -117,14 +113,13 @@ def test_threshold_is_a_number(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [GENERATE, EVALUATE], ids=lambda words: words[0])
-def test_the_process_that_works_gets_the_same_words(words: list[str], driver: list[list[str]]) -> None:
-    assert cli.main(words) == 0
-    (started,) = driver
-    assert started[3:-2] == ["nemo_rl_moe.cli", *words]
-    assert started[-2] == "--run-id"
+def test_what_is_checked_is_what_is_run(words: list[str], started: list[GRPOMasterConfig]) -> None:
+    assert cli.main([*words, "grpo.seed=7"]) == 0
+    (config,) = started
+    assert config.grpo.seed == 7
 
 
-def test_prompts_may_be_called_anything(tmp_path: Path, driver: list[list[str]]) -> None:
+def test_prompts_may_be_called_anything(tmp_path: Path, started: list[GRPOMasterConfig]) -> None:
     for name in ("2024.txt", "[a].txt", "a: b.txt", "null.txt"):
         (tmp_path / name).write_text("7+8=\n")
         assert cli.main([*GENERATE, "--prompts", name]) == 0, name

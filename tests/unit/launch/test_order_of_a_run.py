@@ -44,6 +44,6 @@ def test_engines_stay_awake_between_validation_and_rollouts(tmp_path: Path) -> N
 def test_engines_on_gpus_of_their_own_need_no_room(tmp_path: Path) -> None:
     own = {"cluster__roles": "{generation: {num_nodes: 1, gpus_per_node: 1}}"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nemo_rl_moe.launch.model_run.RayCluster", lambda config, beside: beside)
+        patch.setattr("nemo_rl_moe.launch.setup.RayCluster", lambda config, beside: beside)
         found = recorded_run(tmp_path, **own)
     assert "empty_cache" not in found

@@ -14,8 +14,9 @@ from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.checksums import write_inventory
 from nemo_rl_moe.config.schema import SFTMasterConfig
+from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.errors import CheckpointError, ConfigurationError
-from nemo_rl_moe.launch.driver_process import RunLaunch, StopSignals
+from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import FINAL_RUN_FILE, TrainingRun
 from tests.support.saving_run import Run as SavedRun
 

@@ -12,10 +12,10 @@ import pytest
 LIMIT_S = 200.0
 PROGRAM = """
 import signal, sys, time
-from nemo_rl_moe.launch import driver_process
-from nemo_rl_moe.launch.driver_process import StopSignals
+from nemo_rl_moe.distributed import run_process
+from nemo_rl_moe.distributed.run_process import StopSignals
 
-driver_process.SAME_REQUEST_S = float(sys.argv[1])
+run_process.SAME_REQUEST_S = float(sys.argv[1])
 
 def say(text):
     print(text, flush=True)

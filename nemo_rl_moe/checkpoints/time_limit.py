@@ -1,0 +1,40 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The time by which a run must have saved."""
+
+import time
+from collections.abc import Callable
+
+from nemo_rl_moe.config.schema_run import parse_duration
+
+
+class TimeLimit:
+    """Time limit of a run: it stops after the last step behind which there is still time to save.
+
+    Further steps and saves are taken to last as long as the longest so far; a step's validation is part of it.
+
+    Args:
+        must_save_by: Time after the start, DD:HH:MM:SS, as `checkpointing.checkpoint_must_save_by`; None: no limit.
+        started: Start of the run in the clock's seconds; None: now.
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self, must_save_by: str | None, started: float | None = None, clock: Callable[[], float] = time.monotonic
+    ):
+        limit_s = parse_duration(must_save_by) if must_save_by is not None else None
+        self._clock = clock
+        self._last = clock()
+        self._end = None if limit_s is None else (self._last if started is None else started) + limit_s
+        self._longest_step = self._longest_saving = 0.0
+
+    def is_up_after_step(self) -> bool:
+        """True when another step like the longest one would be too long. Called once at the end of each step."""
+        now = self._clock()
+        self._longest_step = max(self._longest_step, now - self._last)
+        self._last = now
+        return self._end is not None and now + self._longest_step + self._longest_saving >= self._end
+
+    def note_saving(self, seconds: float) -> None:
+        """Records the seconds that a checkpoint took from its beginning until it was whole on the disk."""
+        self._longest_saving = max(self._longest_saving, seconds)

@@ -1,0 +1,314 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the demo's data: sums of two 3-digit numbers, for supervised fine-tuning (SFT), DPO and GRPO.
+
+    python -m nemo_rl_moe.demo_data --output data/addition --seed 0
+
+Writes `train.jsonl` and `validation.jsonl` for SFT, `preferences.jsonl` and `validation_preferences.jsonl` for DPO,
+`grpo.jsonl` and `validation_prompts.jsonl` for GRPO, and `manifest.json`. A line for SFT is a prompt and its
+completion. Every answer is right; some come with the working, most without:
+
+    {"prompt": "228+378=", "completion": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606"}
+    {"prompt": "541+592=", "completion": "<think></think>1133"}
+
+The working adds the columns from the right, each with the carry of the one before. No sum stands in two sets, a+b and
+b+a being one sum: GRPO asks for sums that the model has never seen. A line for GRPO is a prompt, the answer, and what
+reasoning-gym's verifier reads; `validation_prompts.jsonl` holds the sums of `validation.jsonl`:
+
+    {"prompt": "228+378=", "answer": "606", "metadata": {"source_dataset": "basic_arithmetic", "expression": "228+378"}}
+
+A line for DPO prefers the right working to one with a slip, which the columns after it and the answer carry on. The
+sums are again new; those of `validation_preferences.jsonl` are the ones of `validation.jsonl`:
+
+    {"prompt": "228+378=", "chosen": "<think>8+8=16;2+7+1=10;2+3+1=6</think>606",
+     "rejected": "<think>8+8=16;2+7+1=9;2+3+0=5</think>596"}
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+
+SHARE_WITH_WORKING = 0.45
+NUM_DIGITS = 3
+# Unordered pairs of 3-digit numbers: 405,450. Drawing gets slow near the end, hence the limit.
+MAX_PROBLEMS = 300_000
+RECIPE_VERSION = 3
+TASK = "basic_arithmetic"
+FILES = (
+    "train.jsonl",
+    "validation.jsonl",
+    "grpo.jsonl",
+    "validation_prompts.jsonl",
+    "preferences.jsonl",
+    "validation_preferences.jsonl",
+)
+
+# reasoning-gym draws item i from `seed + i`: seeds must lie further apart than any set is long.
+SEED_STRIDE = 10_000_000
+SET_OFFSETS = {"validation": 0, "train": 2_000_000, "grpo": 5_000_000, "preferences": 7_000_000}
+ITEMS_IN_A_SET = 2_000_000
+
+Problem = tuple[str, str]
+"""Both summands, in the order in which the prompt shows them."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """All that the written files depend on."""
+
+    seed: int
+    num_train: int
+    num_validation: int
+    num_grpo_prompts: int
+    num_preferences: int = 4000
+    recipe_version: int = RECIPE_VERSION
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The sums of each set; no two of them are the same sum."""
+
+    validation: list[Problem]
+    grpo: list[Problem]
+    train: list[Problem]
+    preferences: list[Problem]
+
+
+def draw_problems(parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> Problems:
+    """Draws the sets one after the other: what one set holds, no later one does.
+
+    Args:
+        parameters: Sizes and seed.
+        progress: Called with the number of training sums drawn so far.
+    """
+    seen: set[tuple[str, ...]] = set()
+
+    def draw(name: str, size: int) -> Iterator[Problem]:
+        first_seed = SEED_STRIDE * (parameters.seed + 1) + SET_OFFSETS[name]
+        left = size
+        for problem in _all_sums(first_seed) if size else ():
+            key = tuple(sorted(problem))
+            if key not in seen:
+                seen.add(key)
+                left -= 1
+                yield problem
+            if not left:
+                return
+
+    validation = list(draw("validation", parameters.num_validation))
+    grpo = list(draw("grpo", parameters.num_grpo_prompts))
+    train = []
+    for problem in draw("train", parameters.num_train):
+        train.append(problem)
+        if len(train) % 1000 == 0:
+            progress(len(train))
+    return Problems(validation, grpo, train, list(draw("preferences", parameters.num_preferences)))
+
+
+def _all_sums(first_seed: int) -> Iterator[Problem]:
+    import reasoning_gym
+
+    items = reasoning_gym.create_dataset(
+        TASK,
+        seed=first_seed,
+        size=ITEMS_IN_A_SET,
+        min_terms=2,
+        max_terms=2,
+        min_digits=NUM_DIGITS,
+        max_digits=NUM_DIGITS,
+        operators=["+"],
+        allow_parentheses=False,
+        allow_negation=False,
+    )
+    for index in range(len(items)):
+        # The generator leaves spaces, and does not keep to the number of digits.
+        left, right = items[index]["metadata"]["expression"].replace(" ", "").split("+")
+        if len(left) == len(right) == NUM_DIGITS:
+            yield left, right
+
+
+def work_out(left: str, right: str, slip: tuple[int, int] = (0, 0)) -> tuple[str, int]:
+    """Adds column by column.
+
+    Args:
+        left: One summand.
+        right: The other, with as many digits.
+        slip: A column, counted from the right, and what its sum is wrong by.
+
+    Returns:
+        The columns from the right, each after the first with the carry that comes into it, and the answer.
+    """
+    steps, carry, answer = [], 0, 0
+    for column, (a, b) in enumerate(zip(reversed(left), reversed(right), strict=True)):
+        total = int(a) + int(b) + carry + (slip[1] if column == slip[0] else 0)
+        steps.append(f"{a}+{b}{f'+{carry}' if column else ''}={total}")
+        carry = total // 10
+        answer += total % 10 * 10**column
+    return ";".join(steps), answer + carry * 10 ** len(left)
+
+
+def working(left: str, right: str) -> str:
+    """The columns of a sum without a slip."""
+    return work_out(left, right)[0]
+
+
+def completion(problem: Problem, with_working: bool) -> str:
+    """The answer, after a think block that holds the working or nothing."""
+    left, right = problem
+    return f"<think>{working(left, right) if with_working else ''}</think>{int(left) + int(right)}"
+
+
+def with_a_slip(problem: Problem, chance: Random) -> str:
+    """The working with one column wrong by one, and the wrong answer that it leads to."""
+    column, off = chance.randrange(NUM_DIGITS), chance.choice((-1, 1))
+    steps, answer = work_out(*problem, (column, off))
+    if "=-" in steps:  # 0+0+0 with one too few
+        steps, answer = work_out(*problem, (column, -off))
+    return f"<think>{steps}</think>{answer}"
+
+
+def as_lines(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
+    """One JSON object a sum. Just the share of them that is meant to shows the working, chosen by chance."""
+    count = round(SHARE_WITH_WORKING * len(problems))
+    with_working = set(Random(f"{seed} {name}").sample(range(len(problems)), count))
+    return [
+        json.dumps({"prompt": f"{a}+{b}=", "completion": completion((a, b), index in with_working)})
+        for index, (a, b) in enumerate(problems)
+    ]
+
+
+def as_questions(problems: Sequence[Problem]) -> list[str]:
+    """One JSON object a sum, without a completion."""
+    return [
+        json.dumps(
+            {
+                "prompt": f"{a}+{b}=",
+                "answer": str(int(a) + int(b)),
+                "metadata": {"source_dataset": TASK, "expression": f"{a}+{b}"},
+            }
+        )
+        for a, b in problems
+    ]
+
+
+def as_preferences(problems: Sequence[Problem], seed: int, name: str) -> list[str]:
+    """One JSON object a sum: the right working, and one with a slip."""
+    chance = Random(f"{seed} {name}")
+    return [
+        json.dumps(
+            {
+                "prompt": f"{problem[0]}+{problem[1]}=",
+                "chosen": completion(problem, with_working=True),
+                "rejected": with_a_slip(problem, chance),
+            }
+        )
+        for problem in problems
+    ]
+
+
+def write_data(folder: Path, parameters: Parameters, progress: Callable[[int], None] = lambda _: None) -> None:
+    """Draws the sums and writes the files, the manifest last; each file appears whole or not at all."""
+    problems = draw_problems(parameters, progress)
+    contents = (
+        as_lines(problems.train, parameters.seed, "train"),
+        as_lines(problems.validation, parameters.seed, "validation"),
+        as_questions(problems.grpo),
+        as_questions(problems.validation),
+        as_preferences(problems.preferences, parameters.seed, "preferences"),
+        as_preferences(problems.validation, parameters.seed, "validation"),
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in zip(FILES, contents, strict=True):
+        _write_whole(folder / name, "".join(f"{line}\n" for line in lines))
+    _write_whole(folder / "manifest.json", json.dumps(_manifest(folder, parameters), indent=2) + "\n")
+
+
+def is_made(folder: Path, parameters: Parameters) -> bool:
+    """Whether the folder holds just what `write_data` would write."""
+    try:
+        found = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return bool(found == _manifest(folder, parameters))
+    except (OSError, ValueError):
+        return False
+
+
+def _manifest(folder: Path, parameters: Parameters) -> dict[str, object]:
+    return {
+        "made_by": "examples/make_demo_data.py",
+        "parameters": asdict(parameters),
+        "reasoning_gym": version("reasoning-gym"),
+        "sha256": {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES},
+    }
+
+
+def _write_whole(path: Path, text: str) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def _parse(arguments: list[str] | None) -> tuple[Path, Parameters, bool]:
+    parser = argparse.ArgumentParser(description="Makes the data of the addition demo.")
+    parser.add_argument("--output", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0, help="not negative (default %(default)s)")
+    parser.add_argument("--num-train", type=int, default=30_000, help="default %(default)s")
+    parser.add_argument("--num-validation", type=int, default=256, help="default %(default)s")
+    parser.add_argument("--num-grpo-prompts", type=int, default=480, help="kept out of training (default %(default)s)")
+    parser.add_argument("--num-preferences", type=int, default=4000, help="pairs for DPO (default %(default)s)")
+    parser.add_argument("--force", action="store_true", help="make the files even if they are there")
+    chosen = parser.parse_args(arguments)
+    sizes = {"seed": 0, "num_train": 1, "num_validation": 1, "num_grpo_prompts": 0, "num_preferences": 0}
+    for name, least in sizes.items():
+        if getattr(chosen, name) < least:
+            parser.error(f"--{name.replace('_', '-')}: got {getattr(chosen, name)}, expected {least} or more")
+    total = chosen.num_train + chosen.num_validation + chosen.num_grpo_prompts + chosen.num_preferences
+    if total > MAX_PROBLEMS:
+        parser.error(f"--num-train: {total} sums in all, expected {MAX_PROBLEMS} at most")
+    parameters = Parameters(**{name: getattr(chosen, name) for name in sizes})
+    return chosen.output, parameters, chosen.force
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Makes the data unless it is there; returns the exit code."""
+    folder, parameters, force = _parse(arguments)
+    try:
+        if not force and is_made(folder, parameters):
+            print(f"{folder}: already made with these parameters (--force makes it anew)")
+            return 0
+        write_data(folder, parameters, _show_progress(parameters.num_train))
+    except ModuleNotFoundError as error:
+        if error.name not in ("reasoning_gym", "reasoning-gym"):  # the module, the package
+            raise
+        print("the demo's data needs reasoning-gym: pip install reasoning-gym", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"--output {folder}: {error}", file=sys.stderr)
+        return 2
+    counts = (
+        f"{parameters.num_train:,} sums for SFT, {parameters.num_preferences:,} for DPO,"
+        f" {parameters.num_grpo_prompts:,} for GRPO and {parameters.num_validation:,} to validate with"
+    )
+    print(f"{folder}: wrote {counts}")
+    return 0
+
+
+def _show_progress(total: int) -> Callable[[int], None]:
+    """A line that renews itself on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return lambda _: None
+
+    def show(done: int) -> None:
+        print(f"\rdrawing sums: {done:,} of {total:,}", end="\n" if done >= total else "", file=sys.stderr, flush=True)
+
+    return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

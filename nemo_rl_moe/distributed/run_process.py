@@ -1,0 +1,299 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a run: requests to stop it, and its end, which leaves no process and no folder behind.
+
+`watch_this_process` forks a watcher, a small process that outlives a run which is killed. All that the run has started,
+whatever has become of its parents, carries a mark in its environment, by which the watcher finds it.
+"""
+
+import atexit
+import ctypes
+import gc
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import psutil
+
+from nemo_rl_moe.distributed.node_tools import is_running, remove_folders_of
+from nemo_rl_moe.errors import exit_code_of_signal, tell
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SAME_REQUEST_S = 1.0
+"""Signals so many seconds apart are one request: a batch system signals all processes of a run."""
+STUBBORN_S = 10.0
+"""Seconds that a run has left to end after a second request to stop."""
+LOGGERS_GRACE_S = 5.0
+"""Seconds in which W&B's writer may end by itself, with all records on the disk."""
+ENDING_LIMIT_S = 10.0
+LEAVING_S = 15.0
+"""Seconds that a run's process may take to end when all of its work is done."""
+OWNER = "NEMO_RL_MOE_OWNER"
+"""Variable of the environment that says to which run a process belongs."""
+WATCHER_NAME = "run-watcher"
+_ENDING_POLL_S = 0.05
+_ENOUGH_LOOKS = 2
+"""Looks at all processes in a row that find none left: one that starts another may be missed in the first."""
+_POLL_S = 1.0
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+_IN_ORDER, _REPORTED = b"\x00", b"\xff"  # other bytes in the watcher's pipe are numbers of signals
+_STDERR = 2
+_pipe_to_watcher: int | None = None
+
+
+class StopSignals:
+    """Handlers of SIGINT, SIGTERM and SIGHUP for a whole run: a context in its main thread.
+
+    Outside of `graceful` the first signal raises, which stops everything in order. Inside it only sets `reason`, and
+    the loop ends after its step. A second signal ends the process at once. A closed terminal (SIGHUP) asks for the same
+    as SIGTERM, unless `nohup` has it ignored.
+    """
+
+    def __init__(self) -> None:
+        self._reason: signal.Signals | None = None
+        self._requested_at: float | None = None
+        self._is_graceful = False
+        self._former_handlers: dict[signal.Signals, Any] = {}
+
+    def reason(self) -> str | None:
+        """Return the name of the signal that asked the run to stop, such as "SIGTERM"; None: none did."""
+        return None if self._reason is None else self._reason.name
+
+    def end_now(self) -> None:
+        """End the run by the signal that has asked it to stop, as if that had come outside of `graceful`."""
+        if self._reason is not None:
+            _raise(self._reason)
+
+    @contextmanager
+    def graceful(self) -> Iterator[None]:
+        """Enter the training loop, which asks for `reason` after each step and stops by itself."""
+        self._is_graceful = True
+        try:
+            yield
+        finally:
+            self._is_graceful = False
+
+    def __enter__(self) -> "StopSignals":
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._former_handlers[number] = signal.signal(number, self._handle)
+        # A supervisor starts the run with these held back, so that none comes before the handlers.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._former_handlers.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if self._requested_at is not None:
+            if now - self._requested_at > SAME_REQUEST_S:
+                _write_to_stderr("ended at once: the run was asked to stop a second time")
+                leave(exit_code_of_signal(number))
+            return
+        self._requested_at = now
+        if self._is_graceful:
+            self._reason = signal.Signals(number)
+            _write_to_stderr(f"{self._reason.name}: the run stops after this step; a second one ends it at once")
+        else:
+            _raise(number)
+
+
+def _raise(number: int) -> NoReturn:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(exit_code_of_signal(number))
+
+
+def _write_to_stderr(message: str) -> None:
+    """Write a line from a signal handler, past Python's buffers, which the interrupted code may be using."""
+    os.write(_STDERR, f"\n{message}\n".encode())
+
+
+def watch_this_process(report_end: Callable[[], None] = lambda: None) -> None:
+    """Fork the watcher of this process, which has one thread yet.
+
+    Args:
+        report_end: Called in the watcher when this process has failed and can do nothing more: says how to go on.
+    """
+    global _pipe_to_watcher
+    main, owner = os.getpid(), f"{os.getpid()}-{time.time_ns()}"
+    os.environ[OWNER] = owner
+    # Ray writes titles of its workers over their command lines; without this, over their environments too.
+    os.environ.setdefault("SPT_NOENV", "1")
+    reader, writer = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    watcher = os.fork()
+    if watcher == 0:
+        os.close(writer)
+        _be_watcher(main, owner, reader, report_end)
+    os.close(reader)
+    os.set_blocking(writer, False)
+    # Each signal with a handler is written there at once, also while the main thread hangs in a library.
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    _pipe_to_watcher = writer
+    atexit.register(_end_in_order, watcher, owner)  # the first to be registered is the last to be called
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, without the ends of libraries; the user knows why already. Its watcher clears away."""
+    if _pipe_to_watcher is not None:
+        with suppress(OSError):
+            os.write(_pipe_to_watcher, _REPORTED)
+    os._exit(code)
+
+
+def limit_ending(code: int) -> None:
+    """Give a run that is done some seconds to end, whatever threads a user's code has left behind in its process.
+
+    A tool that hangs in `asyncio.to_thread` would keep the process for ever: Python waits for such threads at its end.
+    """
+    if _pipe_to_watcher is not None:
+        sys.stdout.flush()
+        last_resort = threading.Timer(LEAVING_S, leave, [code])
+        last_resort.daemon = True
+        last_resort.start()
+
+
+def _end_in_order(watcher: int, owner: str) -> None:
+    """End what this process has started, at its own end, and dismiss the watcher."""
+    assert _pipe_to_watcher is not None
+    _end_family(owner, spared=watcher)
+    signal.set_wakeup_fd(-1)
+    with suppress(OSError):
+        os.write(_pipe_to_watcher, _IN_ORDER)
+        os.waitpid(watcher, 0)
+
+
+def _be_watcher(main: int, owner: str, reader: int, report_end: Callable[[], None]) -> NoReturn:
+    """Run the forked process, which never returns into the code that has forked it."""
+    try:
+        gc.disable()
+        os.setsid()  # out of the terminal's reach
+        signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGQUIT})  # a batch system signals it too
+        _prctl(_PR_SET_NAME, WATCHER_NAME.encode())
+        watch = _Watch(main, reader)
+        watch.wait_for_end()
+        if not watch.ended_in_order:
+            _end_family(owner, main)
+            if not watch.is_reported and not watch.num_requests:
+                tell(
+                    f"the run's main process (pid {main}) ended before it could tell why: it was killed (which is also"
+                    " what happens when memory runs out), or one of Ray's servers (raylet, gcs_server) has died; all"
+                    " others have been stopped"
+                )
+            if not (watch.is_reported and watch.num_requests):
+                report_end()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+class _Watch:
+    """Waits for the end of the main process, and kills it where it does not follow a second request to stop.
+
+    Args:
+        main: Id of that process, the parent of this one.
+        reader: Pipe by which it says how it ends.
+    """
+
+    def __init__(self, main: int, reader: int):
+        self._main, self._reader = main, reader
+        self._last_request = float("-inf")
+        self.num_requests = 0
+        self.ended_in_order = self.is_reported = False
+
+    def wait_for_end(self) -> None:
+        """Return when the main process has ended, or has said that it does so in order."""
+        while os.getppid() == self._main and not self.ended_in_order:
+            if select.select([self._reader], [], [], _POLL_S)[0]:
+                received = os.read(self._reader, 4096)
+                if not received:
+                    time.sleep(_ENDING_POLL_S)  # its files are closed a moment before it has ended
+                for byte in received:
+                    self._receive(bytes([byte]))
+            if self.num_requests > 1 and time.monotonic() - self._last_request > STUBBORN_S:
+                os.kill(self._main, signal.SIGKILL)
+        # What came with the end.
+        while select.select([self._reader], [], [], 0)[0] and (received := os.read(self._reader, 4096)):
+            for byte in received:
+                self._receive(bytes([byte]))
+
+    def _receive(self, byte: bytes) -> None:
+        self.ended_in_order |= byte == _IN_ORDER
+        self.is_reported |= byte == _REPORTED
+        if byte[0] in STOP_SIGNALS:
+            now = time.monotonic()
+            self.num_requests += now - self._last_request > SAME_REQUEST_S
+            self._last_request = now
+
+
+def _end_family(owner: str, main: int | None = None, spared: int | None = None) -> None:
+    """Kill every process of a run, again and again until none is left, and remove their temporary folders.
+
+    Args:
+        owner: The mark of the run's processes.
+        main: The main process, where that has ended.
+        spared: A child of this process that stays.
+    """
+    start = time.monotonic()
+    seen = {os.getpid() if main is None else main}
+    empty_looks = 0
+    while empty_looks < _ENOUGH_LOOKS:
+        waited_s = time.monotonic() - start
+        family = [process for process in _find_family(owner) if process.pid != spared]
+        empty_looks = 0 if family else empty_looks + 1
+        if waited_s > LOGGERS_GRACE_S + ENDING_LIMIT_S:
+            ids = ", ".join(str(process.pid) for process in family)
+            print(f"warning: {len(family)} processes of the run cannot be killed: {ids}", file=sys.stderr, flush=True)
+            break
+        for process in family:
+            seen.add(process.pid)
+            with suppress(psutil.NoSuchProcess):
+                if waited_s >= LOGGERS_GRACE_S or not process.name().startswith("wandb"):
+                    process.kill()
+        time.sleep(_ENDING_POLL_S)
+    remove_folders_of(seen)
+
+
+def _find_family(owner: str) -> list[psutil.Process]:
+    """Find the processes that carry a run's mark, and those below this one, which may have been forked without it."""
+    mark = f"{OWNER}={owner}".encode()
+    found = {process.pid: process for process in psutil.Process().children(recursive=True)}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, psutil.NoSuchProcess):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.setdefault(int(folder.name), psutil.Process(int(folder.name)))
+    found.pop(os.getpid(), None)
+    return [process for process in found.values() if is_running(process)]
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of every orphan among its descendants, whatever session that is in."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def signal_when_parent_ends(number: signal.Signals) -> None:
+    """Send a signal to this process when its parent ends, in whatever way."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def _prctl(option: int, argument: int | bytes) -> None:
+    ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)

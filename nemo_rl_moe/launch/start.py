@@ -1,0 +1,159 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Start of a run: in the process of the command, or under a supervisor that starts it again. Imports no torch."""
+
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.checkpoints.resume import find_resume_point
+from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.loading import dump_with_secrets, load_dumped
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.distributed.run_process import StopSignals, watch_this_process
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, UserError, printable
+from nemo_rl_moe.launch.supervisor import Supervision, supervise
+from nemo_rl_moe.masking import masked_assignment
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class RunLaunch:
+    """One launch of a run: the first one, or a restart after a failure.
+
+    Attributes:
+        run_id: Identifies the command that the user started; restarts keep it.
+        restart_number: 0 for the first launch, then 1, 2, ...
+        started: Start of the command on the machine's monotonic clock, in seconds; None: now.
+    """
+
+    run_id: str
+    restart_number: int = 0
+    started: float | None = None
+
+
+def train(config: MasterConfig, overrides: Sequence[str], *, owns_process: bool) -> int:
+    """Run a configuration's algorithm from start to end.
+
+    Args:
+        config: A checked configuration.
+        overrides: Those of the command line, which may hold secrets.
+        owns_process: True where this process runs nothing else.
+
+    Returns:
+        The exit code.
+    """
+    launch = RunLaunch(uuid.uuid4().hex, started=time.monotonic())
+    if owns_process and config.cluster.max_restarts:
+        return _supervise(config, launch)
+    if owns_process:
+        take_process(overrides, lambda: _print_resume_hint(config, launch))
+    try:
+        with StopSignals() as stop_signals:
+            launch_run(config, launch, stop_signals)
+    except Exception as error:
+        # The exit code of an error that has none of its own, a bug, is the same.
+        if getattr(error, "exit_code", EXIT_RUN_FAILED) == EXIT_RUN_FAILED and (hint := _resume_hint(config, launch)):
+            error.add_note(hint)
+        raise
+    return 0
+
+
+def train_supervised(launch: RunLaunch) -> int:
+    """Run the configuration that a supervisor hands on; it says itself how to go on after a failure."""
+    config = load_dumped(sys.stdin.read())
+    watch_this_process()
+    with StopSignals() as stop_signals:
+        launch_run(config, launch, stop_signals)
+    return 0
+
+
+def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignals) -> None:
+    """Run a configuration's algorithm from start to end, in this process.
+
+    Everything that can be wrong with the input is found before a worker starts or a file is written.
+
+    Args:
+        config: A checked configuration.
+        launch: Identity of the run, and which of its restarts this is.
+        stop_signals: Requests to stop.
+
+    Raises:
+        UserError: The model, the data or another input cannot be used.
+        WorkerDiedError: A worker failed.
+        TrainingDivergedError: Too many updates in a row were skipped.
+    """
+    # Imported here, and not by a supervisor: torch takes seconds.
+    from nemo_rl_moe.launch.dpo import run_dpo
+    from nemo_rl_moe.launch.grpo import run_grpo
+    from nemo_rl_moe.launch.sft import run_sft
+    from nemo_rl_moe.launch.training_run import TrainingRun
+
+    built_in: dict[str, Callable[[Any, TrainingRun], None]] = {"sft": run_sft, "dpo": run_dpo, "grpo": run_grpo}
+    algorithm = algorithm_of(config)
+    run_algorithm = built_in.get(algorithm.name) or algorithm.entry_point()
+    with TrainingRun(config, launch, stop_signals) as run:
+        run_algorithm(config, run)
+
+
+def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lambda: None) -> None:
+    """Make this process that of a run: watched, and with no secret on its command line.
+
+    Anybody on the machine sees that line; W&B and Ray's dashboard have it too.
+
+    Args:
+        overrides: Those of the command line.
+        report_end: Says how to go on when this process has failed and cannot say it.
+    """
+    os.environ["PYTHONPATH"] = _search_path()
+    watch_this_process(report_end)
+    shown = {text: masked_assignment(text) for text in overrides}
+    words = [shown.get(word, word) for word in sys.argv]
+    if words != sys.argv:
+        from ray._raylet import setproctitle
+
+        sys.argv[:] = words
+        setproctitle(" ".join([sys.executable, *words]))
+
+
+def _supervise(config: MasterConfig, launch: RunLaunch) -> int:
+    """Have a process of its own run the configuration, again after failures; return the exit code of the last."""
+    os.environ["PYTHONPATH"] = _search_path()
+    # -P: modules are looked for where this process does, and that is not always the working folder.
+    words = [sys.executable, "-P", "-m", "nemo_rl_moe.cli", "run", "--run-id", launch.run_id]
+    return supervise(
+        Supervision(
+            lambda number: [*words, "--restart-number", str(number), "--started", str(launch.started)],
+            stdin=dump_with_secrets(config),
+            max_restarts=config.cluster.max_restarts,
+            resume_hint=lambda: _resume_hint(config, launch),
+        )
+    )
+
+
+def _search_path() -> str:
+    """Return the folders in which Ray's workers look for modules: those of this process."""
+    return os.pathsep.join(filter(None, [sys.path[0], os.environ.get("PYTHONPATH")]))
+
+
+def _print_resume_hint(config: MasterConfig, launch: RunLaunch) -> None:
+    if hint := _resume_hint(config, launch):
+        print(printable(hint), file=sys.stderr, flush=True)
+
+
+def _resume_hint(config: MasterConfig, launch: RunLaunch) -> str | None:
+    """Return how to resume a run that has failed; None where there is no checkpoint."""
+    try:
+        point = find_resume_point(config, launch.run_id, 1, lambda problem: None)
+    except (UserError, OSError):
+        return None
+    if point is None:
+        return None
+    how = "the same command" if config.checkpointing.resume == "auto" else "the command with checkpointing.resume=auto"
+    return f"{how} goes on from {point.folder}"
