@@ -33,8 +33,8 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, train_grpo
-from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
+from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.algorithms.step_recorder import RecordSinks
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
