@@ -3,7 +3,7 @@
 """A metric with an array of its own is an observer and an artifact: everything between them knows neither."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def test_it_is_written_and_plotted_and_rewound(tmp_path: Path, monkeypatch: pyte
     config = SFTConfig(
         max_num_epochs=1, max_num_steps=3, val_period=0, val_batches=None, val_at_start=False, val_at_end=False, seed=0
     )
-    with loggers, ArtifactTables(tmp_path, pytest.fail) as tables:
+    with loggers, closing(ArtifactTables(tmp_path, pytest.fail)) as tables:
 
         def log_artifact(step: int, name: str, artifact: Any) -> None:
             tables.write(step, name, artifact)
