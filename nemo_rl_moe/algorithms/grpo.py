@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_rl_moe.algorithms.grpo_batch import (
@@ -14,7 +15,7 @@ from nemo_rl_moe.algorithms.grpo_batch import (
 )
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.run_observers import NO_OBSERVERS, RunObserver
+from nemo_rl_moe.algorithms.run_observers import RunObserver, joined
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
@@ -57,7 +58,7 @@ def train_grpo(
     policy: PolicyInterface,
     rollouts: Rollouts,
     recorder: StepRecorder,
-    observers: RunObserver = NO_OBSERVERS,
+    observers: Sequence[RunObserver] = (),
 ) -> RunSummary:
     """Train from where the run stands to its last step, validate when due, and end each step with the recorder.
 
@@ -66,7 +67,7 @@ def train_grpo(
         policy: Policy to train.
         rollouts: Make the trajectories.
         recorder: Records each step, saves, and says when to stop.
-        observers: See each step.
+        observers: See each step, in this order.
     """
     engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
@@ -90,7 +91,7 @@ def train_grpo(
             if source.is_used_up:  # dynamic sampling may come to their end before the last step
                 last_step = step
             batch = make_batch(config, groups, rollouts.pad_token_id)
-            observed = observers.before_update(step, batch, groups.trained, clock)
+            observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
             policy.prepare_for_training(clock)
@@ -98,7 +99,7 @@ def train_grpo(
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
             recorder.record_artifacts(result.artifacts)
-            observed |= observers.after_update(result, clock)
+            observed |= joined(each.after_update(result, clock) for each in observers)
             observed |= update_engine(engine, policy, clock, observers)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         validation, responses = ({}, {}) if due is None else validated(due)
@@ -142,7 +143,7 @@ def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: To
 
 
 def update_engine(
-    engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, observers: RunObserver = NO_OBSERVERS
+    engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, observers: Sequence[RunObserver] = ()
 ) -> dict[str, float]:
     """Refit an engine that keeps a copy of the weights; one that shares them is always current.
 
@@ -158,5 +159,5 @@ def update_engine(
     if engine.shares_weights:
         return {}
     with clock.phase("refit"):
-        num_bytes = refit(engine, policy, then=observers.during_refit)
-    return {"refit/bytes": float(num_bytes)} | observers.after_refit(clock)
+        num_bytes = refit(engine, policy, then=lambda: [each.during_refit() for each in observers])
+    return {"refit/bytes": float(num_bytes)} | joined(each.after_refit(clock) for each in observers)

@@ -3,7 +3,6 @@
 """Observers of a run on the driver: they see each step of the loop, measure, check, and may end the run."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.errors import RoutingTapeError
@@ -51,37 +50,9 @@ class RunObserver:
         return {}
 
 
-@dataclass(frozen=True)
-class RunObservers(RunObserver):
-    """Several observers, asked in their order.
-
-    Attributes:
-        observers: The observers.
-    """
-
-    observers: Sequence[RunObserver] = ()
-
-    def before_update(
-        self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
-    ) -> dict[str, float]:
-        """Return the metrics of all of them."""
-        return _joined(each.before_update(step, batch, trajectories, clock) for each in self.observers)
-
-    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
-        """Return the metrics of all of them."""
-        return _joined(each.after_update(result, clock) for each in self.observers)
-
-    def during_refit(self) -> None:
-        """Have all of them start."""
-        for each in self.observers:
-            each.during_refit()
-
-    def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """Return the metrics of all of them."""
-        return _joined(each.after_refit(clock) for each in self.observers)
-
-
-NO_OBSERVERS = RunObserver()
+def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of several observers, which are asked in their order."""
+    return {name: value for metrics in parts for name, value in metrics.items()}
 
 
 class TapeVolume(RunObserver):
@@ -149,19 +120,15 @@ class CheckedRefits(RunObserver):
         return metrics
 
 
-def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> RunObserver:
-    """Return the observer that checks the refits of an engine; one that does nothing without a check."""
+def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[RunObserver]:
+    """Return the observer that checks the refits of an engine, if there is a check."""
     if check is None:
-        return NO_OBSERVERS
+        return []
     assert isinstance(engine, ScoringEngine)  # others have no check
-    return CheckedRefits(check, engine)
+    return [CheckedRefits(check, engine)]
 
 
 def tape_bytes(batch: TokenBatch) -> int | None:
     """Return the size of a batch's routed experts; None without any."""
     tape = batch.stored.get(ROUTED_EXPERTS)
     return None if tape is None else sum(rows.num_bytes for rows in tape.rows if rows is not None)
-
-
-def _joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
-    return {name: value for metrics in parts for name, value in metrics.items()}

@@ -14,7 +14,7 @@ from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.custom_objective import check_objective
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
-from nemo_rl_moe.algorithms.run_observers import RunObservers, TapeVolume, TapeWatch, checked_refits
+from nemo_rl_moe.algorithms.run_observers import RunObserver, TapeVolume, TapeWatch, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
@@ -164,14 +164,14 @@ def start_engine(
 
 def make_run_observers(
     config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, model: PreparedModel, run: TrainingRun
-) -> RunObservers:
+) -> list[RunObserver]:
     """Return the observers that a configuration asks for, in the order in which they see a step."""
     megatron = config.policy.megatron_cfg
     stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
-    observers = [TapeVolume(), TapeWatch(stops=stops), checked_refits(check, engine)]
     measurements = make_routing_measurements(config, policy, engine, run)
-    return RunObservers(observers if measurements is None else [*observers, measurements])
+    further = [] if measurements is None else [measurements]
+    return [TapeVolume(), TapeWatch(stops=stops), *checked_refits(check, engine), *further]
 
 
 def make_routing_measurements(

@@ -415,7 +415,8 @@ class TrainingRun(ModelRun):
         )
 
     def _record_sinks(self, loggers: FanOutLogger, folder: Path) -> RecordSinks:
-        tables = self.use(ArtifactTables(folder, self.console.warn, self.console.message))
+        tables = ArtifactTables(folder, self.console.warn, self.console.message)
+        self._opened.callback(tables.close)
 
         def log_artifact(step: int, name: str, artifact: Any) -> None:
             tables.write(step, name, artifact)

@@ -9,8 +9,7 @@ A new kind is one writer and one entry of `ARTIFACTS`, and an observer of the st
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
@@ -129,11 +128,3 @@ class ArtifactTables:
         """Try once more to write what is kept."""
         for writer in self._writers.values():
             writer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()

@@ -15,16 +15,18 @@ from nemo_rl_moe.algorithms.grpo import Rollouts, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_batch import failure_rule, make_source, ratio_is_one
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, RunObservers, TapeWatch
+from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, TapeWatch
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.loggers.console import train_line
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeReport
@@ -109,7 +111,7 @@ class Loop:
                 self.start,
                 tapes=self.recorded_tapes,
             ),
-            RunObservers((*self.observers, *checked)),
+            [*self.observers, *checked],
         )
 
     def _stop_reason(self) -> str | None:
@@ -210,7 +212,7 @@ def test_a_resumed_run_whose_engine_has_other_weights_generates_nothing() -> Non
 def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
     engine, policy, clock = ScoringFake(shares_weights=False), FakePolicy(), PhaseClock()
     check = check_of_two(policy.diary)
-    checked = CheckedRefits(check, engine)
+    checked = [CheckedRefits(check, engine)]
     engine.gap = 5e-5
     assert update_engine(engine, policy, clock, checked) == {  # type: ignore[arg-type]
         "refit/bytes": 24.0,
@@ -228,6 +230,48 @@ def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
         update_engine(engine, policy, clock, checked)  # type: ignore[arg-type]
     engine.shares_weights = True
     assert update_engine(engine, policy, clock, checked) == {}  # type: ignore[arg-type]
+
+
+@dataclass
+class Diary(RunObserver):
+    """Writes down what it sees."""
+
+    name: str
+    diary: list[str]
+
+    def before_update(
+        self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+    ) -> dict[str, float]:
+        assert len(trajectories) == len(batch)
+        return self._seen(f"before {step}")
+
+    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+        return self._seen("after")
+
+    def during_refit(self) -> None:
+        self._seen("during refit")
+
+    def after_refit(self, clock: PhaseClock) -> dict[str, float]:
+        return self._seen("refit")
+
+    def _seen(self, what: str) -> dict[str, float]:
+        self.diary.append(f"{self.name} {what}")
+        return {f"moe/{self.name} {what}": float(len(self.diary))}
+
+
+def test_observers_see_each_phase_in_their_order() -> None:
+    diary: list[str] = []
+    observers = Diary("a", diary), Diary("b", diary)
+    loop = Loop(small_config("grpo.max_num_steps=1"), shares_weights=False, diary=diary, observers=observers)
+    seen = [entry for entry in diary if entry.split()[0] in ("a", "b", "generate", "train", "log")]
+    of_refit = ["a during refit", "b during refit", "a refit", "b refit"]
+    assert seen == [
+        *(*of_refit, "generate", "a before 1", "b before 1", "train", "a after", "b after"),
+        *(*of_refit, "log 1"),
+    ]
+    assert {f"train/moe/{name} {what}" for name in "ab" for what in ("before 1", "after", "refit")} <= {
+        *loop.logger.records[0][1]
+    }
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,9 @@ class ExpertLoadReports(StepObserver):
     ):
         self._config, self._device = passes.config, passes.device
         self._settings, self._per_layer = settings, per_layer
-        self.recorder: ExpertLoadRecorder = attach_recorder(chunks, passes.config, passes.device)
+        recorder = attach_recorder(chunks, passes.config, passes.device)
+        assert recorder is not None  # the model has MoE layers
+        self.recorder: ExpertLoadRecorder = recorder
         self._number = self._num_microbatches = 0
 
     def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:

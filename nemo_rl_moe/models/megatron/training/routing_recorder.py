@@ -17,8 +17,10 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def attach_recorder(chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device) -> ExpertLoadRecorder:
-    """Attach a recorder to every router of a model that has MoE layers.
+def attach_recorder(
+    chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device
+) -> ExpertLoadRecorder | None:
+    """Recorder of every router call of a model; None for a model without MoE layers.
 
     Args:
         chunks: The model chunks of this rank.
@@ -26,6 +28,8 @@ def attach_recorder(chunks: Sequence[GPTModel], config: TransformerConfig, devic
         device: Device of the routers.
     """
     positions = {layer: position for position, layer in enumerate(moe_layer_indices(config))}
+    if not positions:
+        return None
     recorder = ExpertLoadRecorder(len(positions), config.num_moe_experts, device)
     for chunk in chunks:
         for layer, router in routers_of(chunk):
