@@ -10,6 +10,9 @@ from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.nemo_rl_data import DATASETS
 from nemo_rl_moe.config.nemo_rl_keys import ROWS
 from nemo_rl_moe.config.validation import known_keys
+from nemo_rl_moe.rl.corrections import CORRECTIONS
+from nemo_rl_moe.rl.estimators import ESTIMATORS
+from nemo_rl_moe.rl.objectives import OBJECTIVES
 from tests.conftest import REPOSITORY_ROOT
 from tests.unit.test_docs_site import script
 
@@ -40,9 +43,11 @@ def test_keys_of_ours_are_there(heading: str, number: int) -> None:
 
 
 def test_losses_are_named_by_keys_and_values_that_are_there() -> None:
-    values = {"cispo", "reinforce", "icepop", "sequence_mask", "truncated", "sequence", "divergence", "grpo", "batch"}
-    values |= {"reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
-    for cell in columns("Losses and estimators, by every name", 2):
+    values = {*ESTIMATORS, *OBJECTIVES, *CORRECTIONS, "sequence", "divergence", "batch"}
+    cells = columns("Losses and estimators, by every name", 2)
+    named = {word for cell in cells for text in re.findall(r"`([^`]+)`", cell) for word in text.split(": ")}
+    assert named >= {*ESTIMATORS, *OBJECTIVES, *CORRECTIONS} - {"clipped", "none"}
+    for cell in cells:
         for text in re.findall(r"`([^`]+)`", cell):
             key, _, value = text.partition(": ")
             assert (key in KNOWN) or (key.rpartition(".")[2] in NAMES) or key in values, text
