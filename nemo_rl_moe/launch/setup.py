@@ -25,6 +25,7 @@ from nemo_rl_moe.data.template_inputs import run_wide_inputs
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.early_start import EarlyCluster
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
 from nemo_rl_moe.models.hf_files import (
@@ -197,17 +198,6 @@ def images_of_data(
     return image_tokenizer(pictures, tokenizer, reader)
 
 
-@contextmanager
-def running_cluster(config: MasterConfig, console: ConsoleLogger) -> Iterator[RayCluster]:
-    """Starts Ray, or joins a running one, and lets go of it whatever happens."""
-    with console.phase("starting Ray"):
-        cluster = RayCluster(config.cluster)
-    try:
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
     """Brings a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
 
@@ -304,6 +294,7 @@ class ModelRun:
         self.console = console
         self._opened = ExitStack()
         self._model: PreparedModel | None = None
+        self._early_cluster: EarlyCluster | None = None
         self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
 
@@ -320,12 +311,14 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetches and checks the model, and loads the tokenizer.
+        """Fetch and check the model, load the tokenizer, and let Ray start while data are read.
 
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
         self._model = prepare_model(self.config.policy, self.console)
+        self._early_cluster = EarlyCluster(self.config)
+        self._opened.callback(self._early_cluster.close)
         return self._model
 
     def stop_reason(self) -> str | None:
@@ -363,7 +356,9 @@ class ModelRun:
 
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> MegatronPolicy:
         assert self._model is not None  # prepare_model comes first
-        self._cluster = self.use(running_cluster(self.config, self.console))
+        assert self._early_cluster is not None
+        with self.console.phase("starting Ray"):
+            self._cluster = self._early_cluster.get()
         self._policy = self.use(
             running_policy(
                 self.config,

@@ -140,7 +140,7 @@ def recorded_run(folder: Path, **changes: Any) -> list[str]:
 def _without_ray(cluster_config: Any) -> Iterator[None]:
     cluster = SimpleNamespace(config=cluster_config, is_local=True, shutdown=lambda: None, let_die=lambda: None)
     with (
-        patch.object(setup, "RayCluster", lambda config: cluster),
+        patch.object(early_start, "RayCluster", lambda config: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
         patch.object(grpo, "EnvironmentScorer", lambda config: EndingScorer()),
         patch.object(grpo, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)),
