@@ -9,7 +9,6 @@ from contextlib import suppress
 from importlib import import_module
 
 import ray
-from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.config.schema import MasterConfig
@@ -64,12 +63,12 @@ class EarlyCluster:
         except BaseException as error:
             self._cluster.set_exception(error)
             return
-        self._cluster.set_result(cluster)
         is_on_cpus = self._config.cluster.gpus_per_node == 0
         # Variables of the user's may change what libraries do when they are loaded.
         if ray.is_initialized() and is_on_cpus and not self._config.policy.megatron_cfg.env_vars:
-            with suppress(RayError):
+            with suppress(Exception):  # workers import for themselves then
                 _import_on_workers(cluster)
+        self._cluster.set_result(cluster)
         self._closing.wait()
 
 

@@ -22,6 +22,7 @@ from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
+from nemo_rl_moe.data.template_process import TemplateProcess, template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
@@ -295,6 +296,7 @@ class ModelRun:
         self._opened = ExitStack()
         self._model: PreparedModel | None = None
         self._early_cluster: EarlyCluster | None = None
+        self._templates: TemplateProcess | None = None
         self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
 
@@ -311,14 +313,17 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetch and check the model, load the tokenizer, and let Ray start while data are read.
+        """Fetch and check the model, and load the tokenizer; Ray starts meanwhile.
 
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
-        self._model = prepare_model(self.config.policy, self.console)
+        # These start while this process imports torch and Megatron-Core, and reads data.
         self._early_cluster = EarlyCluster(self.config)
         self._opened.callback(self._early_cluster.close)
+        self._templates = template_process()
+        self._templates.start()
+        self._model = prepare_model(self.config.policy, self.console)
         return self._model
 
     def stop_reason(self) -> str | None:
@@ -357,6 +362,7 @@ class ModelRun:
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> MegatronPolicy:
         assert self._model is not None  # prepare_model comes first
         assert self._early_cluster is not None
+        self._templates = None  # the data are read
         with self.console.phase("starting Ray"):
             self._cluster = self._early_cluster.get()
         self._policy = self.use(
