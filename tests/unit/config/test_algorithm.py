@@ -78,7 +78,7 @@ def test_shipped_configurations_are_for_built_in_algorithms(name: str) -> None:
 def test_keys_of_records_are_keys_of_their_schemas(name: str) -> None:
     algorithm = ALGORITHMS[name]
     assert set(algorithm.resume_keys) <= set(known_keys(algorithm.config_class))
-    assert callable(algorithm.entry_point())
+    assert callable(entry_point_of(algorithm))
 
 
 @pytest.mark.parametrize(
