@@ -17,6 +17,7 @@ from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.start import entry_point_of
 
 MODULE = """
 from nemo_rl_moe.config.algorithm import ALGORITHMS, Algorithm
