@@ -40,7 +40,7 @@ class Algorithm:
             `validation`.
         run: Entry point: a function of the configuration and the `launch.training_run.TrainingRun`, or
             `package.module:function`, which is imported when a run starts. None: that of a built-in one, which
-            `launch.start.launch_run` names.
+            `launch.start.entry_point_of` names.
         rules: Checks between settings; each yields one line for each problem. Common rules are checked anyway.
         resume_keys: Keys that must be the same when a run goes on from a checkpoint, each with the reason.
         loop: The section of the run's length and validations: `max_num_epochs`, `max_num_steps`, `val_period`,

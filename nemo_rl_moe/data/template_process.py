@@ -52,6 +52,11 @@ class TemplateProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._loaded: list[TemplateSetup] = []
 
+    def start(self) -> None:
+        """Start the process without waiting for it: it imports what it needs before it is asked for something."""
+        if self._child is None:
+            self._start()
+
     def variables(self, setup: TemplateSetup) -> list[str]:
         """Names that a template reads.
 

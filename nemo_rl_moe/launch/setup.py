@@ -22,9 +22,11 @@ from nemo_rl_moe.data.preferences import PreferenceDataset
 from nemo_rl_moe.data.sft import TokenizedDataset
 from nemo_rl_moe.data.sources import load_limit
 from nemo_rl_moe.data.template_inputs import run_wide_inputs
+from nemo_rl_moe.data.template_process import TemplateProcess, template_process
 from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.early_start import EarlyCluster
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import mlflow_tracking_uri
 from nemo_rl_moe.models.hf_files import (
@@ -198,17 +200,6 @@ def images_of_data(
     return image_tokenizer(pictures, tokenizer, reader)
 
 
-@contextmanager
-def running_cluster(config: MasterConfig, console: ConsoleLogger) -> Iterator[RayCluster]:
-    """Starts Ray, or joins a running one, and lets go of it whatever happens."""
-    with console.phase("starting Ray"):
-        cluster = RayCluster(config.cluster)
-    try:
-        yield cluster
-    finally:
-        cluster.shutdown()
-
-
 def fetch_on_machines(cluster: RayCluster, model: HubModel) -> None:
     """Brings a hub's model onto every machine of the run; nothing is fetched where the cache (HF_HOME) is shared.
 
@@ -311,6 +302,8 @@ class ModelRun:
         self.console = console
         self._opened = ExitStack()
         self._model: PreparedModel | None = None
+        self._early_cluster: EarlyCluster | None = None
+        self._templates: TemplateProcess | None = None
         self._cluster: RayCluster | None = None
         self._policy: MegatronPolicy | None = None
 
@@ -327,11 +320,16 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetches and checks the model, and loads the tokenizer.
+        """Fetch and check the model, and load the tokenizer; Ray starts meanwhile.
 
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
+        # These start while this process imports torch and Megatron-Core, and reads data.
+        self._early_cluster = EarlyCluster(self.config)
+        self._opened.callback(self._early_cluster.close)
+        self._templates = template_process()
+        self._templates.start()
         self._model = prepare_model(self.config.policy, self.console)
         return self._model
 
@@ -370,7 +368,10 @@ class ModelRun:
 
     def _start_workers(self, *, seed: int, num_steps: int | None, keep_reference: bool) -> MegatronPolicy:
         assert self._model is not None  # prepare_model comes first
-        self._cluster = self.use(running_cluster(self.config, self.console))
+        assert self._early_cluster is not None
+        self._templates = None  # the data are read
+        with self.console.phase("starting Ray"):
+            self._cluster = self._early_cluster.get()
         self._policy = self.use(
             running_policy(
                 self.config,

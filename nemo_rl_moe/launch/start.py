@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nemo_rl_moe.checkpoints.resume import find_resume_point
-from nemo_rl_moe.config.algorithm import algorithm_of
+from nemo_rl_moe.config.algorithm import Algorithm, algorithm_of
 from nemo_rl_moe.config.loading import dump_with_secrets, load_dumped
 from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.run_process import StopSignals, watch_this_process
@@ -89,17 +89,26 @@ def launch_run(config: MasterConfig, launch: RunLaunch, stop_signals: StopSignal
         WorkerDiedError: A worker failed.
         TrainingDivergedError: Too many updates in a row were skipped.
     """
+    run_algorithm = entry_point_of(algorithm_of(config))
+    from nemo_rl_moe.launch.training_run import TrainingRun
+
+    with TrainingRun(config, launch, stop_signals) as run:
+        run_algorithm(config, run)
+
+
+def entry_point_of(algorithm: Algorithm) -> Callable[[Any, "TrainingRun"], None]:
+    """Return the function that runs an algorithm: a built-in one's, or the one that its record names.
+
+    Raises:
+        ConfigurationError: There is no such function.
+    """
     # Imported here, and not by a supervisor: torch takes seconds.
     from nemo_rl_moe.launch.dpo import run_dpo
     from nemo_rl_moe.launch.grpo import run_grpo
     from nemo_rl_moe.launch.sft import run_sft
-    from nemo_rl_moe.launch.training_run import TrainingRun
 
     built_in: dict[str, Callable[[Any, TrainingRun], None]] = {"sft": run_sft, "dpo": run_dpo, "grpo": run_grpo}
-    algorithm = algorithm_of(config)
-    run_algorithm = built_in.get(algorithm.name) or algorithm.entry_point()
-    with TrainingRun(config, launch, stop_signals) as run:
-        run_algorithm(config, run)
+    return built_in.get(algorithm.name) or algorithm.entry_point()
 
 
 def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lambda: None) -> None:

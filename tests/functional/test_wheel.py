@@ -47,5 +47,5 @@ def test_the_demos_recipe_runs_from_a_wheel(site: Path, tmp_path: Path) -> None:
     assert "sft_tiny_moe.yaml" in run_in(tmp_path, site, command, "sft", "--help")
     printed = run_in(tmp_path, site, command, "sft", "--config", "sft_tiny_moe.yaml", "sft.max_num_steps=1")
     assert "step 1/1" in printed
-    assert (tmp_path / "results/sft_tiny_moe/final/model.safetensors").is_file()
+    assert (tmp_path / "results/sft_tiny_moe/final/model.safetensors.index.json").is_file()
     assert (tmp_path / "logs/sft_tiny_moe/exp_001/metrics.jsonl").is_file()

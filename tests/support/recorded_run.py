@@ -14,7 +14,7 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.run_process import StopSignals
 from nemo_rl_moe.generation.registry import EngineSetup
-from nemo_rl_moe.launch import grpo, setup
+from nemo_rl_moe.launch import grpo
 from nemo_rl_moe.launch.start import RunLaunch
 from nemo_rl_moe.launch.training_run import TrainingRun
 from nemo_rl_moe.metrics import MetricSeries, Reduction
@@ -148,7 +148,7 @@ def recorded_run(folder: Path, **changes: Any) -> list[str]:
 def _without_ray(cluster_config: Any) -> Iterator[None]:
     cluster = SimpleNamespace(config=cluster_config, is_local=True, shutdown=lambda: None, let_die=lambda: None)
     with (
-        patch.object(setup, "RayCluster", lambda config: cluster),
+        patch.object(early_start, "RayCluster", lambda config: cluster),
         patch.object(model_workers, "WorkerGroup", lambda *args, **options: RecordedWorkers()),
         patch.object(grpo, "EnvironmentScorer", lambda config: EndingScorer()),
         patch.object(grpo, "FaultWatch", lambda *args, **options: SimpleNamespace(observe=lambda trajectories: None)),

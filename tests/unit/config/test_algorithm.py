@@ -17,6 +17,7 @@ from nemo_rl_moe.config.files import exemplar_names
 from nemo_rl_moe.config.loading import dump_resolved, load_any_config
 from nemo_rl_moe.config.validation import known_keys
 from nemo_rl_moe.errors import ConfigurationError
+from nemo_rl_moe.launch.start import entry_point_of
 
 MODULE = """
 from nemo_rl_moe.config.algorithm import ALGORITHMS, Algorithm
@@ -78,7 +79,7 @@ def test_shipped_configurations_are_for_built_in_algorithms(name: str) -> None:
 def test_keys_of_records_are_keys_of_their_schemas(name: str) -> None:
     algorithm = ALGORITHMS[name]
     assert set(algorithm.resume_keys) <= set(known_keys(algorithm.config_class))
-    assert callable(algorithm.entry_point())
+    assert callable(entry_point_of(algorithm))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Ray and what workers import, started in the background while a run reads its data."""
+
+import os
+import threading
+from concurrent.futures import Future
+from contextlib import suppress
+from importlib import import_module
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.distributed.node_tools import SHORTEST_WAIT, THREADS, threads_per_worker, usable_cores
+
+_IMPORTED_BY_WORKERS = ("torch", "nemo_rl_moe.data.tokenizer", "nemo_rl_moe.models.megatron.training.trainer")
+
+
+class EarlyCluster:
+    """The cluster of a run; a local Ray starts at once, in a thread.
+
+    The system ends Ray's servers with the thread that has started them, so that it stays until `close`.
+
+    Args:
+        config: A checked configuration.
+    """
+
+    def __init__(self, config: MasterConfig):
+        self._config = config
+        self._cluster: Future[RayCluster] = Future()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if not ray.is_initialized() and os.environ.get("RAY_ADDRESS", "") in ("", "local"):
+            self._thread = threading.Thread(target=self._start_and_stay, name="start of Ray", daemon=True)
+            self._thread.start()
+
+    def get(self) -> RayCluster:
+        """Return the cluster when it has started.
+
+        Raises:
+            ConfigurationError: The machines are not there.
+            WorkerDiedError: Ray does not start.
+        """
+        if self._thread is None and not self._cluster.done():
+            self._cluster.set_result(RayCluster(self._config.cluster))
+        return self._cluster.result()
+
+    def close(self) -> None:
+        """Stop Ray, or let go of a cluster that was there before."""
+        if self._thread is None and not self._cluster.done():
+            return
+        if self._cluster.exception() is None:
+            self._cluster.result().shutdown()
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _start_and_stay(self) -> None:
+        try:
+            cluster = RayCluster(self._config.cluster)
+        except BaseException as error:
+            self._cluster.set_exception(error)
+            return
+        is_on_cpus = self._config.cluster.gpus_per_node == 0
+        # Variables of the user's may change what libraries do when they are loaded.
+        if ray.is_initialized() and is_on_cpus and not self._config.policy.megatron_cfg.env_vars:
+            with suppress(Exception):  # workers import for themselves then
+                _import_on_workers(cluster)
+        self._cluster.set_result(cluster)
+        self._closing.wait()
+
+
+def _import_on_workers(cluster: RayCluster) -> None:
+    """Have as many processes as there are workers import what these need; Ray makes the workers of them afterwards."""
+    workers = cluster.config.workers_per_node
+    threads = str(threads_per_worker(usable_cores(), workers, cluster.num_threads))
+    # Numeric libraries read these when they are loaded; workers get the same.
+    environment = {
+        THREADS: threads,
+        "MKL_NUM_THREADS": threads,
+        **{name: os.environ.get(name, value) for name, value in SHORTEST_WAIT.items()},
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    task = ray.remote(_import_all).options(
+        num_cpus=1,
+        max_retries=0,
+        scheduling_strategy=PlacementGroupSchedulingStrategy(cluster.placement_group, placement_group_bundle_index=0),
+    )
+    for _ in range(workers):
+        task.remote(environment)
+
+
+def _import_all(environment: dict[str, str]) -> None:  # pragma: no cover  (runs in another process)
+    os.environ.update(environment)
+    for name in _IMPORTED_BY_WORKERS:
+        with suppress(Exception):  # the worker's own import says what is wrong
+            import_module(name)
