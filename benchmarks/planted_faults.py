@@ -96,7 +96,7 @@ class PlantedWorker(MegatronPolicyWorker):
     Args:
         rank: Global rank.
         world_size: Number of ranks.
-        fault: Its name in `FAULTS`; None: none.
+        fault: Its name in `FAULTS` or `RENUMBERED`; None: none.
         onset: First step that it strikes.
         record_to: Folder that gets what healthy steps are made of; None: nothing is recorded.
         own_engine: Generates by the trainer's own engine, whatever the fault's own run does.
@@ -119,7 +119,7 @@ class PlantedWorker(MegatronPolicyWorker):
             return
         site = Site(self._trainer, rank, onset)
         if fault is not None:
-            planted = FAULTS[fault]
+            planted = (FAULTS | RENUMBERED)[fault]
             (planted.in_own_engine if own_engine and planted.in_own_engine else planted.plant)(site)
         if record_to is not None:
             record_steps(self._trainer, rank, record_to)
@@ -189,6 +189,25 @@ def _exchanged_ids(rows: Routes) -> None:
     ids = np.arange(NUM_EXPERTS)
     ids[[2, 5]] = 5, 2
     rows[:, 1] = ids[rows[:, 1]]
+
+
+def renumbered(kind: str, seed: int) -> Spoil:
+    """Return a fault that renumbers the expert ids of one layer; a seed draws layer and ids.
+
+    Args:
+        kind: `permuted`: all ids, none of them stays; `exchanged`: two of them.
+        seed: Not negative.
+    """
+
+    def change(rows: Routes) -> None:
+        generator = np.random.default_rng(seed)
+        layer = int(generator.integers(rows.shape[1]))
+        ids = np.arange(NUM_EXPERTS)
+        chosen = generator.permutation(NUM_EXPERTS)[: 2 if kind == "exchanged" else NUM_EXPERTS]
+        ids[chosen] = np.roll(chosen, 1)
+        rows[:, layer] = ids[rows[:, layer]]
+
+    return _of_each(change)
 
 
 def _zeros(rows: Routes) -> None:
@@ -460,3 +479,10 @@ FAULTS: dict[str, Fault] = {
     ),
 }
 """By name."""
+MOST_SEEDS = 16
+RENUMBERED = {
+    f"{kind}_{seed}": _of_tape(f"{kind} expert ids, seed {seed}", "", renumbered(kind, seed))
+    for kind in ("permuted", "exchanged")
+    for seed in range(MOST_SEEDS)
+}
+"""Faults of `permuted_ids.py`, by name."""

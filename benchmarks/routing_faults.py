@@ -139,11 +139,11 @@ def score_files(options: argparse.Namespace) -> int:
         else:
             with running_ray(num_cpus=4):
                 scene = Scene(folder, options.model)
-                tape = _tape_of(scene, None, 1, max(options.onsets) + STRUCK_STEPS - 1, SHARED_RUN)
+                tape = tape_of(scene, None, 1, max(options.onsets) + STRUCK_STEPS - 1, SHARED_RUN)
                 scores += _planted_into(tape, options, folder)
                 for fault in (fault for fault in options.faults if fault in OF_RUNS):
                     for onset in options.onsets:
-                        written = _tape_of(scene, fault, onset, onset + STRUCK_STEPS - 1, FAULTS[fault].settings)
+                        written = tape_of(scene, fault, onset, onset + STRUCK_STEPS - 1, FAULTS[fault].settings)
                         found = score_of_tape(written, onset)
                         scores.append(Score(fault, onset, found.steps, found.told, onset - 1, found.false_alarms))
                         tell(f"{fault} from step {onset} on: {found.told or 'not found'}")
@@ -165,8 +165,8 @@ def _planted_into(tape: Path, options: argparse.Namespace, folder: Path) -> list
     return scores
 
 
-def _tape_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
-    """The tape of a run by the trainer's own engine, of all sequences of every step."""
+def tape_of(scene: "Scene", fault: str | None, onset: int, num_steps: int, settings: Sequence[str]) -> Path:
+    """Return the tape of a run by the trainer's own engine, of all sequences of every step."""
     measured = "policy.megatron_cfg.routing_measurements"
     overrides = [f"{measured}.every_n_steps=1", f"{measured}.share_of_tokens=1.0", f"{measured}.save_tape=true"]
     # What a run would end with, its tape is to show.
@@ -184,7 +184,7 @@ def _healthy_tapes(scene: "Scene", num_seeds: int) -> list["HealthyRow"]:
         lowest = []
         for seed in range(num_seeds):
             settings = [*overrides, f"grpo.seed={100 + seed}"]
-            tape = _tape_of(scene, None, 1, RECORDED_STEPS, settings)
+            tape = tape_of(scene, None, 1, RECORDED_STEPS, settings)
             alarms += audited(tape)
             lowest.append(lowest_agreement(tape))
         num_steps = num_seeds * RECORDED_STEPS

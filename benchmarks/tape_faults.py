@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from planted_faults import FAULTS, Site
+from planted_faults import FAULTS, RENUMBERED, Site
 
 from nemo_rl_moe.cli import main as run_command
 from nemo_rl_moe.run_folder.tape_folder import TapeWriter, read_description, read_step, steps_of
@@ -61,7 +61,7 @@ def plant(tape: Path, fault: str, onset: int, folder: Path) -> None:
 
     Args:
         tape: A healthy one.
-        fault: Its name in `FAULTS`, none of `OF_RUNS`.
+        fault: Its name in `FAULTS` or `RENUMBERED`, none of `OF_RUNS`.
         onset: First step that it strikes, counted from 1, whatever numbers the steps have.
         folder: Gets the tape.
     """
@@ -78,7 +78,7 @@ def plant(tape: Path, fault: str, onset: int, folder: Path) -> None:
 
 
 def _struck(fault: str, site: Site, sequences: Step) -> Step:
-    spoil = FAULTS[fault].spoil
+    spoil = (FAULTS | RENUMBERED)[fault].spoil
     if spoil is not None:
         routes = [sequence.columns["rollout_experts"][:-1].copy() for sequence in sequences]
         given = spoil(site, routes)
@@ -137,17 +137,18 @@ def score_of_tape(folder: Path, onset: int) -> FileScore:
 
 def audited(folder: Path, last_step: int | None = None) -> Sequence[str]:
     """Findings of `nemo-rl-moe audit` in the steps up to one."""
-    run = _audit(folder, last_step)
+    run = audit(folder, last_step)
     of_steps = [text for step in run["steps"] for text in step["findings"]]
     return of_steps + [finding["text"] for finding in run["findings"]]
 
 
 def lowest_agreement(folder: Path) -> float:
     """Share of rows in which training chose the rollout's experts, of the step where it is lowest."""
-    return min(step["metrics"]["moe/routing/live_agreement"] for step in _audit(folder, None)["steps"])
+    return min(step["metrics"]["moe/routing/live_agreement"] for step in audit(folder)["steps"])
 
 
-def _audit(folder: Path, last_step: int | None) -> dict[str, Any]:
+def audit(folder: Path, last_step: int | None = None) -> dict[str, Any]:
+    """Return what `nemo-rl-moe audit --json` says of a tape, up to a step."""
     output = StringIO()
     until = [] if last_step is None else ["--steps", f":{last_step}"]
     with redirect_stdout(output), redirect_stderr(StringIO()):
