@@ -193,7 +193,9 @@ def is_shown(option: str, action: argparse.Action) -> bool:
 
 def test_commands_and_options_are_on_their_page() -> None:
     page = (DOCS / "cli.md").read_text(encoding="utf-8")
-    shown = {row[1]: set(re.findall(r"`(--[\w-]+)`", row[2])) for row in re.finditer(r"^\| `(\w+)` \|(.*)$", page, re.M)}
+    shown = {
+        row[1]: set(re.findall(r"`(--[\w-]+)`", row[2])) for row in re.finditer(r"^\| `(\w+)` \|(.*)$", page, re.M)
+    }
     (commands,) = (found for found in cli._build_parser(training_cli)._actions if found.dest == "command")
     assert shown == {
         name: {option for option, action in parser._option_string_actions.items() if is_shown(option, action)}
