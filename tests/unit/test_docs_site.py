@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the site's pages are made with; `make docs` builds the site itself."""
 
+import argparse
 import importlib.util
 import re
 import subprocess
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_rl_moe import cli, training_cli
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.files import BASE_NAME, find_config
 from nemo_rl_moe.config.schema_base import StrictModel
@@ -166,6 +168,39 @@ def test_what_is_wrong_with_a_site_is_found(tmp_path: Path) -> None:
         "fonts.css: fetches something from another server",
     ]
     assert check_site.problems(tmp_path / "none") == [f"{tmp_path / 'none'}: holds no page"]
+
+
+def navigation() -> list[dict[str, Any]]:
+    """Return the entries of the site's navigation, those of groups as lists."""
+    text = (REPOSITORY_ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    entries: list[dict[str, Any]] = yaml.safe_load(text[text.index("\nnav:\n") :])["nav"]
+    return entries
+
+
+def test_navigation_has_few_entries_in_six_groups() -> None:
+    entries = [entry for group in navigation() for entry in group.values()]
+    groups = [group for group in entries if isinstance(group, list)]
+    assert len(groups) == 6
+    assert len(entries) - len(groups) + sum(map(len, groups)) <= 35
+    # Users of the audit never train here: its entry is in no group.
+    assert "audit.md" in entries
+
+
+def is_shown(option: str, action: argparse.Action) -> bool:
+    """Return whether users give an option by this name."""
+    return option.startswith("--") and option != "--help" and action.help != argparse.SUPPRESS
+
+
+def test_commands_and_options_are_on_their_page() -> None:
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    shown = {
+        row[1]: set(re.findall(r"`(--[\w-]+)`", row[2])) for row in re.finditer(r"^\| `(\w+)` \|(.*)$", page, re.M)
+    }
+    (commands,) = (found for found in cli._build_parser(training_cli)._actions if found.dest == "command")
+    assert shown == {
+        name: {option for option, action in parser._option_string_actions.items() if is_shown(option, action)}
+        for name, parser in dict(commands.choices or {}).items()
+    }
 
 
 def test_script_for_slurm_is_whole() -> None:

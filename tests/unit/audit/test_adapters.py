@@ -485,7 +485,7 @@ def test_every_format_is_named_on_the_page_and_by_the_command(capsys: pytest.Cap
         assert f"`{name}`" in page
 
 
-PAGES = sorted((DOCS / "audit").glob("*.md"))
+PAGES = [DOCS / "audit-frameworks.md"]
 SHOWN = {
     path: page
     for page in PAGES
