@@ -1,8 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The page for those who come from another framework names keys that are there, and all of the translator's table."""
+"""The pages for users of other frameworks name keys that exist, and all of the translator's table."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -17,21 +18,22 @@ from tests.conftest import REPOSITORY_ROOT
 from tests.unit.test_docs_site import script
 
 PAGE = REPOSITORY_ROOT / "docs" / "migrating.md"
+FROM_TRL = PAGE.with_name("from-trl.md")
 KNOWN = {key for algorithm in ("sft", "dpo", "grpo") for key in known_keys(ALGORITHMS[algorithm].config_class)}
 NAMES = {key.rpartition(".")[2] for key in KNOWN}
 SECTIONS = {key.partition(".")[0] for key in KNOWN}
 
 
-def columns(heading: str, number: int) -> list[str]:
-    """Cells of one column of the tables under a heading, without their heads."""
-    part = PAGE.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+def columns(page: Path, heading: str, number: int) -> list[str]:
+    """Cells of one column of the tables under a heading of a page, without their heads."""
+    part = page.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in part.splitlines() if line.startswith("| ")]
     return [row[number].strip() for row in rows[1:]]
 
 
-@pytest.mark.parametrize(("heading", "number"), [("From TRL", 1), ("From verl", 1)])
-def test_keys_of_ours_are_there(heading: str, number: int) -> None:
-    cells = columns(heading, number)
+@pytest.mark.parametrize(("page", "heading"), [(FROM_TRL, "Arguments"), (PAGE, "From verl")])
+def test_keys_of_ours_are_there(page: Path, heading: str) -> None:
+    cells = columns(page, heading, 1)
     assert len(cells) > 15
     for cell in cells:
         for key in re.findall(r"`([\w.*]+)`", cell):
@@ -44,7 +46,7 @@ def test_keys_of_ours_are_there(heading: str, number: int) -> None:
 
 def test_losses_are_named_by_keys_and_values_that_are_there() -> None:
     values = {*ESTIMATORS, *OBJECTIVES, *CORRECTIONS, "sequence", "divergence", "batch"}
-    cells = columns("Losses and estimators, by every name", 2)
+    cells = columns(PAGE, "Losses and estimators, by every name", 2)
     named = {word for cell in cells for text in re.findall(r"`([^`]+)`", cell) for word in text.split(": ")}
     assert named >= {*ESTIMATORS, *OBJECTIVES, *CORRECTIONS} - {"clipped", "none"}
     for cell in cells:
