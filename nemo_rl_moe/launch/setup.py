@@ -320,17 +320,17 @@ class ModelRun:
         return self._opened.enter_context(context)
 
     def prepare_model(self) -> PreparedModel:
-        """Fetch and check the model, and load the tokenizer; Ray starts meanwhile.
+        """Fetch and check the model, load the tokenizer, and let Ray start.
 
         Raises:
             ConfigurationError: One of them cannot be had or used.
         """
-        # These start while this process imports torch and Megatron-Core, and reads data.
+        self._templates = template_process()
+        self._templates.start()  # imports what it needs while this process imports torch and Megatron-Core
+        self._model = prepare_model(self.config.policy, self.console)
+        # Starts while data are read. Not before: what is wrong with a model is told without waiting for Ray.
         self._early_cluster = EarlyCluster(self.config)
         self._opened.callback(self._early_cluster.close)
-        self._templates = template_process()
-        self._templates.start()
-        self._model = prepare_model(self.config.policy, self.console)
         return self._model
 
     def stop_reason(self) -> str | None:
