@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from nemo_rl_moe.algorithms.losses.own_objective import ObjectiveInputs
 from nemo_rl_moe.config.algorithm import ALGORITHMS
 from nemo_rl_moe.config.loading import load_any_config, load_config, load_dpo_config, load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
@@ -24,6 +23,7 @@ from nemo_rl_moe.launch import generate_command
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.isolated import IsolatedLogger
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.rl.objectives import ObjectiveInputs
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.metrics import StepRecord
 from nemo_rl_moe.weight_sync.folder import FolderTransport
