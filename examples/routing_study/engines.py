@@ -13,6 +13,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, make_vllm_engine
+from nemo_rl_moe.generation.vllm.record import number_format
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
@@ -85,7 +86,7 @@ class EngineShelf:
             GenerationError: It does not start.
         """
         policy = setup.config.policy
-        key = (policy.model_name, policy.generation.vllm.dtype or policy.precision)
+        key = (policy.model_name, number_format(policy))
         if key not in self._engines:
             if self._places is None:  # those of a run end with it, and the actors in them
                 self._places = RayCluster(setup.config.cluster)

@@ -3,7 +3,7 @@
 """Generation by the training workers themselves, with the weights that they train."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nemo_rl_moe.generation.interface import (
     GeneratedSequence,
@@ -13,6 +13,9 @@ from nemo_rl_moe.generation.interface import (
 )
 from nemo_rl_moe.generation.refit import WeightSource
 from nemo_rl_moe.weight_sync.transport import WeightTransport
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.generation.registry import EngineSetup
 
 
 class GeneratingPolicy(WeightSource, Protocol):
@@ -66,3 +69,8 @@ class MegatronGeneration:
 
     def shutdown(self) -> None:
         """Nothing to stop: the workers are the policy's."""
+
+
+def make_engine(setup: "EngineSetup") -> MegatronGeneration:
+    """Return the trainer itself as an engine."""
+    return MegatronGeneration(setup.policy)

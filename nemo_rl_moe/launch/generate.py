@@ -23,7 +23,6 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     SamplingParameters,
 )
-from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
 from nemo_rl_moe.launch.inference import give_weights, in_portions
 from nemo_rl_moe.launch.model_run import ModelRun
@@ -78,15 +77,9 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     config = run.config
     assert isinstance(config, GRPOMasterConfig)
     generation, samples = config.policy.generation, config.grpo.val_num_generations
-    make_engine = find_engine(generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
+    generation.engine.check_installation(config)
     model = run.prepare_model()
-    check_model_of_engine(
-        generation.backend,
-        model.hf_config,
-        config.policy.model_name,
-        on_gpus=config.cluster.gpus_per_node > 0,
-        tensor_parallel_size=generation.vllm.tensor_parallel_size,
-    )
+    generation.engine.check_model(config, model.hf_config)
     sampling = replace(
         sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,
@@ -102,7 +95,7 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
             f" policy.generation.max_new_tokens {generation.max_new_tokens}"
         )
     policy = run.start_policy()
-    engine = start_engine(config, run, policy, model, make_engine)
+    engine = start_engine(config, run, policy, model)
     give_weights(config, run, policy, engine, model)
     number = len(prompts) * samples
     with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:

@@ -25,10 +25,11 @@ from transformers import (
 )
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.diagnosis import disagreement
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.generation.vllm.diagnosis import disagreement
-from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
+from nemo_rl_moe.generation.vllm.engine import VllmEngine
+from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY, FolderTransport

@@ -14,14 +14,15 @@ import numpy as np
 import ray
 from jaxtyping import Float
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.generation.refit import ActorReceivers, reason_of, refit
+from nemo_rl_moe.generation.vllm.config import section_of
 from nemo_rl_moe.generation.vllm.images import PictureSettings, image_runs
+from nemo_rl_moe.generation.vllm.placement import Placement
+from nemo_rl_moe.generation.vllm.record import captures_routes, number_format
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
@@ -35,50 +36,6 @@ PARTS = ("weights", "kv_cache")
 """Parts of an engine's memory that are given back while it sleeps, as vLLM names them."""
 POLL_S = 2.0
 """Seconds between questions to engines from which nothing has come."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own.
-
-    Attributes:
-        cluster: The run's, or that of the role `generation`.
-        gpus_per_engine: GPUs of each engine, all of one machine; 0 on CPUs.
-        is_shared: They are the trainer's.
-    """
-
-    cluster: RayCluster
-    gpus_per_engine: int
-    is_shared: bool = True
-
-    @property
-    def engines_per_machine(self) -> int:
-        """Engines that a machine has GPUs for; on CPUs one, or as many as it has workers where it is theirs."""
-        if self.gpus_per_engine:
-            return self.cluster.config.gpus_per_node // self.gpus_per_engine
-        return 1 if self.is_shared else self.cluster.config.workers_per_node
-
-    @property
-    def num_engines(self) -> int:
-        """Engines that there are places for; on CPUs that are the trainer's, one."""
-        is_one = self.is_shared and not self.gpus_per_engine
-        return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
-
-    def options(self, number: int) -> dict[str, Any]:
-        """Options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what there is."""
-        machine = number // self.engines_per_machine % self.cluster.config.num_nodes
-        strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
-        resources = {"num_cpus": 0, "num_gpus": 0}
-        if not self.is_shared:
-            resources = {"num_cpus": max(1, self.gpus_per_engine), "num_gpus": self.gpus_per_engine}
-        return {**resources, "scheduling_strategy": strategy}
-
-    def gpus(self, number: int) -> tuple[int, ...]:
-        """GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
-        if not self.is_shared:
-            return ()
-        first = number % self.engines_per_machine * self.gpus_per_engine
-        return tuple(range(first, first + self.gpus_per_engine))
 
 
 @dataclass
@@ -460,7 +417,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     """
     config = setup.config
     generation, cluster = config.policy.generation, config.cluster
-    chosen, megatron = generation.vllm, config.policy.megatron_cfg
+    chosen = section_of(config)
     on_gpus = cluster.gpus_per_node > 0
     gpus_per_engine = chosen.tensor_parallel_size if on_gpus else 0
     placement = Placement(setup.own_cluster or setup.cluster, gpus_per_engine, is_shared=setup.own_cluster is None)
@@ -469,7 +426,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
         VllmSettings(
             model_files=policy.model_files,
             decodes_text=bool(generation.stop_strings),
-            dtype=chosen.dtype or config.policy.precision,
+            dtype=number_format(config.policy),
             max_tokens=config.policy.max_total_sequence_length,
             max_sequences=generation.max_batch_size,
             seed=config.grpo.seed,
@@ -479,8 +436,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             gpu_memory_utilization=chosen.gpu_memory_utilization,
             cpu_cache_gib=chosen.cpu_cache_gib,
             num_threads=chosen.cpu_threads,
-            # On GPUs it forbids graphs, which only a replay is worth.
-            captures_routes=megatron.routing_replay == "rollout" or (megatron.routing_tape and not on_gpus),
+            captures_routes=captures_routes(config),
             pictures=picture_settings(setup.hf_config),
         ),
         num_engines=chosen.num_engines or placement.num_engines,

@@ -316,7 +316,7 @@ def _fingerprints(worker: Any, number_format: str) -> dict[str, str]:
 
 
 def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str, Any]:
-    from nemo_rl_moe.generation.vllm.diagnosis import outputs_noted
+    from nemo_rl_moe.generation.diagnosis import outputs_noted
 
     with outputs_noted(worker.model_runner.get_model()) as outputs:
         forward()
