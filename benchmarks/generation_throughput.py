@@ -32,6 +32,7 @@ from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GenerationBatch, GenerationEngine, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.models.hf_files import ModelSource
@@ -222,7 +223,7 @@ def vllm_run(engine: GenerationEngine, prompts: np.ndarray, how: SamplingParamet
     requests = [GenerationRequest(tuple(prompt), seed, how) for seed, prompt in enumerate(prompts.tolist())]
 
     def run() -> Tensor:
-        sequences = dict(engine.generate(requests))
+        sequences = dict(generate_all(engine, requests))
         return torch.from_numpy(np.stack([sequences[index].token_ids for index in range(len(requests))]))
 
     return run

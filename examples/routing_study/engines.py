@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM engines that outlive runs: a run borrows one, which gets its weights as from any run's start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,9 +48,9 @@ class LentEngine:
         self._engine = engine
         self.dtype = engine.dtype
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """As of `VllmEngine`."""
-        return self._engine.generate(requests)
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence."""
+        return await self._engine.generate(request)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
         """As of `VllmEngine`."""

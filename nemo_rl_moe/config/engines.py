@@ -63,7 +63,7 @@ def with_section_of(schema: type[Schema], engine: Engine) -> type[Schema]:
 def _extended(model: Any, name: str, kind: Any) -> Any:
     known = model.model_fields.get(name)
     words = known.description if known is not None else kind.__doc__
-    fields = {name: (kind, Field(description=words))}
+    fields: dict[str, Any] = {name: (kind, Field(description=words))}
     return create_model(model.__name__, __base__=model, __module__=model.__module__, **fields)
 
 

@@ -23,7 +23,7 @@ def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
 
 ENGINE = Engine(
     name="megatron",
-    make="nemo_rl_moe.generation.megatron:make_engine",
+    make="nemo_rl_moe.generation.lockstep:make_trainer_engine",
     rules=(ranks_have_whole_sequences,),
     shares_weights=True,
     number_format=lambda policy: policy.precision,

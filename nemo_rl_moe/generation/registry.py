@@ -2,17 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start of a generation engine by its record (`config/engine.py`)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from nemo_rl_moe.generation.interface import GenerationEngine
-from nemo_rl_moe.generation.megatron import GeneratingPolicy
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationEngine
+from nemo_rl_moe.generation.refit import WeightSource
 from nemo_rl_moe.models.hf_files import ModelSource
 
 if TYPE_CHECKING:
     from nemo_rl_moe.config.schema import GRPOMasterConfig
     from nemo_rl_moe.distributed.cluster import RayCluster
+
+
+class GeneratingPolicy(WeightSource, Protocol):
+    """A policy that generates, or sends its weights to who does.
+
+    Attributes:
+        model_files: The model's folder without its weights, file name to content.
+    """
+
+    model_files: Mapping[str, bytes]
+
+    def generate(self, batch: GenerationBatch) -> Sequence[GeneratedSequence]:
+        """One continuation of each prompt, in the order of the prompts."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from transformers import (
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.diagnosis import disagreement
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.refit import refit
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.placement import Placement
@@ -189,7 +190,7 @@ def requests(count: int, sampling: SamplingParameters = FREE) -> list[Generation
 
 def generated(engine: VllmEngine, asked: list[GenerationRequest]) -> list[GeneratedSequence]:
     """The answers in the order of the requests, each of which has one."""
-    found = list(engine.generate(asked))
+    found = list(generate_all(engine, asked))
     assert sorted(index for index, _ in found) == list(range(len(asked))), "each once"
     return [sequence for _, sequence in sorted(found, key=lambda pair: pair[0])]
 
