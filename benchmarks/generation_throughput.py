@@ -32,8 +32,9 @@ from nemo_rl_moe.config.loading import load_config, load_grpo_config
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GenerationBatch, GenerationEngine, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.generation.registry import EngineSetup, find_engine
+from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.models.hf_files import ModelSource
 from nemo_rl_moe.models.megatron.generation import MegatronGenerator
 from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state, initialize_parallel_state
@@ -183,7 +184,7 @@ def vllm_engine(weights: Mapping[str, Tensor], hf_config: Qwen3MoeConfig, longes
     ]
     path = REPOSITORY / "examples" / "configs" / "grpo_tiny_moe_vllm.yaml"
     config = load_grpo_config(path, overrides, check_paths=False)
-    make_engine = find_engine("vllm", on_gpus=False)
+    config.policy.generation.engine.check_installation(config)
     trainer: Any = SentWeights(weights, {"config.json": hf_config.to_json_string().encode()})
     cluster = RayCluster(config.cluster)
     try:
@@ -222,7 +223,7 @@ def vllm_run(engine: GenerationEngine, prompts: np.ndarray, how: SamplingParamet
     requests = [GenerationRequest(tuple(prompt), seed, how) for seed, prompt in enumerate(prompts.tolist())]
 
     def run() -> Tensor:
-        sequences = dict(engine.generate(requests))
+        sequences = dict(generate_all(engine, requests))
         return torch.from_numpy(np.stack([sequences[index].token_ids for index in range(len(requests))]))
 
     return run

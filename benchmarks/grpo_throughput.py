@@ -45,7 +45,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.environments.interface import ScoringItem
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
-from nemo_rl_moe.generation.registry import EngineSetup, find_engine
+from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.loggers.artifacts import ArtifactTables
@@ -234,7 +234,6 @@ def run(
     tokenizer = load_tokenizer(config.policy.tokenizer.name)
     hf_config = load_hf_config(config.policy.model_name)
     sampling = sampling_parameters(config.policy.generation, tokenizer, hf_config.vocab_size)
-    make_engine = find_engine(config.policy.generation.backend, on_gpus=False)
     engine = make_engine(EngineSetup(config, cluster, source, hf_config, tokenizer, policy, console.warn))
     stack.callback(engine.shutdown)
     longest = config.policy.max_total_sequence_length

@@ -28,7 +28,8 @@ from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.generation.registry import EngineSetup, find_engine
+from nemo_rl_moe.generation.registry import EngineSetup
+from nemo_rl_moe.generation.vllm.engine import make_vllm_engine
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.run_folder.folder import collect_versions
@@ -128,7 +129,7 @@ def prepared(folder: Path, *, with_vllm: bool) -> Iterator[dict[str, Refit]]:
         if with_vllm:
             hf_config = load_hf_config(str(folder))
             setup = EngineSetup(config, cluster, source, hf_config, None, policy, print)
-            engine = find_engine("vllm", on_gpus=False)(setup)
+            engine = make_vllm_engine(setup)
             stack.callback(engine.shutdown)
             refits["vllm"] = lambda: refit(engine, policy)
         yield refits

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM engines that outlive runs: a run borrows one, which gets its weights as from any run's start."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.generation.vllm.engine import VllmEngine, make_vllm_engine
+from nemo_rl_moe.generation.vllm.record import number_format
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
@@ -47,9 +48,9 @@ class LentEngine:
         self._engine = engine
         self.dtype = engine.dtype
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """As of `VllmEngine`."""
-        return self._engine.generate(requests)
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence."""
+        return await self._engine.generate(request)
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float) -> list[list[Float[np.ndarray, " tokens"]]]:
         """As of `VllmEngine`."""
@@ -85,7 +86,7 @@ class EngineShelf:
             GenerationError: It does not start.
         """
         policy = setup.config.policy
-        key = (policy.model_name, policy.generation.vllm.dtype or policy.precision)
+        key = (policy.model_name, number_format(policy))
         if key not in self._engines:
             if self._places is None:  # those of a run end with it, and the actors in them
                 self._places = RayCluster(setup.config.cluster)

@@ -120,7 +120,7 @@ def grpo_best_metric(config: GRPOMasterConfig) -> str:
 
 def places_of_engines(config: GRPOMasterConfig) -> Mapping[str, str]:
     """Generation engines with a copy of the weights: they may have machines of their own."""
-    return {} if config.policy.generation.backend == "megatron" else {GENERATION_ROLE: "generation engines"}
+    return {} if config.policy.generation.engine.shares_weights else {GENERATION_ROLE: "generation engines"}
 
 
 ALGORITHMS: dict[str, Algorithm] = {

@@ -15,8 +15,10 @@ from nemo_rl_moe.config.checks_optimizer import OPTIMIZER_RULES
 from nemo_rl_moe.config.checks_run import CHECKPOINTING_RULES, PATH_RULES
 from nemo_rl_moe.config.megatron_moe_fields import version_problem
 from nemo_rl_moe.config.schema import MasterConfig
+from nemo_rl_moe.config.schema_grpo import generating
 from nemo_rl_moe.config.schema_policy import sequence_multiple
 from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+from nemo_rl_moe.errors import ConfigurationError
 
 MEGATRON = "policy.megatron_cfg"
 Rule = Callable[[Any], Iterator[str]]
@@ -53,6 +55,8 @@ def apply_rules(rules: Sequence[Rule], config: MasterConfig, *, is_whole: bool) 
     for rule in rules:
         try:
             problems.extend(rule(config))  # what a rule said before it met a missing value stays
+        except ConfigurationError as error:  # an engine of the user's own that cannot be found
+            problems.extend(error.problems)
         except AttributeError:
             if is_whole:
                 raise
@@ -327,8 +331,9 @@ def roles_are_placed(config: MasterConfig) -> Iterator[str]:
     roles = algorithm.roles(config)
     known_names = [*roles, *algorithm.optional_places(config)]
     for name in sorted(config.cluster.roles.keys() - known_names):
-        if name == GENERATION_ROLE and algorithm.generates:
-            yield f"cluster.roles.{name}: policy.generation.backend megatron generates on the policy's own workers"
+        if name == GENERATION_ROLE and (generates := generating(config.policy)) is not None:
+            backend = generates.generation.backend
+            yield f"cluster.roles.{name}: policy.generation.backend {backend} generates on the policy's own workers"
             continue
         known = f"its roles: {', '.join(known_names)}" if known_names else "it has none; set cluster.roles {}"
         yield f"cluster.roles.{name}: no role of the algorithm {algorithm.name}; {known}"

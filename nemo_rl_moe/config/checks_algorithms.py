@@ -174,66 +174,28 @@ def template_has_a_place_for_the_prompt(config: GRPOMasterConfig) -> Iterator[st
         yield f"data.prompt_template: got {template!r}, expected a text with {{prompt}} in it, or null"
 
 
-def engines_have_places(config: GRPOMasterConfig) -> Iterator[str]:
-    """GPUs of vLLM's engines: each engine on one machine, and no two on a GPU."""
-    if config.policy.generation.backend != "vllm":
-        return
-    engines, key = config.policy.generation.vllm, "policy.generation.vllm"
-    has_own = GENERATION_ROLE in config.cluster.roles
-    place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
-    section = f"cluster.roles.{GENERATION_ROLE}" if has_own else "cluster"
-    size, gpus = engines.tensor_parallel_size, place.gpus_per_node
-    if (gpus > 0) != (config.cluster.gpus_per_node > 0):
-        expected = "GPUs, as the policy has" if gpus == 0 else "0: the policy is on CPUs (cluster.gpus_per_node 0)"
-        yield f"{section}.gpus_per_node: got {gpus}, expected {expected}"
-    elif gpus == 0:
-        if size > 1:
-            yield f"{key}.tensor_parallel_size: got {size}, expected 1 on CPUs ({section}.gpus_per_node 0)"
-        if has_own and (engines.num_engines or 0) > place.world_size:
-            yield (
-                f"{key}.num_engines: got {engines.num_engines}, expected at most {place.world_size}:"
-                f" {section}.num_nodes {place.num_nodes} x {section}.cpu_workers_per_node {place.workers_per_node}"
-            )
-    elif gpus % size:
-        yield (
-            f"{key}.tensor_parallel_size: got {size}, expected a divisor of {section}.gpus_per_node {gpus}; nearest"
-            f" below: {_largest_divisor(gpus, size)}"
-        )
-    elif (engines.num_engines or 0) > (places := place.num_nodes * gpus // size):
-        yield (
-            f"{key}.num_engines: got {engines.num_engines}, expected at most {places}: {section}.num_nodes"
-            f" {place.num_nodes} x {section}.gpus_per_node {gpus} / {key}.tensor_parallel_size {size}"
-        )
-    if engines.expert_parallel and size == 1:
-        yield (
-            f"{key}.expert_parallel: got true, expected false with {key}.tensor_parallel_size 1: there is nobody to"
-            " divide experts with"
-        )
-
-
-def sequences_are_whole_where_they_grow(config: GRPOMasterConfig) -> Iterator[str]:
-    """Generation by ranks that share each sequence, for which the trainer's own engine has no cache of keys."""
-    ranks = config.policy.megatron_cfg.context_parallel_size
-    if ranks > 1 and config.policy.generation.backend == "megatron":
-        yield (
-            f"policy.generation.backend: got megatron, expected vllm with policy.megatron_cfg.context_parallel_size"
-            f" {ranks}: the trainer's ranks generate whole sequences alone"
-        )
+def engine_has_what_it_needs(config: GRPOMasterConfig) -> Iterator[str]:
+    """Rules of the generation engine that is chosen."""
+    for rule in config.policy.generation.engine.rules:
+        yield from rule(config)
 
 
 def weights_can_travel(config: GRPOMasterConfig) -> Iterator[str]:
     """Way of the weights to engines: NCCL joins no two processes on one GPU, and CUDA IPC no two machines."""
     generation, key = config.policy.generation, "policy.generation.weight_transport"
     chosen, has_own = generation.weight_transport, GENERATION_ROLE in config.cluster.roles
-    if generation.backend == "megatron" or chosen in ("files", "gloo"):
+    engine = generation.engine
+    if engine.shares_weights or chosen in ("files", "gloo"):
         return
+    ranks = engine.size(config).ranks if engine.size is not None else 1
     if config.cluster.gpus_per_node == 0:
         yield f"{key}: got {chosen}, expected files or gloo on CPUs (cluster.gpus_per_node 0)"
     elif chosen == "nccl" and not has_own:
         own = "cluster.roles.generation"
         yield f"{key}: got nccl, expected cuda_ipc or files: engines have no GPUs of their own ({own})"
-    elif chosen == "cuda_ipc" and generation.vllm.tensor_parallel_size != config.cluster.gpus_per_node:
-        size = f"policy.generation.vllm.tensor_parallel_size = cluster.gpus_per_node = {config.cluster.gpus_per_node}"
+    elif chosen == "cuda_ipc" and ranks != config.cluster.gpus_per_node:
+        gpus = config.cluster.gpus_per_node
+        size = f"policy.generation.{engine.name}.tensor_parallel_size = cluster.gpus_per_node = {gpus}"
         yield f"{key}: got cuda_ipc, which needs an engine that sees all GPUs of its machine: {size}"
     elif chosen == "cuda_ipc" and (has_own or config.cluster.num_nodes > 1):
         fitting = "nccl, gloo or files" if has_own else "files or gloo"
@@ -283,8 +245,7 @@ GRPO_RULES = (
     dynamic_sampling_has_a_second_round,
     named_rewards_come_from_somewhere,
     advantage_bounds_leave_room,
-    engines_have_places,
-    sequences_are_whole_where_they_grow,
+    engine_has_what_it_needs,
     weights_can_travel,
 )
 

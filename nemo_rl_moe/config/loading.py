@@ -11,11 +11,13 @@ import yaml
 
 from nemo_rl_moe.config.algorithm import ALGORITHM_KEY, ALGORITHMS, BUILT_IN, Algorithm, algorithm_of, find_algorithm
 from nemo_rl_moe.config.checks import combination_problems, path_problems
+from nemo_rl_moe.config.engines import find_engine, with_section_of
 from nemo_rl_moe.config.files import DEFAULTS_KEY, exemplars_folder, find_config, merge, read_with_defaults
 from nemo_rl_moe.config.nemo_rl_translation import Translation
 from nemo_rl_moe.config.overrides import apply_overrides, resolve
 from nemo_rl_moe.config.schema import DPOMasterConfig, GRPOMasterConfig, MasterConfig, SFTMasterConfig
 from nemo_rl_moe.config.shipped_models import with_shipped_models
+from nemo_rl_moe.config.user_code import is_own
 from nemo_rl_moe.config.validation import known_keys, validate
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.masking import MASK, masked, masks_in
@@ -98,6 +100,8 @@ def check_values(
         for key in masks_in(values)
     ]
     values = with_shipped_models(values)
+    schema, engine_problems = _with_section_of_engine(schema, values)
+    problems += engine_problems
     config, schema_problems, is_whole = validate(schema, values, interpolation_problems.keys())
     problems += schema_problems
     problems += combination_problems(config, is_whole=is_whole, megatron_version=installed_megatron_version())
@@ -114,6 +118,18 @@ def problems_of_translation(translation: Translation) -> list[str]:
     merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
     schema = ALGORITHMS[translation.algorithm].config_class
     return [*translation.obstacles, *check_values(schema, merged, check_paths=True)[1]]
+
+
+def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) -> tuple[type[ConfigT], list[str]]:
+    """The schema with the section of the engine that the values name, or the problem with that engine."""
+    generation = values["policy"].get("generation") if isinstance(values.get("policy"), Mapping) else None
+    backend = generation.get("backend") if isinstance(generation, Mapping) else None
+    if not (isinstance(backend, str) and is_own(backend)):
+        return schema, []
+    try:
+        return with_section_of(schema, find_engine(backend)), []
+    except ConfigurationError as error:
+        return schema, error.problems
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:

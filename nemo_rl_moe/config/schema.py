@@ -137,5 +137,5 @@ class GRPOMasterConfig(MasterConfig):
 def engines_share_gpus(config: MasterConfig) -> bool:
     """Return whether engines with a copy of the weights run on the GPUs of the policy."""
     generates = generating(config.policy)
-    has_engines = generates is not None and generates.generation.backend != "megatron"
+    has_engines = generates is not None and not generates.generation.engine.shares_weights
     return has_engines and config.cluster.gpus_per_node > 0 and GENERATION_ROLE not in config.cluster.roles

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The sections that only GRPO has, and those to which it adds keys."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
+from nemo_rl_moe.config.engine import Engine
+from nemo_rl_moe.config.engines import EngineName, EngineSections, find_engine
 from nemo_rl_moe.config.schema_base import (
     Coefficient,
     ExpectedWords,
@@ -35,6 +37,7 @@ from nemo_rl_moe.rl.corrections import CORRECTIONS
 from nemo_rl_moe.rl.estimators import ESTIMATORS
 from nemo_rl_moe.rl.objectives import OBJECTIVES
 
+Section = TypeVar("Section", bound=StrictModel)
 NonPositiveFloat = Annotated[float, Field(le=0)]
 AtLeastOne = Annotated[float, Field(ge=1, le=1_000_000_000)]
 RewardWeight = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
@@ -173,29 +176,6 @@ class PolicyGradientLossConfig(StrictModel):
         return CORRECTIONS[self.importance_sampling_correction].lower_bound or 0.0
 
 
-class VllmConfig(StrictModel):
-    """Engines of `backend: vllm`."""
-
-    num_engines: PositiveInt | None
-    """Engines, which share the prompts; null: one for each `tensor_parallel_size` GPUs of the run, one on CPUs."""
-    tensor_parallel_size: PositiveInt
-    """GPUs of one engine; 1 on CPUs."""
-    expert_parallel: bool
-    """Divide the experts among these GPUs instead of cutting each."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None
-    """Number format of the engines' weights; null: `policy.precision`."""
-    gpu_memory_utilization: Share
-    """Share of a GPU's memory that an engine may take while it generates; the trainer's part lies beside it."""
-    cpu_cache_gib: PositiveInt
-    """Gibibytes of key-value cache of each engine on CPUs."""
-    cpu_threads: Processes
-    """Threads of each engine on CPUs."""
-    start_timeout_s: Seconds
-    """Seconds until the engines are to be ready."""
-    stall_timeout_s: Seconds
-    """Seconds without a step after which an engine that generates is given up and replaced."""
-
-
 class RefitCheckConfig(StrictModel):
     """Proof that the trainer's weights have arrived in an engine that keeps a copy."""
 
@@ -212,14 +192,12 @@ class RefitCheckConfig(StrictModel):
     """stop: end the run; refit: send the weights once more, and end it when that does not help."""
 
 
-class GenerationConfig(StrictModel):
+class GenerationConfig(EngineSections):
     """Sampling of responses."""
 
-    backend: Literal["megatron", "vllm"] | OwnCode
+    backend: EngineName
     """megatron: the training workers themselves, with the weights that they train; vllm: engines of vLLM, with a copy
-    of the weights; otherwise a function that makes an engine of your own."""
-    vllm: VllmConfig
-    """Engines of `backend: vllm`."""
+    of the weights; otherwise the record of an engine of your own, or a function that makes one."""
     weight_transport: Literal["files", "gloo", "nccl", "cuda_ipc"]
     """files: the engines' weights travel through shared memory or, between machines, a disk; nccl: from GPU to GPU, for
     engines with GPUs of their own; cuda_ipc: engines read them in the trainer's GPUs, which they share; gloo: over the
@@ -240,6 +218,22 @@ class GenerationConfig(StrictModel):
     """Texts that end a response; null: none."""
     max_batch_size: PositiveInt | None
     """Most sequences that one rank generates at a time; null: all of its share."""
+
+    @property
+    def engine(self) -> Engine:
+        """Record of the engine; raises `ConfigurationError` where there is none by this name."""
+        return find_engine(self.backend)
+
+    def section_of(self, kind: type[Section]) -> Section:
+        """Return the section of an engine, by its class.
+
+        Raises:
+            AttributeError: There is none; rules are skipped then.
+        """
+        for section in vars(self).values():
+            if isinstance(section, kind):
+                return section
+        raise AttributeError(f"policy.generation has no section {kind.__name__}")
 
 
 class RoutingMeasurementsConfig(StrictModel):
@@ -299,12 +293,8 @@ def generating(policy: PolicyConfig) -> GeneratingPolicyConfig | None:
 
 
 def rollouts_in_float32(policy: GeneratingPolicyConfig) -> bool:
-    """True where the engine that makes the tapes and the trainer are both known to compute in float32."""
-    generation = policy.generation
-    alike = generation.backend == "megatron" or (
-        generation.backend == "vllm" and generation.vllm.dtype in (None, "float32")
-    )
-    return alike and policy.precision == "float32"
+    """Return whether the engine that makes the tapes and the trainer are both known to compute in float32."""
+    return {policy.precision, policy.generation.engine.number_format(policy)} == {"float32"}
 
 
 class ReasoningGymConfig(StrictModel):

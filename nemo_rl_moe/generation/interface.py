@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generation engines as an algorithm sees them: requests in, sequences out, weights from the trainer."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -166,7 +166,7 @@ def store_routes(
 
 
 class GenerationEngine(Protocol):
-    """A generation engine.
+    """A generation engine. It takes requests as they come, or pools them (`generation/lockstep.py`).
 
     Attributes:
         shares_weights: True where it runs the trainer's own weights: they are always current, and `update_weights` is
@@ -175,8 +175,12 @@ class GenerationEngine(Protocol):
 
     shares_weights: bool
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """Continuations as they finish, each with the index of its request."""
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence.
+
+        Many calls wait at the same time, in one event loop, whose thread none of them may block. A call that is
+        cancelled is no longer waited for. An error ends the run.
+        """
         ...
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:

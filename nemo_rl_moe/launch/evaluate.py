@@ -17,7 +17,7 @@ from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.dataset import counted
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.grpo import prepare_rollouts, start_rollouts
-from nemo_rl_moe.launch.inference import give_weights, in_portions
+from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.output_folder import next_free, staged
 from nemo_rl_moe.launch.setup import ModelRun, announce_moe
 from nemo_rl_moe.loggers.console import ConsoleLogger
@@ -79,10 +79,11 @@ def run_evaluation(config: GRPOMasterConfig, run: ModelRun, threshold: float | N
     number = len(prompts) * samples
     with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
         # Of several turns, how many there will be is not known.
-        told = (lambda done: progress(done / number)) if config.env.rollout is None else lambda done: None
-        engine = in_portions(config, worker.engine, told)
+        answer_in_chunks(config, worker.engine)
+        if config.env.rollout is None:  # of several turns, how many there will be is not known
+            worker = replace(worker, report_progress=lambda done: progress(done / number))
         failures = failure_rule(config)
-        validate = Validator(config.grpo, replace(worker, engine=engine), prompts, prepared.sampling, failures)
+        validate = Validator(config.grpo, worker, prompts, prepared.sampling, failures)
         metrics = validate()
     summary = summarise_evaluation(validate.trajectories, samples, threshold, failures)
     return Evaluation(summary, metrics, validate.trajectories)

@@ -5,10 +5,10 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from nemo_rl_moe.generation.interface import (
     GenerationRequest,
     SamplingParameters,
 )
-from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.launch.grpo import read_prompts, sampling_parameters, start_engine
-from nemo_rl_moe.launch.inference import give_weights, in_portions
+from nemo_rl_moe.launch.inference import answer_in_chunks, give_weights
 from nemo_rl_moe.launch.setup import ModelRun
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.hf_files import load_config_json
@@ -78,15 +78,9 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
     config = run.config
     assert isinstance(config, GRPOMasterConfig)
     generation, samples = config.policy.generation, config.grpo.val_num_generations
-    make_engine = find_engine(generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
+    generation.engine.check_installation(config)
     model = run.prepare_model()
-    check_model_of_engine(
-        generation.backend,
-        model.hf_config,
-        config.policy.model_name,
-        on_gpus=config.cluster.gpus_per_node > 0,
-        tensor_parallel_size=generation.vllm.tensor_parallel_size,
-    )
+    generation.engine.check_model(config, model.hf_config)
     sampling = replace(
         sampling_parameters(generation, model.tokenizer, model.hf_config.vocab_size),
         temperature=config.grpo.val_temperature,
@@ -102,17 +96,26 @@ def _records(run: ModelRun, with_logprobs: bool) -> Iterator[dict[str, Any]]:
             f" policy.generation.max_new_tokens {generation.max_new_tokens}"
         )
     policy = run.start_policy()
-    engine = start_engine(config, run, policy, model, make_engine)
+    engine = start_engine(config, run, policy, model)
     give_weights(config, run, policy, engine, model)
     number = len(prompts) * samples
     with run.console.phase(f"drawing {counted(number, 'response')} to {counted(len(prompts), 'prompt')}") as progress:
-        reporting = in_portions(config, engine, lambda done: progress(done / number))
-        for prompt, sample, sequence in responses(reporting, prompts, samples, sampling, config.grpo.seed):
+        chunk = answer_in_chunks(config, engine)
+        found = responses(
+            engine, prompts, samples, sampling, config.grpo.seed, chunk, lambda done: progress(done / number)
+        )
+        for prompt, sample, sequence in found:
             yield record_of(prompt, sample, sequence, sampling, model.tokenizer.decode, with_logprobs)
 
 
 def responses(
-    engine: GenerationEngine, prompts: Sequence[Prompt], samples: int, sampling: SamplingParameters, seed: int
+    engine: GenerationEngine,
+    prompts: Sequence[Prompt],
+    samples: int,
+    sampling: SamplingParameters,
+    seed: int,
+    chunk: int | None = None,
+    report_progress: Callable[[int], object] = lambda num_responses: None,
 ) -> Iterator[tuple[Prompt, int, GeneratedSequence]]:
     """Responses in the order of the prompts, each as soon as those before it are there.
 
@@ -122,55 +125,40 @@ def responses(
         samples: Responses to each.
         sampling: How tokens are drawn.
         seed: The same one gives the same responses.
+        chunk: Most requests that are made at a time, with their images; None: all.
+        report_progress: Receives the number of responses so far.
 
     Yields:
         The prompt, the number of its response, and the response.
     """
     seeds = np.random.SeedSequence(seed).generate_state(len(prompts) * samples, np.uint64).tolist()
     asked = [(prompt, sample) for prompt in prompts for sample in range(samples)]
-    requests = _Requests([prompt for prompt, _ in asked], seeds, sampling)
+    size = chunk or len(asked)
     ready: dict[int, GeneratedSequence] = {}
-    position = 0
+    num_responses = position = 0
     engine.wake()
-    for index, sequence in engine.generate(requests):
-        ready[index] = sequence
-        while position in ready:
-            yield *asked[position], ready.pop(position)
-            position += 1
+    for start in range(0, len(asked), size):
+        part = slice(start, start + size)
+        requests = requests_of([prompt for prompt, _ in asked[part]], seeds[part], sampling)
+        for index, sequence in generate_all(engine, requests):
+            num_responses += 1
+            report_progress(num_responses)
+            ready[start + index] = sequence
+            while position in ready:
+                yield *asked[position], ready.pop(position)
+                position += 1
 
 
-class _Requests(Sequence[GenerationRequest]):
-    """Requests whose images are read when they are taken, a portion at a time: those of all would fill the memory.
-
-    Args:
-        prompts: Of each request.
-        seeds: Likewise.
-        sampling: Of all.
-    """
-
-    def __init__(self, prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters):
-        self._prompts, self._seeds, self._sampling = prompts, seeds, sampling
-
-    def __len__(self) -> int:
-        return len(self._prompts)
-
-    @overload
-    def __getitem__(self, index: int) -> GenerationRequest: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[GenerationRequest]: ...
-
-    def __getitem__(self, index: int | slice) -> GenerationRequest | list[GenerationRequest]:
-        if isinstance(index, int):
-            return self[index : index + 1 or None][0]
-        prompts = self._prompts[index]
-        # Responses to one prompt share the arrays of its images.
-        distinct = {id(prompt): prompt for prompt in prompts}
-        inputs = dict(zip(distinct, prompt_inputs(list(distinct.values())), strict=True))
-        return [
-            GenerationRequest(prompt.token_ids, seed, self._sampling, inputs[id(prompt)])
-            for prompt, seed in zip(prompts, self._seeds[index], strict=True)
-        ]
+def requests_of(
+    prompts: Sequence[Prompt], seeds: Sequence[int], sampling: SamplingParameters
+) -> list[GenerationRequest]:
+    """Make a request of each prompt; responses to one prompt share the arrays of its images, which are read here."""
+    distinct = {id(prompt): prompt for prompt in prompts}
+    inputs = dict(zip(distinct, prompt_inputs(list(distinct.values())), strict=True))
+    return [
+        GenerationRequest(prompt.token_ids, seed, sampling, inputs[id(prompt)])
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
 
 
 def record_of(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from nemo_rl_moe.config.engines import BUILT_IN
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.errors import ConfigurationError, DataError, UserError
@@ -62,7 +63,7 @@ OPTIONS = {
     ),
     "--prompts": _Option("data.train.path", "FILE", "the prompts: .jsonl, .txt, or a data set", is_text=True),
     "--backend": _Option(
-        "policy.generation.backend", "NAME", "megatron, vllm, or an engine of your own (default: megatron)"
+        "policy.generation.backend", "NAME", f"{', '.join(BUILT_IN)}, or an engine of your own (default: megatron)"
     ),
     "--max-new-tokens": _Option(
         "policy.generation.max_new_tokens", "N", "most tokens of a response, its end token included (default: 256)"

@@ -30,7 +30,7 @@ from nemo_rl_moe.environments.registry import make_scorer
 from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.generation.interface import GenerationEngine, SamplingParameters
-from nemo_rl_moe.generation.registry import EngineFactory, EngineSetup, check_model_of_engine, find_engine
+from nemo_rl_moe.generation.registry import EngineSetup, make_engine
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel, images_of_data
 from nemo_rl_moe.launch.training_run import TrainingRun
@@ -52,7 +52,6 @@ class PreparedRollouts:
     Attributes:
         model: The policy's model and tokenizer.
         environment: Drives the trajectories.
-        make_engine: Makes the generation engine.
         sampling: How training responses are drawn.
         training: The prompts to train on.
         held_out: The prompts to validate with; empty: no validation.
@@ -60,7 +59,6 @@ class PreparedRollouts:
 
     model: PreparedModel
     environment: Environment
-    make_engine: EngineFactory
     sampling: SamplingParameters
     training: PromptDataset
     held_out: Sequence[Prompt]
@@ -121,15 +119,10 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
     check_estimator(config)
     check_objective(config.loss_fn)
     environment = make_environment(config.env)
-    make_engine = find_engine(config.policy.generation.backend, on_gpus=config.cluster.gpus_per_node > 0)
+    engine = config.policy.generation.engine
+    engine.check_installation(config)
     model = run.prepare_model()
-    check_model_of_engine(
-        config.policy.generation.backend,
-        model.hf_config,
-        config.policy.model_name,
-        on_gpus=config.cluster.gpus_per_node > 0,
-        tensor_parallel_size=config.policy.generation.vllm.tensor_parallel_size,
-    )
+    engine.check_model(config, model.hf_config)
     sampling = sampling_parameters(config.policy.generation, model.tokenizer, model.hf_config.vocab_size)
     training = read_prompts(config, config.data.train, model.tokenizer, run.console, pictures=model.pictures)
     held_out: Sequence[Prompt] = ()
@@ -141,11 +134,11 @@ def prepare_rollouts(config: GRPOMasterConfig, run: ModelRun) -> PreparedRollout
         held_out = read_prompts(
             config, config.data.validation, model.tokenizer, run.console, left_out, pictures=model.pictures
         )
-    return PreparedRollouts(model, environment, make_engine, sampling, training, held_out)
+    return PreparedRollouts(model, environment, sampling, training, held_out)
 
 
 def start_engine(
-    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, model: PreparedModel, make_engine: EngineFactory
+    config: GRPOMasterConfig, run: ModelRun, policy: MegatronPolicy, model: PreparedModel
 ) -> GenerationEngine:
     """Starts the generation engine for the rest of the run; one that keeps a copy of the weights has none yet.
 
@@ -157,7 +150,7 @@ def start_engine(
     setup = EngineSetup(
         config, run.cluster, model.source, model.hf_config, model.tokenizer, policy, run.console.warn, own_cluster
     )
-    engine = run.use(running_engine(make_engine, setup, run.console))
+    engine = run.use(running_engine(setup, run.console))
     engine.sleep()
     return engine
 
@@ -214,7 +207,7 @@ def start_rollouts(
     tokenizer = prepared.model.tokenizer
     notices = Notices(run.console.message, run.console.warn)
     return RolloutWorker(
-        start_engine(config, run, policy, prepared.model, prepared.make_engine),
+        start_engine(config, run, policy, prepared.model),
         scorer,
         prepared.environment,
         tokenizer.decode,
@@ -334,9 +327,7 @@ def running_scorer(config: GRPOMasterConfig, console: ConsoleLogger) -> Iterator
 
 
 @contextmanager
-def running_engine(
-    make_engine: EngineFactory, setup: EngineSetup, console: ConsoleLogger
-) -> Iterator[GenerationEngine]:
+def running_engine(setup: EngineSetup, console: ConsoleLogger) -> Iterator[GenerationEngine]:
     """Starts the generation engine, and stops it whatever happens."""
     with console.phase(f"starting the generation engine ({setup.config.policy.generation.backend})"):
         engine = make_engine(setup)

@@ -1,21 +1,19 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A started generation engine made ready to answer without training: its weights, and how its progress is told."""
-
-from collections.abc import Callable
+"""A started generation engine made ready to answer without training: its weights, and its progress."""
 
 from nemo_rl_moe.algorithms.grpo import update_engine
 from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.generation.interface import GenerationEngine
-from nemo_rl_moe.generation.portions import EngineInPortions
+from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.launch.refit import make_refit_check
 from nemo_rl_moe.launch.setup import ModelRun, PreparedModel
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 
 _ROWS_AT_A_TIME = 64
-_ROUNDS_OF_A_PORTION = 4
+_ROUNDS_OF_A_CHUNK = 4
 
 
 def give_weights(
@@ -33,15 +31,14 @@ def give_weights(
         update_engine(engine, policy, PhaseClock(), checked_refits(check, engine))
 
 
-def in_portions(config: GRPOMasterConfig, engine: GenerationEngine, told: Callable[[int], object]) -> EngineInPortions:
-    """The engine, asked for so much at a time that its progress can be told.
+def answer_in_chunks(config: GRPOMasterConfig, engine: GenerationEngine) -> int | None:
+    """Have the trainer's own engine answer so few requests at a time that progress can be shown.
 
-    Args:
-        config: The whole configuration.
-        engine: A started engine with weights.
-        told: Gets the number of responses so far.
+    Returns:
+        Requests of a chunk; None for an engine that reports each response as it finishes.
     """
+    if not isinstance(engine, LockstepEngine):
+        return None
     rows = config.policy.generation.max_batch_size or _ROWS_AT_A_TIME
-    # An engine of its own tells of each response as it finishes.
-    portion = _ROUNDS_OF_A_PORTION * rows * config.data_parallel_size if engine.shares_weights else None
-    return EngineInPortions(engine, portion, told)
+    engine.most_at_a_time = _ROUNDS_OF_A_CHUNK * rows * config.data_parallel_size
+    return engine.most_at_a_time

@@ -8,7 +8,7 @@ from typing import Any
 
 from nemo_rl_moe.config.algorithm import algorithm_of
 from nemo_rl_moe.config.checks_run import model_folder_exists
-from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig
+from nemo_rl_moe.config.schema import MasterConfig
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.launch.plan_gpus import (
@@ -75,8 +75,7 @@ def print_plan(config: MasterConfig, target: Target | None = None) -> None:
     for line in [*layout_lines(config, transformer), "", *parameter_lines(config, transformer, hf_config), ""]:
         console.message(line)
     memory = memory_lines(config, transformer, hf_config)
-    if isinstance(config, GRPOMasterConfig) and config.policy.generation.backend == "vllm":
-        memory += ["", *engine_lines(config, transformer, hf_config, target)]
+    memory += engine_lines(config, transformer, hf_config, target)
     if has_engine_beside(config):
         memory += ["", *moment_lines(config, transformer, hf_config, target)]
     if target is not None:

@@ -1,11 +1,12 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Lines of a plan on the GPUs of a run: engines of vLLM, the memory of a GPU at each moment, and whether it fits."""
+"""Lines of a plan on the GPUs of a run: generation engines, the memory of a GPU at each moment, and whether it fits."""
 
 import math
 from collections.abc import Sequence
 from typing import Any
 
+from nemo_rl_moe.config.engine import EngineSize
 from nemo_rl_moe.config.schema import GRPOMasterConfig, MasterConfig, engines_share_gpus
 from nemo_rl_moe.distributed.accelerators import Target
 from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, bytes_on_the_way, engine_memory
@@ -27,13 +28,17 @@ UNITS = {"GB": 10**9, "MB": 10**6}
 _GPU_SIZES_GB = (80, 141)
 
 
+def engine_size(config: MasterConfig) -> EngineSize | None:
+    """Return the size of the engines with a copy of the weights; None where there are none, or none is known."""
+    if not isinstance(config, GRPOMasterConfig):
+        return None
+    size = config.policy.generation.engine.size
+    return None if size is None else size(config)
+
+
 def has_engine_beside(config: MasterConfig) -> bool:
-    """Return whether engines of vLLM run on the trainer's GPUs."""
-    return (
-        isinstance(config, GRPOMasterConfig)
-        and config.policy.generation.backend == "vllm"
-        and engines_share_gpus(config)
-    )
+    """Return whether engines of a known size run on the trainer's GPUs."""
+    return engine_size(config) is not None and engines_share_gpus(config)
 
 
 def moment_lines(
@@ -77,10 +82,10 @@ def moments_of_the_fullest(
     config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int
 ) -> list[Moment]:
     """Return the moments of the pipeline stage whose GPUs are the fullest, on cards with so many bytes."""
-    engine = None
-    if isinstance(config, GRPOMasterConfig) and has_engine_beside(config):
-        share = int(config.policy.generation.vllm.gpu_memory_utilization * memory)
-        engine = EngineShare(engine_memory(config, transformer, hf_config), share)
+    engine, size = None, engine_size(config)
+    if size is not None and engines_share_gpus(config):
+        share = int(size.gpu_memory_utilization * memory)
+        engine = EngineShare(engine_memory(size, transformer, hf_config), share)
     by_stage = [moments(worker, engine) for worker in _workers(config, transformer, hf_config)]
     return max(by_stage, key=lambda found: fullest(found).total)
 
@@ -91,19 +96,24 @@ def _workers(config: MasterConfig, transformer: TransformerConfig, hf_config: An
 
 
 def _engines_lack_room(config: MasterConfig, transformer: TransformerConfig, hf_config: Any, memory: int) -> bool:
-    """Return whether vLLM's engines, on the trainer's GPUs or their own, lack room for their weights and a cache."""
-    if not isinstance(config, GRPOMasterConfig) or config.policy.generation.backend != "vllm":
+    """Return whether engines, on the trainer's GPUs or their own, lack memory for their weights and a cache."""
+    size = engine_size(config)
+    if size is None:
         return False
-    utilization = config.policy.generation.vllm.gpu_memory_utilization
-    return engine_memory(config, transformer, hf_config).cache(memory, utilization) <= 0
+    return engine_memory(size, transformer, hf_config).cache(memory, size.gpu_memory_utilization) <= 0
 
 
 def engine_lines(
-    config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
+    config: MasterConfig, transformer: TransformerConfig, hf_config: Any, target: Target | None = None
 ) -> list[str]:
-    """Lines on the engines of `backend: vllm`: their places, their memory, and what lies beside them meanwhile."""
-    chosen, longest = config.policy.generation.vllm, config.policy.max_total_sequence_length
-    memory = engine_memory(config, transformer, hf_config)
+    """Return lines on the engines: their places, their memory, and what lies beside them; none without a known size."""
+    size = engine_size(config)
+    if size is None:
+        return []
+    assert isinstance(config, GRPOMasterConfig)  # others have no engines
+    engine, longest = config.policy.generation.engine, config.policy.max_total_sequence_length
+    section = f"policy.generation.{engine.name}"
+    memory = engine_memory(size, transformer, hf_config)
     on_the_way = bytes_on_the_way(config, transformer, hf_config)
     on_gpus = config.cluster.gpus_per_node > 0
     unit = "GB" if memory.weights >= 10**8 else "MB"
@@ -111,27 +121,23 @@ def engine_lines(
     def shown(value: float) -> str:
         return f"{value / UNITS[unit]:.2f}"
 
-    number, ranks = num_engines(config), chosen.tensor_parallel_size
-    gpus = f", of {ranks} {'GPU' if ranks == 1 else 'GPUs'} each" if on_gpus else ""
+    gpus = f", of {size.ranks} {'GPU' if size.ranks == 1 else 'GPUs'} each" if on_gpus else ""
     rows = [
-        ("engines", f"{number}{gpus}"),
-        (f"weights of each rank ({chosen.dtype or config.policy.precision})", shown(memory.weights)),
+        ("engines", f"{size.num_copies}{gpus}"),
+        (f"weights of each rank ({size.dtype})", shown(memory.weights)),
         (f"key-value cache of a sequence, {longest} tokens", shown(memory.cache_of_a_token * longest)),
     ]
     if on_gpus:
         workers = _workers(config, transformer, hf_config) if has_engine_beside(config) else []
-        rows += _device_rows(chosen.gpu_memory_utilization, memory, workers, longest, target)
+        share = f"a GPU's share for its engine ({section}.gpu_memory_utilization)"
+        rows.append((share, f"{size.gpu_memory_utilization:g}"))
+        rows += _device_rows(size.gpu_memory_utilization, memory, workers, longest, target)
     else:
-        rows.append(
-            (
-                "key-value cache of each engine (policy.generation.vllm.cpu_cache_gib)",
-                shown(chosen.cpu_cache_gib * 2**30),
-            )
-        )
+        rows.append((f"key-value cache of each engine ({section}.cpu_cache_gib)", shown(size.cpu_cache_bytes)))
     where = "shared memory" if config.cluster.num_nodes == 1 else "checkpointing.checkpoint_dir"
     rows.append((f"in {where} while weights are sent, at most", shown(on_the_way)))
-    heading = f"Engines of vLLM, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"
-    return [heading, *aligned(rows), "  not counted: the engines' activations and buffers"]
+    heading = f"Engines of {engine.title or engine.name}, by arithmetic, in {unit} of {UNITS[unit]:,} bytes:"
+    return ["", heading, *aligned(rows), "  not counted: the engines' activations and buffers"]
 
 
 def _device_rows(
@@ -146,7 +152,7 @@ def _device_rows(
         longest: Tokens of the longest sequence.
         target: Machines that it is for; None: any.
     """
-    rows = [("a GPU's share for its engine (policy.generation.vllm.gpu_memory_utilization)", f"{utilization:g}")]
+    rows = []
     least = memory.fits_from(0, utilization)
     if workers:
         least = max(smallest_device(worker, memory, utilization) for worker in workers)
@@ -163,13 +169,6 @@ def _device_rows(
         value = f"{cache / UNITS['GB']:.2f}{sequences}" if fits else "they do not fit"
         rows.append((f"GPUs with {size} GB: key-value cache, in GB", value))
     return rows
-
-
-def num_engines(config: GRPOMasterConfig) -> int:
-    """Engines of `backend: vllm`: as many as are asked for, or as the GPUs give; one on CPUs."""
-    chosen, cluster = config.policy.generation.vllm, config.cluster
-    places = cluster.gpus_per_node // chosen.tensor_parallel_size * cluster.num_nodes if cluster.gpus_per_node else 1
-    return chosen.num_engines or places
 
 
 def aligned(rows: Sequence[tuple[str, str]]) -> list[str]:

@@ -11,10 +11,9 @@ import torch
 
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.distributed.batch import ModelInput, TokenBatch
+from nemo_rl_moe.generation.diagnosis import InspectableEngine, disagreement
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.generation.vllm.diagnosis import disagreement
-from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.models.images import Picture, image_inputs
@@ -55,7 +54,7 @@ def make_refit_check(
 
     def explain(copy: int) -> str:
         # A rank has parts of the outputs, and ranks on other machines write into folders of their own.
-        if not isinstance(engine, VllmEngine) or engine.ranks_per_engine > 1 or config.cluster.num_nodes > 1:
+        if not isinstance(engine, InspectableEngine) or engine.ranks_per_engine > 1 or config.cluster.num_nodes > 1:
             return ""
         if inputs and not in_float32:  # rounding hides what the comparison would show
             return ""
@@ -115,7 +114,7 @@ def picture_probe(
 
 
 def explain_by_text(
-    policy: MegatronPolicy, engine: VllmEngine, copy: int, temperature: float, count: int, hf_config: Any
+    policy: MegatronPolicy, engine: ScoringEngine, copy: int, temperature: float, count: int, hf_config: Any
 ) -> str:
     """The side of a model of images whose weights differ, by sequences without pictures."""
     sequences = probe_sequences(count, PROBE_OF_TEXT, hf_config.vocab_size)

@@ -4,9 +4,10 @@
 
 import inspect
 from asyncio import CancelledError
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -27,8 +28,6 @@ Decode = Callable[[Sequence[int]], str]
 Encode = Callable[[str], Sequence[int]]
 SubmitRequest = Callable[[GenerationRequest], Awaitable[GeneratedSequence]]
 SubmitItem = Callable[[ScoringItem], Awaitable[Score]]
-Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
 
 ROLLOUT_KEY = "env.rollout"
 _EXPECTED = "the Trajectory that session.finish(score) of its own session makes"
@@ -126,7 +125,8 @@ class Session:
             sampling=sampling,
             model_inputs=dict(self.model_inputs),
         )
-        found = await self._ask_for(_RESPONSE, self.submit_request, request)
+        with self._asking(_RESPONSE):
+            found = await self.submit_request(request)
         token_ids = tuple(found.token_ids.tolist())
         size = len(token_ids)
         self._token_ids += token_ids
@@ -184,14 +184,16 @@ class Session:
         last = self.turns[-1]
         text = last.text if response is None else response
         item = ScoringItem(self.prompt.sample_id, self.prompt.text, text, last.is_truncated, self.prompt.record)
-        return await self._ask_for(_SCORE, self.submit_item, item)
+        with self._asking(_SCORE):
+            return await self.submit_item(item)
 
-    async def _ask_for(self, what: str, submit: Callable[[Asked], Awaitable[Answer]], asked: Asked) -> Answer:
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
         if self._asked_for is not None:
             raise RuntimeError(f"{what} was asked for while {self._asked_for} was still waited for; {_ONE_AT_A_TIME}")
         self._asked_for = what
         try:
-            return await submit(asked)
+            yield
         finally:
             self._asked_for = None
 

@@ -5,7 +5,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nemo_rl_moe.environments.interface import Fault
 from nemo_rl_moe.rollouts.environment import Session
@@ -13,6 +13,7 @@ from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
 
 Result = TypeVar("Result")
+WaitsFor = Literal["generation", "rewards"]
 _TIMER: ContextVar[TrajectoryTimer] = ContextVar("timer of a trajectory")
 
 
@@ -25,7 +26,11 @@ class RunningTrajectory:
         session: Its session.
         timer: Its time.
         coroutine: Its code.
-        note_change: Called when it ends or begins to wait.
+        note_change: Called when it ends, begins to wait or has its answer.
+
+    Attributes:
+        task: Runs its code.
+        waits_for: What it waits for now; None: it runs, or waits for something of its own.
     """
 
     def __init__(
@@ -37,51 +42,73 @@ class RunningTrajectory:
     ):
         self.timer = timer
         self._session, self._note_change = session, note_change
-        self._asked: asyncio.Future[Any] | None = None
+        self.waits_for: WaitsFor | None = None
+        self._asking: asyncio.Task[Any] | None = None
         self._failed: Trajectory | None = None
+        self._error: BaseException | None = None
         context = copy_context()
         context.run(_TIMER.set, timer)
-        self._task = asyncio.get_running_loop().create_task(coroutine, context=context)
-        self._task.add_done_callback(self._end)
+        self.task = asyncio.get_running_loop().create_task(coroutine, context=context)
+        self.task.add_done_callback(self._end)
 
-    async def wait_for(self, asked: "asyncio.Future[Result]") -> Result:
-        """Waits for the answer of a pool, which comes when all trajectories wait."""
+    async def wait_for(
+        self, what: WaitsFor, answer: Coroutine[Any, Any, Result], then: Callable[[Result], object] = lambda found: None
+    ) -> Result:
+        """Wait for an answer of the engine or of the scorer, whose errors end the run.
+
+        Args:
+            what: Kind of the answer.
+            answer: Brings it.
+            then: Called with it.
+        """
         if self.has_ended:  # a task that it has left behind
-            asked.cancel()
-        self._asked = asked
+            answer.close()
+            raise asyncio.CancelledError
+        self.waits_for, self._asking = what, asyncio.current_task()
         self._note_change()
-        with self.timer.waits_for_others():
-            return await asked
+        try:
+            with self.timer.waits_for_others():
+                found = await answer
+        except Exception as error:
+            self._error = error
+            raise
+        finally:
+            self.waits_for = self._asking = None
+            self._note_change()
+        then(found)
+        return found
 
     @property
     def has_ended(self) -> bool:
         """Return whether its trajectory is there."""
-        return self._failed is not None or (self._task.done() and not self.timer.is_over)
+        return self._failed is not None or (self.task.done() and not self.timer.is_over)
 
     @property
     def is_running(self) -> bool:
-        """Return whether it has neither ended nor waits for a pool."""
-        return not self.has_ended and (self._asked is None or self._asked.done())
+        """Return whether it has neither ended nor waits for the engine or the scorer."""
+        return not self.has_ended and self.waits_for is None
 
     def expire(self, reason: str) -> None:
         """Ends it as it is now, as it has taken too long; its code is cancelled, and not waited for."""
         self._failed = self._session.failed(Fault.TIMEOUT, reason)
-        self._task.cancel()
-        self._end(self._task)
+        self.task.cancel()
+        self._end(self.task)
 
     def check(self) -> None:
-        """Raises the error of an environment that is no user's function."""
-        if self._failed is None and self._task.done():
-            self._task.result()
+        """Raise the error of the engine, of the scorer, or of an environment that is no user's function."""
+        if self._error is not None:
+            raise self._error
+        if self._failed is None and self.task.done():
+            self.task.result()
 
     @property
     def trajectory(self) -> Trajectory:
         """Return what has come of it; when it has ended."""
-        return self._failed if self._failed is not None else self._task.result()
+        return self._failed if self._failed is not None else self.task.result()
 
     def _end(self, task: "asyncio.Task[Trajectory]") -> None:
-        if self._asked is not None:
-            self._asked.cancel()
+        if self._asking is not None and self._asking is not task:  # a task that it has left behind
+            self._asking.cancel()
         if task.done() and not task.cancelled():
             task.exception()  # otherwise asyncio reports one that nobody has asked for
         self._note_change()
@@ -118,7 +145,8 @@ def task_factory(thread: ThreadTime) -> Callable[..., "asyncio.Task[Any]"]:
     def make(
         loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result], **options: Any
     ) -> "asyncio.Task[Result]":
-        timer = (options.get("context") or copy_context()).get(_TIMER)
+        context = options.get("context")
+        timer = (copy_context() if context is None else context).get(_TIMER)
         counted = coroutine if timer is None else _CountedSteps(coroutine, thread, timer)
         return asyncio.Task(counted, loop=loop, **options)
 

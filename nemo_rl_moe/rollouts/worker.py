@@ -1,34 +1,27 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout worker: runs many trajectories at the same time, and pools what they ask of the engine and the scorer."""
+"""The rollout worker: runs many trajectories at the same time, each as a task of one event loop."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 
 from nemo_rl_moe.data.prompts import Prompt, prompt_inputs
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.environments.interface import BatchScorer, Score, ScoringItem
-from nemo_rl_moe.generation.interface import (
-    GeneratedSequence,
-    GenerationEngine,
-    GenerationRequest,
-    SamplingParameters,
-)
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, SamplingParameters
+from nemo_rl_moe.generation.lockstep import Lockstep, LockstepEngine
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.rollouts.environment import Decode, Encode, Environment, Session
 from nemo_rl_moe.rollouts.limits import RolloutLimits, RolloutWatch
 from nemo_rl_moe.rollouts.running import RunningTrajectory, task_factory
+from nemo_rl_moe.rollouts.scoring import ScoringQueue
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.rollouts.trajectory_timer import ThreadTime, TrajectoryTimer
-
-Request = TypeVar("Request")
-Result = TypeVar("Result")
 
 CHECK_S = 0.1
 """Seconds between two looks at the limits, while a trajectory waits for something of its own."""
@@ -36,44 +29,13 @@ CLEANUP_S = 5.0
 """Seconds that code may take for its end when it is cancelled."""
 
 
-class _Pool(Generic[Request, Result]):
-    """Requests of many coroutines that wait to be answered together.
-
-    Args:
-        answer: Answers many at once; yields the index and the result of each as it is ready.
-    """
-
-    def __init__(self, answer: Callable[[Sequence[Request]], Iterable[tuple[int, Result]]]):
-        self._answer = answer
-        self._queued: list[tuple[Request, asyncio.Future[Result]]] = []
-
-    @property
-    def is_empty(self) -> bool:
-        """True when nobody waits; one that waits no longer, as its trajectory has ended, does not count."""
-        return all(future.done() for _, future in self._queued)
-
-    def submit(self, request: Request) -> "asyncio.Future[Result]":
-        """Queues a request."""
-        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._queued.append((request, future))
-        return future
-
-    def answers(self) -> Iterator[Result]:
-        """Has all queued requests answered, and hands each answer to who waits for it, as it is ready."""
-        queued = [(request, future) for request, future in self._queued if not future.done()]
-        self._queued = []
-        for index, result in self._answer([request for request, _ in queued]):
-            if not queued[index][1].done():
-                queued[index][1].set_result(result)
-            yield result
-
-
 @dataclass(frozen=True)
 class RolloutWorker:
     """Makes trajectories: the environment drives each, the engine generates, the scorer scores.
 
-    The driver's own thread does all of it: an engine's call is made when every trajectory waits, so that which requests
-    share a batch does not depend on time, and a run can be repeated to the last bit.
+    Each trajectory goes on as soon as its sequence is there, and is scored as soon as it asks for it. With an engine
+    that works in lockstep, sequences and then scores are made when every trajectory waits, by this thread: a run can be
+    repeated to the last bit.
 
     Attributes:
         engine: Generates.
@@ -85,6 +47,7 @@ class RolloutWorker:
         watch: Sees the trajectories of each call, and may end the run by an error.
         reward_weights: Of each named reward; None where a score is one number.
         limits: Limits in time.
+        report_progress: Receives the number of sequences that a call has so far.
     """
 
     engine: GenerationEngine
@@ -96,6 +59,7 @@ class RolloutWorker:
     watch: Callable[[Sequence[Trajectory]], None] = lambda trajectories: None
     reward_weights: Mapping[str, float] | None = None
     limits: RolloutLimits = field(default_factory=RolloutLimits)
+    report_progress: Callable[[int], object] = lambda num_sequences: None
 
     def run(
         self,
@@ -123,8 +87,12 @@ class RolloutWorker:
         thread = ThreadTime(self.limits.clock)
         self.engine.wake()
         with RolloutWatch(self.limits, thread) as watch:
-            call = _Call(self, sampling, clock, thread, watch)
-            trajectories = _run_to_the_end(call.run(prompts, num_generations, seeds.tolist()))
+            loop = asyncio.new_event_loop()  # unlike `asyncio.run`, it leaves the handling of signals alone
+            try:
+                call = _Call(self, sampling, clock, thread, watch)
+                trajectories = loop.run_until_complete(call.run(prompts, num_generations, seeds.tolist()))
+            finally:
+                loop.close()
         self.watch(trajectories)
         return trajectories
 
@@ -150,9 +118,15 @@ class _Call:
     ):
         self._worker, self._sampling, self._clock = worker, sampling, clock
         self._time, self._watch = thread, watch
-        self._requests: _Pool[GenerationRequest, GeneratedSequence] = _Pool(worker.engine.generate)
-        self._items: _Pool[ScoringItem, Score] = _Pool(lambda batch: enumerate(worker.scorer.score(batch)))
+        self._engine_in_lockstep = worker.engine if isinstance(worker.engine, LockstepEngine) else None
+        score = worker.scorer.score
+        self._scores_in_lockstep: Lockstep[ScoringItem, Score] = Lockstep(lambda batch: enumerate(score(batch)))
+        as_they_come, in_lockstep = ScoringQueue(score), self._engine_in_lockstep is not None
+        self._ask_for_score: Callable[[ScoringItem], Coroutine[Any, Any, Score]] = (
+            self._scores_in_lockstep.ask if in_lockstep else as_they_come.ask
+        )
         self._changed = asyncio.Event()
+        self._num_sequences = 0
 
     async def run(self, prompts: Sequence[Prompt], num_generations: int, seeds: Sequence[int]) -> list[Trajectory]:
         """Makes the trajectories, group after group."""
@@ -167,15 +141,17 @@ class _Call:
         timers = [each.timer for each in started]
         self._watch.observe(timers, lambda: [each.timer for each in started if each.is_running])
         try:
-            while await self._all_wait(started):
-                self._watch.note_progress()
-                if not self._requests.is_empty:
-                    await self._generate()
+            while True:
+                await asyncio.sleep(0)
+                self._keep_limits(started)
+                if all(each.has_ended for each in started):
+                    return [each.trajectory for each in started]
+                if self._engine_in_lockstep is None or any(each.is_running for each in started):
+                    await self._wait_for_a_change(started)
+                elif self._engine_in_lockstep.is_waited_for:
+                    await self._answer(self._engine_in_lockstep, "generation")
                 else:
-                    with self._clock.phase("rewards"), self._time.call_for_many():
-                        deque(self._items.answers(), maxlen=0)
-                self._watch.note_progress()
-            return [each.trajectory for each in started]
+                    await self._answer(self._scores_in_lockstep, "rewards")
         finally:
             await _cancel_all()
 
@@ -189,8 +165,8 @@ class _Call:
             sampling=self._sampling,
             seed=seed,
             max_tokens=worker.max_tokens,
-            submit_request=lambda request: started.wait_for(self._requests.submit(request)),
-            submit_item=lambda item: started.wait_for(self._items.submit(item)),
+            submit_request=lambda request: started.wait_for("generation", worker.engine.generate(request), self._count),
+            submit_item=lambda item: started.wait_for("rewards", self._ask_for_score(item)),
             decode=worker.decode,
             encode=worker.encode,
             reward_weights=worker.reward_weights,
@@ -206,44 +182,44 @@ class _Call:
         self._watch.note_progress()
         self._changed.set()
 
-    async def _generate(self) -> None:
-        """Has all queued sequences continued; those that are ready go on while others are still generated."""
-        answers = self._requests.answers()
-        while True:
-            with self._clock.phase("generation"), self._time.call_for_many():
-                sequence = next(answers, None)
-            if sequence is None:
-                return
-            self._clock.count_tokens("generation", len(sequence.token_ids))
-            with self._clock.phase("rewards"):
-                await asyncio.sleep(0)
+    def _count(self, sequence: GeneratedSequence) -> None:
+        self._clock.count_tokens("generation", len(sequence.token_ids))
+        self._num_sequences += 1
+        self._worker.report_progress(self._num_sequences)
 
-    async def _all_wait(self, started: Sequence[RunningTrajectory]) -> bool:
-        """Lets the trajectories run until each has ended or waits for a pool; whether any waits."""
-        await asyncio.sleep(0)
-        while True:
-            self._watch.check_request_to_stop()
-            for each in started:
-                if not each.has_ended and self._watch.has_expired(each.timer):
-                    each.expire(self._worker.limits.timeout_text(each.timer.ended_at or each.timer.where()))
-            if not any(each.is_running for each in started):
-                for each in started:
-                    each.check()  # an error of one ends all
-                return any(not each.has_ended for each in started)
-            # An environment may wait for something of its own, such as a tool.
+    def _keep_limits(self, started: Sequence[RunningTrajectory]) -> None:
+        """End trajectories that take too long; raise what ends the run."""
+        if self._engine_in_lockstep is None and any(each.waits_for for each in started):
+            self._watch.note_progress()  # an engine or a scorer that hangs has limits of its own
+        self._watch.check_request_to_stop()
+        for each in started:
+            if not each.has_ended and self._watch.has_expired(each.timer):
+                each.expire(self._worker.limits.timeout_text(each.timer.ended_at or each.timer.where()))
+            each.check()
+
+    async def _wait_for_a_change(self, started: Sequence[RunningTrajectory]) -> None:
+        """Wait until the limits are to be looked at again; in lockstep, at most until a trajectory goes on."""
+        if self._engine_in_lockstep is not None:
             self._changed.clear()
             with suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_S):
                     await self._changed.wait()
+            return
+        waits = {each.waits_for for each in started if not each.has_ended}
+        phase = next((name for name in ("generation", "rewards") if name in waits), None)
+        with self._clock.phase(phase) if phase is not None else nullcontext():
+            await asyncio.wait([each.task for each in started], timeout=CHECK_S)
 
-
-def _run_to_the_end(trajectories: Coroutine[Any, Any, Result]) -> Result:
-    """Runs a coroutine in an event loop of its own; unlike `asyncio.run`, it leaves the handling of signals alone."""
-    loop = asyncio.new_event_loop()
-    try:
-        return loop.run_until_complete(trajectories)
-    finally:
-        loop.close()
+    async def _answer(self, pool: "Lockstep[Any, Any]", phase: str) -> None:
+        """Answer all who wait; those whose answer is there go on while others are still answered."""
+        answers = pool.answer_all()
+        while True:
+            with self._clock.phase(phase), self._time.call_for_many():
+                if next(answers, None) is None:
+                    return
+            self._watch.note_progress()
+            with self._clock.phase("rewards"):
+                await asyncio.sleep(0)
 
 
 async def _cancel_all() -> None:

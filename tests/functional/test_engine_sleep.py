@@ -251,7 +251,7 @@ def test_steps_without_tokens_are_no_progress(place: tuple[RayCluster, Path], mo
         refit(engine, engines.policy)
         assert len(generated(engine, requests(2))) == 2
         assert engine.num_steps() == FREE.max_new_tokens
-        ray.get(engine._engines[0].actor.sleep.remote())
+        ray.get(engine._actors.present[0].handle.sleep.remote())
         monkeypatch.setattr(engine, "_require_awake", lambda: None)
         assert len(generated(engine, requests(2))) == 2
         assert engines.warnings == ["vLLM engine 0 made no step for 5 s; engines are started anew"]

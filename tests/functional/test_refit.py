@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -21,7 +22,7 @@ from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation import refit as refit_module
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationEngine, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.megatron import MegatronGeneration
+from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_all, generate_batches
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
@@ -90,7 +91,7 @@ def sequences(engine: GenerationEngine, sampling: SamplingParameters) -> list[Ge
         GenerationRequest(tuple(generator.integers(2, 45, 1 + index % 4).tolist()), 70 + index, sampling)
         for index in range(12)
     ]
-    found = dict(engine.generate(requests))
+    found = dict(generate_all(engine, requests))
     assert sorted(found) == list(range(len(requests)))
     return [found[index] for index in range(len(requests))]
 
@@ -142,7 +143,7 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
     """Tokens, log-probabilities and versions; then the driver's memory with a model ten times as large."""
     growths, over_the_driver, sizes = {}, {}, {}
     with started_policy(cluster, tmp_path / "small", moe_intermediate_size=384) as (policy, model_folder):
-        trainers = MegatronGeneration(policy)
+        trainers = LockstepEngine(partial(generate_batches, policy.generate))
         with started_engine(model_folder) as engine:
             with pytest.raises(RuntimeError, match="no weights yet"):
                 sequences(engine, GREEDY)
@@ -174,7 +175,7 @@ def test_an_engine_in_other_processes_has_the_trainers_weights(cluster: RayClust
             refit(engine, policy)
             growths["large"] = growth_of_peak(lambda: refit(engine, policy))
             # Its experts add up ten times as many numbers.
-            assert_same(MegatronGeneration(policy), engine, version=0, tolerance=5e-5)
+            assert_same(LockstepEngine(partial(generate_batches, policy.generate)), engine, version=0, tolerance=5e-5)
         over_the_driver["large"] = growth_of_peak(lambda: sizes.update(large=weights_over_the_driver(policy)))
 
     difference = sizes["large"] - sizes["small"]
@@ -257,7 +258,8 @@ def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
     overrides = grpo_runs.settings(
         tmp_path,
         grpo_runs.make_prompts(tmp_path / "data", 12),
-        policy__generation__backend='"my_engine:make_engine"',
+        policy__generation__backend='"my_engine:ENGINE"',
+        **{"+policy__generation__toy": "{num_workers: 2}"},
         grpo__max_num_steps=2,
         grpo__val_period=0,
         **sft_runs.only_jsonl(),
@@ -274,7 +276,7 @@ def test_the_engine_of_the_page_generates(tmp_path: Path) -> None:
     [
         ("no_such_module:make", "policy.generation.backend: no_such_module:make: there is no module no_such_module"),
         ("json:dumpz", "policy.generation.backend: json:dumpz: json has no dumpz; did you mean dump"),
-        ("json:__name__", "policy.generation.backend: json:__name__ is 'json' (str), expected a function"),
+        ("json:__name__", "policy.generation.backend: json:__name__ is 'json' (str), expected an Engine"),
     ],
 )
 def test_an_engine_that_is_not_there_is_told(backend: str, problem: str, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.vllm import engine as engine_module
 from nemo_rl_moe.generation.vllm.engine import VllmEngine
 from nemo_rl_moe.generation.vllm.releases import installed_release
@@ -129,7 +130,7 @@ def test_responses_come_as_they_finish(fitted: VllmEngine) -> None:
         for request, length in zip(requests(len(lengths)), lengths, strict=True)
     ]
     before = fitted.num_steps()
-    answers = fitted.generate(asked)
+    answers = generate_all(fitted, asked)
     first, _ = next(answers)
     steps_of_first = fitted.num_steps() - before
     assert first == 0

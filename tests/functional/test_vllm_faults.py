@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.vllm.releases import installed_release
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY
 from tests.support.vllm_engines import FREE, Trainer, check_of, generated, requests, start_engine
@@ -63,7 +64,7 @@ def test_the_others_take_over_what_an_engine_had(
         ]
         expected = [sequence.token_ids.tolist() for sequence in generated(engine, asked)]
         victim, other = engine.process_ids()
-        answers = engine.generate(asked)
+        answers = generate_all(engine, asked)
         found = [next(answers)]
         os.kill(victim, signal_number)
         found += list(answers)
@@ -139,7 +140,7 @@ def test_an_engine_outlives_a_batch_systems_request_to_stop(vllm_cluster: RayClu
         own = f"nemo_rl_moe-vllm-*-{process_id}-*"
         assert list(Path(tempfile.gettempdir()).glob(f"{own}/vllm_dist_*")), "vLLM's files go with the engine's"
         asked = requests(4, replace(FREE, max_new_tokens=60))
-        answers = engine.generate(asked)
+        answers = generate_all(engine, asked)
         found = [next(answers)]
         os.kill(process_id, signal.SIGTERM)
         assert len([*found, *answers]) == 4

@@ -21,6 +21,7 @@ from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
@@ -104,7 +105,7 @@ def trajectory(
 
 
 @dataclass
-class FakeEngine:
+class FakeEngine(LockstepEngine):
     """Responds with the seed's last digits: two to five tokens from 5 up, then the end token.
 
     Attributes:
@@ -123,7 +124,10 @@ class FakeEngine:
     requests: list[GenerationBatch] = field(default_factory=list)
     received: list[list[str]] = field(default_factory=list)
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+    def __post_init__(self) -> None:
+        super().__init__(lambda requests: self.answers(requests))
+
+    def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         self.diary.append("generate")
         (sampling,) = {request.sampling for request in requests}
         prompts, seeds = [request.token_ids for request in requests], [request.seed for request in requests]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from nemo_rl_moe.errors import WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import LockstepEngine
 from nemo_rl_moe.generation.registry import EngineSetup
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.transport import NamedTensor, TransportSpec, WeightTransport
@@ -155,8 +156,8 @@ def place_of(name: str, parameters: Mapping[str, Tensor]) -> Tensor:
     return gate if match["projection"] == "gate" else up
 
 
-class TransformersEngine:
-    """A `GenerationEngine` with copies of the model in processes of its own.
+class TransformersEngine(LockstepEngine):
+    """A `GenerationEngine` with copies of the model in processes of its own, which pools requests of one length.
 
     Args:
         model_folder: Holds the model's `config.json`.
@@ -166,12 +167,13 @@ class TransformersEngine:
     shares_weights = False
 
     def __init__(self, model_folder: Path, num_workers: int = NUM_WORKERS):
+        super().__init__(self._in_groups)
         # The cluster's cores are the trainer's: Ray is to start these beside them.
         worker = ray.remote(TransformersWorker).options(num_cpus=0)
         self._workers = [worker.remote(model_folder.absolute()) for _ in range(num_workers)]
         self._version: int | None = None
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+    def _in_groups(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         """Continuations as they finish, group by group of those of one length."""
         if self._version is None:
             raise RuntimeError("the engine has got no weights yet")

@@ -25,10 +25,12 @@ from transformers import (
 )
 
 from nemo_rl_moe.distributed.cluster import RayCluster
+from nemo_rl_moe.generation.diagnosis import disagreement
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.lockstep import generate_all
 from nemo_rl_moe.generation.refit import refit
-from nemo_rl_moe.generation.vllm.diagnosis import disagreement
-from nemo_rl_moe.generation.vllm.engine import Placement, VllmEngine
+from nemo_rl_moe.generation.vllm.engine import VllmEngine
+from nemo_rl_moe.generation.vllm.placement import Placement
 from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
 from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
 from nemo_rl_moe.weight_sync.folder import SHARED_MEMORY, FolderTransport
@@ -188,7 +190,7 @@ def requests(count: int, sampling: SamplingParameters = FREE) -> list[Generation
 
 def generated(engine: VllmEngine, asked: list[GenerationRequest]) -> list[GeneratedSequence]:
     """The answers in the order of the requests, each of which has one."""
-    found = list(engine.generate(asked))
+    found = list(generate_all(engine, asked))
     assert sorted(index for index, _ in found) == list(range(len(asked))), "each once"
     return [sequence for _, sequence in sorted(found, key=lambda pair: pair[0])]
 

@@ -1,28 +1,25 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines in Ray actors, each with a copy of the model: requests are dealt out, dead engines replaced."""
+"""vLLM as a generation engine: one or more engines in Ray actors, each with a copy of the model."""
 
-import sys
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
 from jaxtyping import Float
-from ray.exceptions import RayError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_rl_moe.distributed.batch import ModelInput
-from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.errors import GenerationError, ReceiverLostError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.generation.refit import ActorReceivers, reason_of, refit
+from nemo_rl_moe.generation.refit import ActorReceivers, refit
+from nemo_rl_moe.generation.vllm.actors import EngineActor, EngineActors
+from nemo_rl_moe.generation.vllm.config import section_of
 from nemo_rl_moe.generation.vllm.images import PictureSettings, image_runs
-from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
+from nemo_rl_moe.generation.vllm.placement import Placement
+from nemo_rl_moe.generation.vllm.record import captures_routes, number_format
+from nemo_rl_moe.generation.vllm.serving import Serving
+from nemo_rl_moe.generation.vllm.worker import VllmSettings
 from nemo_rl_moe.models.families import family_of
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 from nemo_rl_moe.weight_sync.watch import watched
@@ -30,85 +27,12 @@ from nemo_rl_moe.weight_sync.watch import watched
 if TYPE_CHECKING:
     from nemo_rl_moe.generation.registry import EngineSetup
 
-_PROGRESS = "progress"
 PARTS = ("weights", "kv_cache")
 """Parts of an engine's memory that are given back while it sleeps, as vLLM names them."""
-POLL_S = 2.0
-"""Seconds between questions to engines from which nothing has come."""
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own.
-
-    Attributes:
-        cluster: The run's, or that of the role `generation`.
-        gpus_per_engine: GPUs of each engine, all of one machine; 0 on CPUs.
-        is_shared: They are the trainer's.
-    """
-
-    cluster: RayCluster
-    gpus_per_engine: int
-    is_shared: bool = True
-
-    @property
-    def engines_per_machine(self) -> int:
-        """Engines that a machine has GPUs for; on CPUs one, or as many as it has workers where it is theirs."""
-        if self.gpus_per_engine:
-            return self.cluster.config.gpus_per_node // self.gpus_per_engine
-        return 1 if self.is_shared else self.cluster.config.workers_per_node
-
-    @property
-    def num_engines(self) -> int:
-        """Engines that there are places for; on CPUs that are the trainer's, one."""
-        is_one = self.is_shared and not self.gpus_per_engine
-        return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
-
-    def options(self, number: int) -> dict[str, Any]:
-        """Options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what there is."""
-        machine = number // self.engines_per_machine % self.cluster.config.num_nodes
-        strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
-        resources = {"num_cpus": 0, "num_gpus": 0}
-        if not self.is_shared:
-            resources = {"num_cpus": max(1, self.gpus_per_engine), "num_gpus": self.gpus_per_engine}
-        return {**resources, "scheduling_strategy": strategy}
-
-    def gpus(self, number: int) -> tuple[int, ...]:
-        """GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
-        if not self.is_shared:
-            return ()
-        first = number % self.engines_per_machine * self.gpus_per_engine
-        return tuple(range(first, first + self.gpus_per_engine))
-
-
-@dataclass
-class _Engine:
-    """One actor, and what it is doing.
-
-    Attributes:
-        number: From 0.
-        actor: Handle of the `VllmWorker`.
-        results: Its stream of answers; None while it has nothing to do.
-        progress: Its steps when it was last asked.
-        since: When they last grew.
-        asleep: Parts of its memory that are given back.
-    """
-
-    number: int
-    actor: Any
-    results: Any = None
-    progress: int = -1
-    since: float = 0.0
-    asleep: set[str] = field(default_factory=set)
-
-    @property
-    def name(self) -> str:
-        """As users read it."""
-        return f"vLLM engine {self.number}"
 
 
 class VllmEngine:
-    """A `GenerationEngine` of one or more vLLM engines.
+    """A `GenerationEngine` of one or more vLLM engines, which take requests as they come.
 
     An engine that dies, or makes no step for `stall_timeout_s`, is given up: those of its requests that are not
     answered go to the others, and another engine takes its place with the next weights. Where none is left, engines are
@@ -140,131 +64,48 @@ class VllmEngine:
         num_engines: int,
         start_timeout_s: float,
         stall_timeout_s: float,
-        placement: "Placement",
+        placement: Placement,
         refit: Callable[["VllmEngine"], object],
         warn: Callable[[str], None],
     ):
         self.dtype = settings.dtype
         self.ranks_per_engine = settings.tensor_parallel_size
-        self._settings = settings
-        self._num_engines = num_engines
-        self._start_timeout_s = start_timeout_s
-        self._stall_timeout_s = stall_timeout_s
-        self._placement = placement
-        self._refit = refit
-        self._warn = warn
+        self._settings, self._placement = settings, placement
+        self._refit, self._warn = refit, warn
         self._version: int | None = None
-        self._engines: list[_Engine] = []
-        self._num_started = 0
-        self._start_missing()
+        self._actors = EngineActors(
+            settings,
+            num_engines,
+            start_timeout_s=start_timeout_s,
+            stall_timeout_s=stall_timeout_s,
+            placement=placement,
+            warn=warn,
+        )
+        self._serving = Serving(self._actors, self._prepare)
+        self._actors.start_missing()
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """Continuations as they finish; engines without weights get those that the policy has.
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence; engines without weights get those that the policy has.
 
         Raises:
             GenerationError: Engines fail again and again, one of them sleeps, or pictures and image tokens of a request
                 do not go together.
             ValueError: A request has inputs beside its tokens, and the model takes text alone.
         """
-        self._check_inputs(requests)
-        waiting = dict(enumerate(requests))
-        lives = 2 * self._num_engines
-        while waiting:
-            if self._version is None or not self._engines:
-                self._refit(self)
-            num_before = len(self._engines)
-            self._require_awake()
-            if self._engines:  # all that did not answer are given up
-                yield from self._answers(waiting)
-            lives -= num_before - len(self._engines)
-            if lives < 0:
-                raise GenerationError("vLLM's engines fail again and again; the last reason is told above")
+        # Checked here: what is wrong with a request is no fault of the engine that gets it.
+        if self._settings.pictures is not None:
+            image_runs(self._settings.pictures, request.token_ids, request.model_inputs)
+        elif request.model_inputs:
+            raise ValueError("this engine takes tokens alone, and no further model inputs")
+        return await self._serving.generate(request)
 
-    def _check_inputs(self, requests: Sequence[GenerationRequest]) -> None:
-        """Checks pictures here: what is wrong with a request is no fault of the engine that gets it."""
-        pictures = self._settings.pictures
-        for request in requests:
-            if pictures is not None:
-                image_runs(pictures, request.token_ids, request.model_inputs)
-            elif request.model_inputs:
-                raise ValueError("this engine takes tokens alone, and no further model inputs")
-
-    def _answers(self, waiting: dict[int, GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
-        """Answers of the engines that are there; what is answered leaves `waiting`."""
-        busy = self._deal_out(waiting)
-        while busy:
-            ready, _ = ray.wait([engine.results for engine in busy], num_returns=1, timeout=POLL_S)
-            for engine in [each for each in busy if each.results in ready]:
-                try:
-                    answers = ray.get(next(engine.results))
-                except StopIteration:
-                    engine.results = None
-                    busy.remove(engine)
-                    continue
-                except RayError as error:
-                    busy.remove(engine)
-                    self._give_up(engine, reason_of(error))
-                    continue
-                engine.since = time.monotonic()
-                for number, sequence in answers:
-                    del waiting[number]
-                    yield number, sequence
-            if not ready:
-                for engine in self._stalled(busy):
-                    busy.remove(engine)
-                    self._give_up(engine, f"made no step for {self._stall_timeout_s:g} s")
-
-    def _deal_out(self, waiting: Mapping[int, GenerationRequest]) -> list[_Engine]:
-        """Gives each engine its share: neighbours are often answers to one prompt, and alike in length."""
-        shares: list[dict[int, GenerationRequest]] = [{} for _ in self._engines]
-        for place, (number, request) in enumerate(waiting.items()):
-            shares[place % len(shares)][number] = request
-        busy = []
-        for engine, share in zip(self._engines, shares, strict=True):
-            if share:
-                engine.results = engine.actor.generate.options(num_returns="streaming").remote(share, self._version)
-                engine.progress, engine.since = -1, time.monotonic()
-                busy.append(engine)
-        return busy
-
-    def _stalled(self, busy: Sequence[_Engine]) -> list[_Engine]:
-        """Engines that have made no step for too long; a frozen one does not even answer."""
-        questions = {_question(engine): engine for engine in busy}
-        answered, _ = ray.wait(list(questions), num_returns=len(questions), timeout=POLL_S)
-        now = time.monotonic()
-        for answer in answered:
-            with suppress(RayError):  # a dead one is noticed by its results
-                steps = ray.get(answer)
-                engine = questions[answer]
-                if steps != engine.progress:
-                    engine.progress, engine.since = steps, now
-        return [engine for engine in busy if now - engine.since > self._stall_timeout_s]
-
-    def _give_up(self, engine: _Engine, reason: str) -> None:
-        self._engines.remove(engine)
-        _end(engine)
-        left = len(self._engines)
-        if engine.results is None:
-            others = "another one takes its place"
-        else:
-            others = f"the other {left} take over what it had" if left else "engines are started anew"
-        self._warn(f"{engine.name} {reason}; {others}")
-
-    def _give_up_the_dead(self) -> None:
-        """Gives up engines that have died, or do not answer, since they last generated."""
-        questions = {_question(engine): engine for engine in self._engines}
-        if not questions:
-            return
-        _, late = ray.wait(list(questions), num_returns=len(questions), timeout=self._stall_timeout_s)
-        for question, engine in questions.items():
-            try:
-                if question not in late:
-                    ray.get(question)
-                    continue
-                reason = f"has not answered for {self._stall_timeout_s:g} s"
-            except RayError as error:
-                reason = reason_of(error)
-            self._give_up(engine, reason)
+    def _prepare(self) -> int:
+        """Make engines ready to generate; return the version of their weights."""
+        if self._version is None or not self._actors.present:
+            self._refit(self)
+        self._require_awake()
+        assert self._version is not None  # a refit that fails raises
+        return self._version
 
     def score(
         self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Mapping[str, ModelInput]
@@ -280,15 +121,14 @@ class VllmEngine:
             GenerationError: An engine has no weights, or died, or does not answer; another one takes the place of such
                 a one with the next weights.
         """
-        num_before = len(self._engines)
+        self._serving.drain()
+        num_before = len(self._actors.present)
         self._wake("kv_cache")
         self._require_awake()
-        if len(self._engines) < num_before:
-            raise GenerationError(
-                f"{num_before - len(self._engines)} of {num_before} engines were lost before they scored"
-            )
+        if (num_lost := num_before - len(self._actors.present)) > 0:
+            raise GenerationError(f"{num_lost} of {num_before} engines were lost before they scored")
         scores: list[list[Float[np.ndarray, " tokens"]]] = self._answers_of_all(
-            "scored", lambda worker: worker.score.remote(sequences, temperature, *model_inputs)
+            "scored", lambda handle: handle.score.remote(sequences, temperature, *model_inputs)
         )
         return scores
 
@@ -299,42 +139,35 @@ class VllmEngine:
             GenerationError: An engine died or does not answer; another one takes its place with the next weights.
         """
         if self.ranks_per_engine > 1:
-            return [{} for _ in self._engines]
+            return [{} for _ in self._actors.present]
         found: list[dict[str, str]] = self._answers_of_all(
-            "read its weights", lambda worker: worker.weight_fingerprints.remote(number_format)
+            "read its weights", lambda handle: handle.weight_fingerprints.remote(number_format)
         )
         return found
 
-    def _answers_of_all(self, doing: str, ask: Callable[[Any], Any]) -> list[Any]:
-        """Call every engine's actor at the same time; return what each answers.
+    def _answers_of_all(self, doing: str, question: Callable[[Any], Any]) -> list[Any]:
+        """Ask every engine at the same time; return what each answers.
 
         Raises:
             GenerationError: An engine died or does not answer while it is `doing`.
         """
-        calls = [(engine, ask(engine.actor)) for engine in self._engines]
-        answers, problem = [], None
-        for engine, call in calls:
-            try:
-                answers.append(ray.get(call, timeout=self._stall_timeout_s))
-            except RayError as error:
-                problem = f"{engine.name} {reason_of(error)} while it {doing}"
-                self._give_up(engine, reason_of(error))
-        if problem is not None:
-            raise GenerationError(problem)
-        return answers
+        answers, lost = self._actors.ask(question)
+        if lost is not None:
+            raise GenerationError(f"{lost} while it {doing}")
+        return [answer for _, answer in answers]
 
     def process_ids(self) -> list[int]:
         """Processes of the engines that are there."""
-        return list(ray.get([engine.actor.process_id.remote() for engine in self._engines]))
+        return list(ray.get([actor.handle.process_id.remote() for actor in self._actors.present]))
 
     def num_steps(self) -> int:
         """Steps that the engines have made, also while they generate."""
-        return sum(ray.get([_question(engine) for engine in self._engines]))
+        return sum(ray.get([actor.ask_num_steps() for actor in self._actors.present]))
 
     def module_outputs(self, copy: int, token_ids: Sequence[int]) -> dict[str, Float[np.ndarray, "tokens features"]]:
         """Output of every module of an engine for one sequence, by its name in the model; copy: as `score` counts."""
-        call = self._engines[copy].actor.module_outputs.remote(token_ids)
-        return dict(ray.get(call, timeout=self._stall_timeout_s))
+        call = self._actors.present[copy].handle.module_outputs.remote(token_ids)
+        return dict(ray.get(call, timeout=self._actors.stall_timeout_s))
 
     def update_weights(self, transport: WeightTransport, version: int) -> None:
         """Has all ranks of all engines receive while the trainer sends; engines that were given up are replaced before.
@@ -346,17 +179,19 @@ class VllmEngine:
             GenerationError: An engine does not start.
         """
         self._version = None
-        self._give_up_the_dead()
+        self._serving.drain()
+        actors = self._actors
+        actors.give_up_the_dead()
         self._wake("weights")
-        self._start_missing()
+        actors.start_missing()
         ranks = self.ranks_per_engine
-        spec = transport.open(ranks * len(self._engines), version, receivers=f"{id(self)}-{self._num_started}")
-        by_name = {engine.name: engine for engine in self._engines}
+        spec = transport.open(ranks * len(actors.present), version, receivers=f"{id(self)}-{actors.num_started}")
+        by_name = {actor.name: actor for actor in actors.present}
         receivers = ActorReceivers(
-            {engine.actor.receive.remote(spec, n * ranks): name for n, (name, engine) in enumerate(by_name.items())},
-            ask=lambda name: _question(by_name[name]),
-            end=lambda name: _end(by_name[name]),
-            patience_s=self._stall_timeout_s,
+            {actor.handle.receive.remote(spec, n * ranks): name for n, (name, actor) in enumerate(by_name.items())},
+            ask=lambda name: by_name[name].ask_num_steps(),
+            end=lambda name: by_name[name].end(),
+            patience_s=actors.stall_timeout_s,
         )
         try:
             with watched(transport, receivers):
@@ -372,25 +207,26 @@ class VllmEngine:
 
     def sleep(self) -> None:
         """Frees the GPUs that are the trainer's too, of the weights as well: the next ones are needed to generate."""
+        self._serving.drain()
         if not (self._settings.on_gpus and self._placement.is_shared):
             return
+        present = self._actors.present
         for part in PARTS:  # vLLM leaves an engine as it is whose weights sleep already
-            self._wake(part, [engine for engine in self._engines if engine.asleep != set(PARTS)])
-        for engine, _ in self._ask(
-            lambda worker: worker.sleep.remote(), [engine for engine in self._engines if not engine.asleep]
-        ):
-            engine.asleep = set(PARTS)
+            self._wake(part, [actor for actor in present if actor.asleep != set(PARTS)])
+        awake = [actor for actor in self._actors.present if not actor.asleep]
+        for actor, _ in self._actors.ask(lambda handle: handle.sleep.remote(), awake)[0]:
+            actor.asleep = set(PARTS)
         self._version = None
 
     def wake(self) -> None:
         """Takes the memory of the key-value cache again; that of the weights is taken when they come."""
         self._wake("kv_cache")
 
-    def _wake(self, part: str, engines: Sequence[_Engine] | None = None) -> None:
+    def _wake(self, part: str, actors: Sequence[EngineActor] | None = None) -> None:
         """Takes the memory of a part again, of all engines or of some, where it is given back."""
-        asleep = [engine for engine in (self._engines if engines is None else engines) if part in engine.asleep]
-        for engine, _ in self._ask(lambda worker: worker.wake.remote(part), asleep):
-            engine.asleep.remove(part)
+        asleep = [actor for actor in (self._actors.present if actors is None else actors) if part in actor.asleep]
+        for actor, _ in self._actors.ask(lambda handle: handle.wake.remote(part), asleep)[0]:
+            actor.asleep.remove(part)
 
     def _require_awake(self) -> None:
         """Asks the engines themselves: one that sleeps in part would take requests and answer none of them.
@@ -398,67 +234,16 @@ class VllmEngine:
         Raises:
             GenerationError: One sleeps.
         """
-        for engine, parts in self._ask(lambda worker: worker.asleep.remote(), self._engines):
+        for actor, parts in self._actors.ask(lambda handle: handle.asleep.remote())[0]:
             if parts:
                 raise GenerationError(
-                    f"{engine.name} cannot generate: asleep are {', '.join(parts)}; expected wake() and, after sleep(),"
+                    f"{actor.name} cannot generate: asleep are {', '.join(parts)}; expected wake() and, after sleep(),"
                     " new weights before"
                 )
 
-    def _ask(self, ask: Callable[[Any], Any], engines: Sequence[_Engine]) -> list[tuple[_Engine, Any]]:
-        """Call the actors of engines; return what those that answer do. Those that die or do not answer are given up.
-
-        Args:
-            ask: Calls an actor's method; returns the call.
-            engines: Which.
-        """
-        answers = []
-        for engine, call in [(each, ask(each.actor)) for each in engines]:
-            try:
-                answers.append((engine, ray.get(call, timeout=self._stall_timeout_s)))
-            except RayError as error:
-                self._give_up(engine, reason_of(error))
-        return answers
-
     def shutdown(self) -> None:
-        """Ends the actors; those that do not answer leave the model's files for the next one to remove."""
-        if self._engines and ray.is_initialized():
-            with suppress(RayError, ValueError):
-                closing = [engine.actor.close.options(concurrency_group=_PROGRESS).remote() for engine in self._engines]
-                ray.wait(closing, num_returns=len(closing), timeout=POLL_S)
-        while self._engines:
-            _end(self._engines.pop())
-
-    def _start_missing(self) -> None:
-        """Starts engines until all are there; new ones have no weights yet."""
-        taken = {engine.number for engine in self._engines}
-        missing = deque(sorted(set(range(self._num_engines)) - taken))
-        if not missing:
-            return
-        # Questions about progress are answered while the engine's own thread generates.
-        actor_class = ray.remote(concurrency_groups={_PROGRESS: 1})(VllmWorker)
-        started = []
-        for number in missing:
-            options = self._placement.options(number)
-            settings = replace(self._settings, gpus=self._placement.gpus(number))
-            started.append(_Engine(number, actor_class.options(**options).remote(settings, list(sys.path))))
-        self._engines += started
-        self._num_started += len(started)
-        self._engines.sort(key=lambda engine: engine.number)
-        calls = {engine.actor.start.remote(): engine for engine in started}
-        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._start_timeout_s)
-        problems = {calls[call].number: f"did not start within {self._start_timeout_s:g} s" for call in late}
-        for call in ready:
-            try:
-                problem = ray.get(call)
-            except RayError as error:
-                problem = reason_of(error)
-            if problem is not None:
-                problems[calls[call].number] = problem
-        if problems:
-            self.shutdown()
-            number, problem = min(problems.items())
-            raise GenerationError(f"vLLM engine {number} of {self._num_engines} cannot start: {problem}")
+        """Ends the actors."""
+        self._actors.end_all()
 
 
 def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
@@ -469,7 +254,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
     """
     config = setup.config
     generation, cluster = config.policy.generation, config.cluster
-    chosen, megatron = generation.vllm, config.policy.megatron_cfg
+    chosen = section_of(config)
     on_gpus = cluster.gpus_per_node > 0
     gpus_per_engine = chosen.tensor_parallel_size if on_gpus else 0
     placement = Placement(setup.own_cluster or setup.cluster, gpus_per_engine, is_shared=setup.own_cluster is None)
@@ -478,7 +263,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
         VllmSettings(
             model_files=policy.model_files,
             decodes_text=bool(generation.stop_strings),
-            dtype=chosen.dtype or config.policy.precision,
+            dtype=number_format(config.policy),
             max_tokens=config.policy.max_total_sequence_length,
             max_sequences=generation.max_batch_size,
             seed=config.grpo.seed,
@@ -488,8 +273,7 @@ def make_vllm_engine(setup: "EngineSetup") -> VllmEngine:
             gpu_memory_utilization=chosen.gpu_memory_utilization,
             cpu_cache_gib=chosen.cpu_cache_gib,
             num_threads=chosen.cpu_threads,
-            # On GPUs it forbids graphs, which only a replay is worth.
-            captures_routes=megatron.routing_replay == "rollout" or (megatron.routing_tape and not on_gpus),
+            captures_routes=captures_routes(config),
             pictures=picture_settings(setup.hf_config),
         ),
         num_engines=chosen.num_engines or placement.num_engines,
@@ -514,13 +298,3 @@ def picture_settings(hf_config: Any) -> PictureSettings | None:
         hf_config.image_token_id,
         vision.pixels_per_token(hf_config),
     )
-
-
-def _end(engine: _Engine) -> None:
-    with suppress(RayError, ValueError):
-        ray.kill(engine.actor, no_restart=True)
-
-
-def _question(engine: _Engine) -> Any:
-    """Number of its steps: answered also while it generates or receives, unless it is frozen."""
-    return engine.actor.num_steps.options(concurrency_group=_PROGRESS).remote()

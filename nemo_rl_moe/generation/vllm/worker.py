@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,7 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         self._settings = settings
         self._steps = releases.StepCount()
         self._stored: list[Any] = []
+        self._added: SimpleQueue[Mapping[int, GenerationRequest]] = SimpleQueue()
         self._engine: Any = None
         self._folder: Path | None = None
 
@@ -161,24 +163,37 @@ class VllmWorker:  # pragma: no cover  (runs in another process)
         """Steps of the engine so far in which the model ran: an engine that makes none makes no progress."""
         return self._steps.value
 
+    def add(self, requests: Mapping[int, GenerationRequest]) -> None:
+        """Take further requests, while `generate` runs or for its next call."""
+        self._added.put(requests)
+
     def generate(
         self, requests: Mapping[int, GenerationRequest], version: int
     ) -> Iterator[list[tuple[int, GeneratedSequence]]]:
-        """Continuations as they finish, those of one step together, each with the number of its request."""
+        """Yield sequences as they finish, those of one step together, each with the number of its request."""
         self._stored.clear()
+        self._added.put(requests)
         prompts = PicturePrompts(self._settings.pictures)
-        for number, request in requests.items():
-            prompt = prompts.prompt(request.token_ids, request.model_inputs)
-            self._engine.add_request(str(number), prompt, sampling_of(request.sampling, request.seed))
+        taken: dict[int, GenerationRequest] = {}
         self._engine.collective_rpc(_record_routes, args=(True,))
         try:
-            while self._engine.has_unfinished_requests():
+            while self._take_added(taken, prompts) or self._engine.has_unfinished_requests():
                 outputs = self._engine.step()
                 if finished := [output for output in outputs if output.finished]:
                     numbers = [int(output.request_id) for output in finished]
-                    yield list(zip(numbers, self._sequences(finished, requests, version), strict=True))
+                    yield list(zip(numbers, self._sequences(finished, taken, version), strict=True))
         finally:
             self._engine.collective_rpc(_record_routes, args=(False,))
+
+    def _take_added(self, taken: dict[int, GenerationRequest], prompts: PicturePrompts) -> bool:
+        """Give the engine what has been added; return whether there was anything."""
+        num_before = len(taken)
+        while not self._added.empty():
+            for number, request in self._added.get().items():
+                taken[number] = request
+                prompt = prompts.prompt(request.token_ids, request.model_inputs)
+                self._engine.add_request(str(number), prompt, sampling_of(request.sampling, request.seed))
+        return len(taken) > num_before
 
     def _sequences(
         self, outputs: Sequence[Any], requests: Mapping[int, GenerationRequest], version: int
@@ -316,7 +331,7 @@ def _fingerprints(worker: Any, number_format: str) -> dict[str, str]:
 
 
 def _with_outputs_noted(worker: Any, forward: Callable[[], object]) -> dict[str, Any]:
-    from nemo_rl_moe.generation.vllm.diagnosis import outputs_noted
+    from nemo_rl_moe.generation.diagnosis import outputs_noted
 
     with outputs_noted(worker.model_runner.get_model()) as outputs:
         forward()

@@ -590,11 +590,11 @@ def loop_given_up_at(generation: int, *overrides: str, start: LoopState | None =
     asked: list[str] = []
 
     class GivenUp(FakeEngine):
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             if len(self.requests) + 1 == generation:
                 asked.append("SIGTERM")
                 raise RolloutsGivenUpError("SIGTERM: they hang")
-            yield from super().generate(requests)
+            yield from super().answers(requests)
 
     class Stopped(Loop):
         def _stop_reason(self) -> str | None:

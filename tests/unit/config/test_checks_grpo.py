@@ -31,35 +31,35 @@ ON_GPUS = (
 BROKEN = [
     (
         ("policy.generation.backend=vllm", f"{VLLM}.tensor_parallel_size=2"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         f"{VLLM}.tensor_parallel_size: got 2, expected 1 on CPUs (cluster.gpus_per_node 0)",
     ),
     (
         (*ON_GPUS, "policy.generation.backend=megatron", "policy.megatron_cfg.context_parallel_size=2"),
-        "sequences_are_whole_where_they_grow",
-        "policy.generation.backend: got megatron, expected vllm with policy.megatron_cfg.context_parallel_size 2: the"
-        " trainer's ranks generate whole sequences alone",
+        "engine_has_what_it_needs",
+        "policy.generation.backend: got megatron, expected an engine with a copy of the weights with"
+        " policy.megatron_cfg.context_parallel_size 2: the trainer's ranks generate whole sequences alone",
     ),
     (
         (*ON_GPUS, f"{VLLM}.tensor_parallel_size=3"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         f"{VLLM}.tensor_parallel_size: got 3, expected a divisor of cluster.gpus_per_node 4; nearest below: 2",
     ),
     (
         (*ON_GPUS, f"{VLLM}.tensor_parallel_size=2", f"{VLLM}.num_engines=5"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         f"{VLLM}.num_engines: got 5, expected at most 4: cluster.num_nodes 2 x cluster.gpus_per_node 4 /"
         f" {VLLM}.tensor_parallel_size 2",
     ),
     (
         ("policy.generation.backend=vllm", f"{VLLM}.expert_parallel=true"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         f"{VLLM}.expert_parallel: got true, expected false with {VLLM}.tensor_parallel_size 1: there is nobody to"
         " divide experts with",
     ),
     (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 2}", f"{VLLM}.tensor_parallel_size=4"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         f"{VLLM}.tensor_parallel_size: got 4, expected a divisor of cluster.roles.generation.gpus_per_node 2; nearest"
         " below: 2",
     ),
@@ -69,13 +69,13 @@ BROKEN = [
             "+cluster.roles.generation={cpu_workers_per_node: 2}",
             f"{VLLM}.num_engines=3",
         ),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         f"{VLLM}.num_engines: got 3, expected at most 2: cluster.roles.generation.num_nodes 1 x"
         " cluster.roles.generation.cpu_workers_per_node 2",
     ),
     (
         (*ON_GPUS, "+cluster.roles.generation={gpus_per_node: 0}"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         "cluster.roles.generation.gpus_per_node: got 0, expected GPUs, as the policy has",
     ),
     (
@@ -96,7 +96,7 @@ BROKEN = [
     ),
     (
         ("policy.generation.backend=vllm", "+cluster.roles.generation={gpus_per_node: 2}"),
-        "engines_have_places",
+        "engine_has_what_it_needs",
         "cluster.roles.generation.gpus_per_node: got 2, expected 0: the policy is on CPUs (cluster.gpus_per_node 0)",
     ),
     (

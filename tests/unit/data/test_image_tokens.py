@@ -22,12 +22,11 @@ from nemo_rl_moe.data.tokenizer import load_tokenizer
 from nemo_rl_moe.distributed.batch import Destination
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
-from nemo_rl_moe.generation.portions import EngineInPortions
 from nemo_rl_moe.launch.generate import responses
 from nemo_rl_moe.models.images import IS_IMAGE, PICTURE_IDS, PICTURE_SIZES, PIXELS
 from nemo_rl_moe.models.picture_rules import load_picture_rule
 from tests.unit.data.test_prompts import load as load_prompts_of
-from tests.unit.generation.test_portions import SAMPLING, Backwards
+from tests.unit.generation.test_generate_all import SAMPLING, Backwards
 
 ASSETS = Path(__file__).parents[3] / "examples/assets"
 QUESTION = "how many shapes ?"
@@ -253,7 +252,7 @@ def test_images_of_prompts_are_read_when_their_portion_is_asked_for(
     (tmp_path / names[2]).unlink()
     inner, found = RememberingRequests(), []
     with pytest.raises(DataError, match=r"data.jsonl:3: .*2.png"):
-        found.extend(responses(EngineInPortions(inner, 2, lambda done: None), prompts, 2, SAMPLING, seed=0))
+        found.extend(responses(inner, prompts, 2, SAMPLING, seed=0, chunk=2))
     assert [(prompt.sample_id[-1], sample) for prompt, sample, _ in found] == [("1", 0), ("1", 1), ("2", 0), ("2", 1)]
     # Both responses to a prompt are asked for with the same arrays.
     assert [len(requests) for requests in inner.asked] == [2, 2]
@@ -268,9 +267,9 @@ class RememberingRequests(Backwards):
         super().__init__()
         self.asked: list[Sequence[GenerationRequest]] = []
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+    def backwards(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         self.asked.append(requests)
-        return super().generate(requests)
+        return super().backwards(requests)
 
 
 def test_a_sample_whose_second_image_is_cut_is_left_out(

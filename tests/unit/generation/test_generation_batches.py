@@ -3,14 +3,15 @@
 """Requests on their way to the ranks: who shares a batch, which rank gets what, and pictures that travel once."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from ray import cloudpickle
 
 from nemo_rl_moe.distributed.batch import ModelInput
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.megatron import GeneratingPolicy, MegatronGeneration
+from nemo_rl_moe.generation.lockstep import generate_all, make_trainer_engine
 from nemo_rl_moe.models.images import Picture, image_inputs, pictures_in
 
 SAMPLING = SamplingParameters(max_new_tokens=2)
@@ -63,8 +64,9 @@ class RememberingPolicy:
 
 def test_the_trainers_engine_hands_inputs_on() -> None:
     policy: Any = RememberingPolicy()
-    engine = MegatronGeneration(cast(GeneratingPolicy, policy))
+    setup: Any = SimpleNamespace(policy=policy)
+    engine = make_trainer_engine(setup)
     requests = [request(0, random_inputs(0)), request(1, {}, max_new_tokens=3), request(2, random_inputs(2))]
-    found = dict(engine.generate(requests))
+    found = dict(generate_all(engine, requests))
     assert {index: sequence.token_ids.tolist() for index, sequence in found.items()} == {0: [0], 1: [1], 2: [2]}
     assert [[len(inputs) for inputs in batch.model_inputs] for batch in policy.asked] == [[4, 4], []]

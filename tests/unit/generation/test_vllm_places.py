@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.vllm.engine import Placement
+from nemo_rl_moe.generation.vllm.placement import Placement
 from tests.support.clusters import cluster_config
 
 

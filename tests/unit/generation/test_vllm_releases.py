@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from nemo_rl_moe.errors import ConfigurationError
-from nemo_rl_moe.generation.megatron import MegatronGeneration
-from nemo_rl_moe.generation.registry import check_model_of_engine, find_engine
 from nemo_rl_moe.generation.vllm import install_cpu, releases
+from nemo_rl_moe.generation.vllm.releases import check_installation, check_model
 from nemo_rl_moe.models.families import FAMILIES
 from nemo_rl_moe.models.hf_files import load_hf_config
 from tests.support.family_models import FamilyModel
@@ -72,9 +71,8 @@ def test_an_installation_that_will_not_do_is_one_line(
 ) -> None:
     install(monkeypatch, **packages)
     with pytest.raises(ConfigurationError) as error:
-        find_engine("vllm", on_gpus=on_gpus)
+        check_installation(on_gpus=on_gpus)
     assert str(error.value) == problem
-    assert isinstance(find_engine("megatron", on_gpus=on_gpus)(SimpleNamespace(policy=None)), MegatronGeneration)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +82,7 @@ def test_a_right_installation_is_found_without_importing_it(
     packages: dict[str, str], on_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, **packages)
-    find_engine("vllm", on_gpus=on_gpus)
+    check_installation(on_gpus=on_gpus)
     assert "vllm" not in sys.modules
 
 
@@ -100,42 +98,40 @@ def test_a_model_that_names_no_class_for_vllm_is_one_line(family: str) -> None:
     ):
         config.architectures = found
         with pytest.raises(ConfigurationError) as error:
-            check_model_of_engine("vllm", config, "my/model")
+            check_model(config, "my/model")
         assert str(error.value) == (
             f'policy.model_name: my/model: config.json: architectures: {what}, expected ["{name}"], the class that vLLM'
             f" is to build ({KEY}: vllm)"
         )
-        check_model_of_engine("megatron", config, "my/model")
     config.architectures = [name]
-    check_model_of_engine("vllm", config, "my/model")
+    check_model(config, "my/model")
 
 
 def test_a_model_of_images_that_vllm_does_not_take_is_one_line() -> None:
     name = "examples/assets/tiny_internvl_moe"
     config = load_hf_config(name)
     config.head_dim = 32
-    check_model_of_engine("vllm", config, name, on_gpus=False)
+    check_model(config, name, on_gpus=False)
     config.head_dim = 16
-    check_model_of_engine("vllm", config, name, on_gpus=True)
+    check_model(config, name, on_gpus=True)
     with pytest.raises(ConfigurationError) as error:
-        check_model_of_engine("vllm", config, name, on_gpus=False)
+        check_model(config, name, on_gpus=False)
     assert str(error.value) == (
         f"policy.model_name: {name}: config.json: head_dim: got 16, expected one of 32, 64, 80, 96, 112, 128, 160, 192,"
         f" 224, 256, 512, which vLLM takes on CPUs ({KEY}: vllm)"
     )
     with pytest.raises(ConfigurationError, match=r"vllm\.tensor_parallel_size: got 2, expected 1 with examples/assets"):
-        check_model_of_engine("vllm", config, name, tensor_parallel_size=2)
+        check_model(config, name, tensor_parallel_size=2)
     config.architectures = None
     with pytest.raises(ConfigurationError, match=r'is missing, expected \["InternVLForConditionalGeneration"\]'):
-        check_model_of_engine("vllm", config, name)
+        check_model(config, name)
     config.model_type = "other_vl"
     with pytest.raises(ConfigurationError) as error:
-        check_model_of_engine("vllm", config, name)
+        check_model(config, name)
     assert str(error.value) == (
         f"{KEY}: got 'vllm', expected 'megatron' with {name}: of models of images and text vLLM is given internvl,"
         " qwen2_5_vl, qwen3_vl, qwen3_vl_moe, this one is other_vl"
     )
-    check_model_of_engine("megatron", config, name)
 
 
 @pytest.mark.skipif(releases.installed_release() is None, reason="vLLM is not installed: make vllm")

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.accelerators import parse_target
-from nemo_rl_moe.launch.plan_gpus import fit_line, moments_of_the_fullest
+from nemo_rl_moe.launch.plan_gpus import engine_size, fit_line, moments_of_the_fullest
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, engine_memory
 from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory, worker_memory
@@ -112,10 +112,12 @@ def test_plan_tells_what_the_order_of_a_run_comes_to(
         transformer = build_transformer_config(config.policy, hf_config)
     size = machines.card.memory_gb * 10**9
     planned: Any = (config, transformer, hf_config)
+    engine = engine_size(config)
+    assert engine is not None
     device = Device(
         worker_memory(*planned, 0),
-        engine_memory(*planned),
-        int(config.policy.generation.vllm.gpu_memory_utilization * size),
+        engine_memory(engine, transformer, hf_config),
+        int(engine.gpu_memory_utilization * size),
         size,
     )
     for calls in runs[config.policy.offload_optimizer_for_generation]:

@@ -100,7 +100,7 @@ def test_a_trajectory_ends_at_its_limit() -> None:
     class LongWinded(FakeEngine):
         limits: list[int] = field(default_factory=list)
 
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             for index, request in enumerate(requests):
                 self.limits.append(request.sampling.max_new_tokens)
                 size = request.sampling.max_new_tokens
@@ -122,7 +122,7 @@ def test_a_trajectory_ends_at_its_limit() -> None:
 
 def test_kept_mass_is_a_metric_over_all_turns() -> None:
     class Cutting(FakeEngine):
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             for index, request in enumerate(requests):
                 mass = np.array([0.5, 0.75]) if len(request.token_ids) == 1 else np.array([1.0])
                 yield index, GeneratedSequence(np.full(len(mass), 7), np.zeros(len(mass)), False, 0, kept_mass=mass)
@@ -179,7 +179,7 @@ def test_answers_arrive_as_they_are_ready() -> None:
     order: list[str] = []
 
     class Streaming(FakeEngine):
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             for index in reversed(range(len(requests))):
                 order.append(f"generated {index}")
                 yield index, GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0)
@@ -195,7 +195,7 @@ def test_answers_arrive_as_they_are_ready() -> None:
 
 def test_an_error_of_the_engine_ends_the_run_with_itself() -> None:
     class Broken(FakeEngine):
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             raise RuntimeError("the engine is gone")
 
     with pytest.raises(RuntimeError, match="the engine is gone"):
@@ -214,7 +214,7 @@ def test_routes_stay_those_with_which_tokens_were_drawn() -> None:
             routes = 100 * self.num_requests + np.arange(fed, dtype=np.int16).reshape(fed, 1, 1)
             return GeneratedSequence(np.array([5, END_TOKEN]), np.zeros(2), False, 0, StoredRows.of(routes))
 
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             yield from enumerate(map(self._respond_to, requests))
 
     async def asks_twice(session: Session) -> Trajectory:
@@ -382,7 +382,7 @@ def test_a_row_for_the_last_token_means_nothing(last_row: list[int]) -> None:
     """No pass has seen that token: of the next response's routes those of it count."""
 
     class Routed(FakeEngine):
-        def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+        def answers(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
             for index, request in enumerate(requests):
                 fed = len(request.token_ids) + 1
                 routes = np.array([*range(fed), *last_row], dtype=np.int16).reshape(-1, 1, 1)

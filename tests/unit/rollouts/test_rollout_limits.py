@@ -183,8 +183,8 @@ def test_time_of_the_engine_and_of_other_trajectories_does_not_count() -> None:
     clock = MovedClock()
 
     class Slow(FakeEngine):
-        def generate(self, requests):  # type: ignore[no-untyped-def]
-            for answer in super().generate(requests):
+        def answers(self, requests):  # type: ignore[no-untyped-def]
+            for answer in super().answers(requests):
                 clock.move(10 * TIMEOUT_S)
                 yield answer
 

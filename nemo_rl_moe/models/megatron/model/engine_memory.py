@@ -5,6 +5,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_rl_moe.config.engine import EngineSize
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.models.megatron.model.memory_estimate import parameters_of_layers
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
@@ -13,8 +14,6 @@ from nemo_rl_moe.weight_sync.folder import BUCKET_BYTES, MAX_UNACKNOWLEDGED
 # isort: split
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-_VOCABULARY_STEP = 64
-"""vLLM pads the vocabulary to a multiple of this."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -51,20 +50,19 @@ class EngineMemory:
         return max(beside, self.weights / utilization)
 
 
-def engine_memory(config: GRPOMasterConfig, transformer: TransformerConfig, hf_config: Any) -> EngineMemory:
-    """Memory of each rank of the engines that the configuration asks for.
+def engine_memory(size: EngineSize, transformer: TransformerConfig, hf_config: Any) -> EngineMemory:
+    """Compute the memory of each rank of an engine.
 
     Every tensor-parallel rank has its part of each matrix; norms and routers are whole, and so are key and value heads
     where there are more ranks than heads. Experts come to the same, cut or divided among the ranks.
 
     Args:
-        config: The run's configuration.
-        transformer: What `build_transformer_config` made of it.
+        size: Ranks and number format of the engine.
+        transformer: What `build_transformer_config` made of the run's configuration.
         hf_config: The model's Hugging Face configuration.
     """
-    chosen = config.policy.generation.vllm
-    ranks, itemsize = chosen.tensor_parallel_size, _BYTES[chosen.dtype or config.policy.precision]
-    vocabulary = -(-hf_config.vocab_size // _VOCABULARY_STEP) * _VOCABULARY_STEP // ranks
+    ranks, itemsize, multiple = size.ranks, _BYTES[size.dtype], size.vocabulary_multiple
+    vocabulary = -(-hf_config.vocab_size // multiple) * multiple // ranks
     num_ends = 1 if hf_config.tie_word_embeddings else 2
     parameters = parameters_of_layers(transformer, hf_config, ranks)
     parameters += (num_ends * vocabulary + 1) * transformer.hidden_size

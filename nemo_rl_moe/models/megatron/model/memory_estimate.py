@@ -378,7 +378,7 @@ def generation_batch_size(config: MasterConfig) -> int:
     Without a limit it is the rank's share of the responses that the algorithm asks for at a time.
     """
     algorithm, generates = algorithm_of(config), generating(config.policy)
-    if algorithm.responses_at_a_time is None or generates is None or generates.generation.backend != "megatron":
+    if algorithm.responses_at_a_time is None or generates is None or not generates.generation.engine.shares_weights:
         return 0
     share = -(-algorithm.responses_at_a_time(config) // config.data_parallel_size)
     return min(share, generates.generation.max_batch_size or share)

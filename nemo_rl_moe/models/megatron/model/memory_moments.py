@@ -16,7 +16,7 @@ from nemo_rl_moe.models.megatron.model.memory_estimate import WorkerMemory
 PROCESS_BYTES = 1_500_000_000
 """Estimate for a process with a GPU: CUDA's context (0.5 GB) and the buffers of NCCL's groups."""
 KEPT_BYTES = 1_500_000_000
-"""Estimate for what an engine of vLLM keeps while it sleeps, besides its process: graphs, workspaces, small buffers."""
+"""Estimate for what an engine keeps while it sleeps, besides its process: graphs, workspaces, small buffers."""
 
 
 @dataclass(frozen=True)

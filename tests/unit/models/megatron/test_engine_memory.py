@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nemo_rl_moe.config.loading import load_grpo_config
+from nemo_rl_moe.generation.vllm.record import size
 from nemo_rl_moe.models.hf_files import load_hf_config
 from nemo_rl_moe.models.megatron.model.engine_memory import EngineMemory, bytes_on_the_way, engine_memory
 from nemo_rl_moe.models.megatron.model.memory_estimate import whole_model_parameters
@@ -30,7 +31,8 @@ def run_of(*overrides: str) -> tuple[Any, Any, Any]:
     [(1, 4), (2, 2), (4, 1), (8, 1)],  # 8 ranks: every head is there twice
 )
 def test_a_rank_of_an_engine(ranks: int, heads_of_keys: int) -> None:
-    memory = engine_memory(*run_of(f"{VLLM}.tensor_parallel_size={ranks}", f"{VLLM}.expert_parallel=false"))
+    config, *model = run_of(f"{VLLM}.tensor_parallel_size={ranks}", f"{VLLM}.expert_parallel=false")
+    memory = engine_memory(size(config), *model)
     queries_and_output = 2 * 2048 * 32 * 128 // ranks
     keys_and_values = 2 * 2048 * heads_of_keys * 128
     norms = 2 * 2048 + 2 * 128
@@ -44,7 +46,8 @@ def test_a_rank_of_an_engine(ranks: int, heads_of_keys: int) -> None:
 def test_one_rank_has_the_whole_model() -> None:
     alone = f"{VLLM}.tensor_parallel_size=1", f"{VLLM}.expert_parallel=false"
     config, transformer, hf_config = run_of(*alone, f"{VLLM}.dtype=float32")
-    assert engine_memory(config, transformer, hf_config).weights == 4 * whole_model_parameters(transformer, hf_config)
+    memory = engine_memory(size(config), transformer, hf_config)
+    assert memory.weights == 4 * whole_model_parameters(transformer, hf_config)
 
 
 def test_cache_is_what_the_share_leaves() -> None:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import ray
@@ -26,6 +26,21 @@ TOLERANCE = 1e-3
 """Of outputs in float32, as a share of their size; rounding is a thousandth of it."""
 COARSE_TOLERANCE = 0.1
 _DECODER_LAYER = re.compile(r"(^model|layers\.\d+)$")
+
+
+@runtime_checkable
+class InspectableEngine(Protocol):
+    """A generation engine whose modules' outputs can be read.
+
+    Attributes:
+        ranks_per_engine: Processes that share a copy of the weights.
+    """
+
+    ranks_per_engine: int
+
+    def module_outputs(self, copy: int, token_ids: Sequence[int]) -> Outputs:
+        """Return the output of every module of a copy of the weights for one sequence, by its name in the model."""
+        ...
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Requests in portions: each is answered once, under its own number, and the count is told as answers come."""
+"""Requests outside of an event loop, all or a chunk at a time: each is answered once, under its own number."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,28 +11,24 @@ import pytest
 
 from nemo_rl_moe.data.prompts import Prompt
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
-from nemo_rl_moe.generation.portions import EngineInPortions
+from nemo_rl_moe.generation.lockstep import LockstepEngine, generate_all
 from nemo_rl_moe.launch.generate import record_of, responses
 
 SAMPLING = SamplingParameters(max_new_tokens=4, stop_token_ids=(1,))
 
 
-class Backwards:
+class Backwards(LockstepEngine):
     """An engine that answers the last request first, with the request's own tokens."""
 
-    shares_weights = True
-
     def __init__(self) -> None:
+        super().__init__(self.backwards)
         self.calls: list[int] = []
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
+    def backwards(self, requests: Sequence[GenerationRequest]) -> Iterator[tuple[int, GeneratedSequence]]:
         self.calls.append(len(requests))
         for index in reversed(range(len(requests))):
             tokens = np.array([*requests[index].token_ids, 1])
             yield index, GeneratedSequence(tokens, np.full(len(tokens), -0.5, np.float32), False, 0)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: None
 
 
 def request(token: int) -> GenerationRequest:
@@ -39,31 +36,56 @@ def request(token: int) -> GenerationRequest:
 
 
 @pytest.mark.parametrize(
-    ("portion", "calls"), [(None, [5]), (2, [2, 2, 1]), (5, [5]), (9, [5])], ids=["all", "2", "5", "9"]
+    ("most", "calls"), [(None, [5]), (2, [2, 2, 1]), (5, [5]), (9, [5])], ids=["all", "2", "5", "9"]
 )
-def test_every_request_is_answered_under_its_number(portion: int | None, calls: list[int]) -> None:
-    inner, told = Backwards(), []
-    engine = EngineInPortions(inner, portion, told.append)
-    answers = dict(engine.generate([request(token) for token in range(5)]))
+def test_every_request_is_answered_under_its_number(most: int | None, calls: list[int]) -> None:
+    engine = Backwards()
+    engine.most_at_a_time = most
+    answers = dict(generate_all(engine, [request(token) for token in range(5)]))
     assert {index: sequence.token_ids[0] for index, sequence in answers.items()} == {index: index for index in range(5)}
-    assert inner.calls == calls
-    assert told == [1, 2, 3, 4, 5]
-    list(engine.generate([request(7)]))
-    assert told[-1] == 6
+    assert engine.calls == calls
 
 
 def test_no_requests() -> None:
-    assert list(EngineInPortions(Backwards(), None, print).generate([])) == []
+    assert list(generate_all(Backwards(), [])) == []
+
+
+class OneByOne:
+    """An engine that takes requests as they come, and is done with the last one first."""
+
+    shares_weights = False
+
+    async def generate(self, asked: GenerationRequest) -> GeneratedSequence:
+        await asyncio.sleep(0.05 * (5 - asked.seed))
+        if asked.token_ids == (13,):
+            raise RuntimeError("an unlucky number")
+        return GeneratedSequence(np.array(asked.token_ids), np.zeros(1, np.float32), False, 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: None
+
+
+def test_an_engine_that_takes_requests_as_they_come_answers_as_it_is_ready() -> None:
+    found = list(generate_all(OneByOne(), [request(token) for token in range(5)]))
+    assert [index for index, _ in found] == [4, 3, 2, 1, 0]
+    assert [int(sequence.token_ids[0]) for _, sequence in found] == [4, 3, 2, 1, 0]
+
+
+def test_an_error_of_one_request_ends_all() -> None:
+    with pytest.raises(RuntimeError, match="unlucky"):
+        list(generate_all(OneByOne(), [request(token) for token in (1, 2, 13)]))
 
 
 def test_responses_come_in_the_order_of_the_prompts() -> None:
     prompts = [Prompt(f"p:{line}", "?", (line,), {}) for line in (10, 20, 30)]
+    told: list[int] = []
     found = [
         (prompt.sample_id, sample, sequence)
         for prompt, sample, sequence in responses(
-            EngineInPortions(Backwards(), 4, lambda done: None), prompts, 2, SAMPLING, seed=3
+            Backwards(), prompts, 2, SAMPLING, seed=3, chunk=4, report_progress=told.append
         )
     ]
+    assert told == [1, 2, 3, 4, 5, 6]
     assert [(name, sample) for name, sample, _ in found] == [(f"p:{line}", n) for line in (10, 20, 30) for n in (0, 1)]
     assert [int(sequence.token_ids[0]) for _, _, sequence in found] == [10, 10, 20, 20, 30, 30]
 

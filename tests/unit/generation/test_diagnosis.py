@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nemo_rl_moe.generation.vllm.diagnosis import outputs_noted
+from nemo_rl_moe.generation.diagnosis import outputs_noted
 from nemo_rl_moe.weight_sync.refit_check import first_disagreement
 
 

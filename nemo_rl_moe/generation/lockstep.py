@@ -1,0 +1,144 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Pooling in lockstep: requests of many tasks are answered together, when every task waits.
+
+Which requests share a batch does not depend on time then, and a run can be repeated to the last bit. The engine of the
+trainer's own workers pools so; an engine that takes requests as they come needs none of this.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from nemo_rl_moe.generation.interface import (
+    GeneratedSequence,
+    GenerationBatch,
+    GenerationEngine,
+    GenerationRequest,
+    SamplingParameters,
+)
+from nemo_rl_moe.weight_sync.transport import WeightTransport
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.generation.registry import EngineSetup
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+IndexedSequences = Iterable[tuple[int, GeneratedSequence]]
+
+
+class Lockstep(Generic[Request, Result]):
+    """A queue of requests, which is answered as a whole.
+
+    Who runs the tasks that wait here knows when all of them do, and calls `answer_all`.
+
+    Args:
+        answers: Answers many requests; yields the index and the result of each as it is ready.
+
+    Attributes:
+        most_at_a_time: Most requests of one call of `answers`; None: all.
+    """
+
+    def __init__(self, answers: Callable[[Sequence[Request]], Iterable[tuple[int, Result]]]):
+        self._answers = answers
+        self._queued: list[tuple[Request, asyncio.Future[Result]]] = []
+        self.most_at_a_time: int | None = None
+
+    def queued(self, request: Request) -> "asyncio.Future[Result]":
+        """Queue a request; return its future result."""
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._queued.append((request, future))
+        return future
+
+    async def ask(self, request: Request) -> Result:
+        """Wait for the result of a request."""
+        return await self.queued(request)
+
+    @property
+    def is_waited_for(self) -> bool:
+        """True when a task waits; one that was cancelled does not count."""
+        return any(not future.done() for _, future in self._queued)
+
+    def answer_all(self) -> Iterator[Result]:
+        """Answer what is queued; hand each result to the task that waits for it, and yield it."""
+        queued = [(request, future) for request, future in self._queued if not future.done()]
+        self._queued = []
+        size = self.most_at_a_time or len(queued) or 1
+        for start in range(0, len(queued), size):
+            part = queued[start : start + size]
+            for index, result in self._answers([request for request, _ in part]):
+                future = part[index][1]
+                if not future.done():
+                    future.set_result(result)
+                yield result
+
+
+class LockstepEngine(Lockstep[GenerationRequest, GeneratedSequence]):
+    """A `GenerationEngine` that answers requests in batches, and runs the trainer's own weights.
+
+    Args:
+        answers: Answers many requests; yields the index and the sequence of each as it is ready.
+    """
+
+    shares_weights: bool = True
+
+    async def generate(self, request: GenerationRequest) -> GeneratedSequence:
+        """Continue one sequence, together with those of all other tasks."""
+        return await self.queued(request)
+
+    def update_weights(self, transport: WeightTransport, version: int) -> None:
+        """Raise `RuntimeError`: the weights are the trainer's."""
+        raise RuntimeError("the engine shares the trainer's weights: there is nothing to update")
+
+    def sleep(self) -> None:
+        """Do nothing: the key-value cache ends with each batch."""
+
+    def wake(self) -> None:
+        """Do nothing."""
+
+    def shutdown(self) -> None:
+        """Do nothing: the workers are the policy's."""
+
+
+def generate_batches(
+    generate: Callable[[GenerationBatch], Sequence[GeneratedSequence]], requests: Sequence[GenerationRequest]
+) -> Iterator[tuple[int, GeneratedSequence]]:
+    """Generate a batch of the requests of each kind of sampling; yield index and sequence, kind by kind."""
+    by_sampling: dict[SamplingParameters, list[int]] = {}
+    for index, request in enumerate(requests):
+        by_sampling.setdefault(request.sampling, []).append(index)
+    for indices in by_sampling.values():
+        batch = GenerationBatch.of([requests[index] for index in indices])
+        yield from zip(indices, generate(batch), strict=True)
+
+
+def make_trainer_engine(setup: "EngineSetup") -> LockstepEngine:
+    """Return the engine of the trainer's own workers."""
+    return LockstepEngine(partial(generate_batches, setup.policy.generate))
+
+
+def generate_all(
+    engine: GenerationEngine, requests: Sequence[GenerationRequest]
+) -> Iterator[tuple[int, GeneratedSequence]]:
+    """Generate outside of an event loop; yield the index of each request and its sequence, as they finish."""
+    loop = asyncio.new_event_loop()
+    tasks = {loop.create_task(engine.generate(request)): index for index, request in enumerate(requests)}
+    try:
+        loop.run_until_complete(asyncio.sleep(0))  # every task has asked
+        answers = engine.answer_all() if isinstance(engine, LockstepEngine) else iter(())
+        while tasks:
+            next(answers, None)
+            done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
+            for task in done:
+                yield tasks.pop(task), task.result()
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(_ended([*left, *tasks]))
+        loop.close()
+
+
+async def _ended(tasks: Sequence["asyncio.Task[Any]"]) -> None:
+    await asyncio.gather(*tasks, return_exceptions=True)

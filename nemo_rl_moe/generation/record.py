@@ -1,0 +1,31 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the engine `megatron`: the training workers, with the weights that they train. Imports no torch."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nemo_rl_moe.config.engine import Engine
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema import GRPOMasterConfig
+
+
+def ranks_have_whole_sequences(config: "GRPOMasterConfig") -> Iterator[str]:
+    """Generation by ranks that share each sequence, for which the trainer's own engine has no cache of keys."""
+    ranks = config.policy.megatron_cfg.context_parallel_size
+    if ranks > 1:
+        yield (
+            "policy.generation.backend: got megatron, expected an engine with a copy of the weights with"
+            f" policy.megatron_cfg.context_parallel_size {ranks}: the trainer's ranks generate whole sequences alone"
+        )
+
+
+ENGINE = Engine(
+    name="megatron",
+    make="nemo_rl_moe.generation.lockstep:make_trainer_engine",
+    rules=(ranks_have_whole_sequences,),
+    shares_weights=True,
+    number_format=lambda policy: policy.precision,
+    captures_routes=lambda config: True,
+)

@@ -1,0 +1,186 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The Ray actors of vLLM's engines: they are started, asked, given up when they are lost, and replaced."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.generation.refit import reason_of
+from nemo_rl_moe.generation.vllm.placement import Placement
+from nemo_rl_moe.generation.vllm.worker import VllmSettings, VllmWorker
+
+PROGRESS = "progress"
+"""Concurrency group of calls that are answered while the actor's own thread generates."""
+CLOSING_S = 2.0
+"""Seconds that an actor has to remove its files."""
+
+
+@dataclass
+class EngineActor:
+    """One actor, and what it is doing.
+
+    Attributes:
+        number: From 0.
+        handle: Of the `VllmWorker`.
+        results: Its stream of answers; None while it has nothing to do.
+        requests: Numbers of the requests that it has not answered yet.
+        progress: Its steps when it was last asked.
+        since: When they last grew.
+        asleep: Parts of its memory that are given back.
+    """
+
+    number: int
+    handle: Any
+    results: Any = None
+    requests: set[int] = field(default_factory=set)
+    progress: int = -1
+    since: float = 0.0
+    asleep: set[str] = field(default_factory=set)
+
+    @property
+    def name(self) -> str:
+        """Name for users."""
+        return f"vLLM engine {self.number}"
+
+    def ask_num_steps(self) -> Any:
+        """Ask for the number of its steps: answered also while it generates or receives, unless it is frozen."""
+        return self.handle.num_steps.options(concurrency_group=PROGRESS).remote()
+
+    def end(self) -> None:
+        """Kill it."""
+        with suppress(RayError, ValueError):
+            ray.kill(self.handle, no_restart=True)
+
+
+class EngineActors:
+    """The actors that are there.
+
+    Args:
+        settings: Of each engine.
+        number: Engines that there are to be.
+        start_timeout_s: Seconds until they are to be ready.
+        stall_timeout_s: Seconds without an answer after which one is given up.
+        placement: Places of the engines.
+        warn: Receives a line on an engine that was given up.
+
+    Attributes:
+        present: Those that are there, by number.
+        num_started: Actors started so far.
+        num_lost: Actors given up so far.
+    """
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        number: int,
+        *,
+        start_timeout_s: float,
+        stall_timeout_s: float,
+        placement: Placement,
+        warn: Callable[[str], None],
+    ):
+        self.stall_timeout_s = stall_timeout_s
+        self.number = number
+        self.present: list[EngineActor] = []
+        self.num_started = self.num_lost = 0
+        self._settings, self._start_timeout_s = settings, start_timeout_s
+        self._placement, self._warn = placement, warn
+
+    def start_missing(self) -> None:
+        """Start engines until all are there; new ones have no weights yet.
+
+        Raises:
+            GenerationError: One does not start.
+        """
+        missing = sorted(set(range(self.number)) - {actor.number for actor in self.present})
+        if not missing:
+            return
+        actor_class = ray.remote(concurrency_groups={PROGRESS: 1})(VllmWorker)
+        started = []
+        for number in missing:
+            settings = replace(self._settings, gpus=self._placement.gpus(number))
+            options = self._placement.options(number)
+            started.append(EngineActor(number, actor_class.options(**options).remote(settings, list(sys.path))))
+        self.present = sorted([*self.present, *started], key=lambda actor: actor.number)
+        self.num_started += len(started)
+        calls = {actor.handle.start.remote(): actor.number for actor in started}
+        ready, late = ray.wait(list(calls), num_returns=len(calls), timeout=self._start_timeout_s)
+        problems = {calls[call]: f"did not start within {self._start_timeout_s:g} s" for call in late}
+        for call in ready:
+            try:
+                problem = ray.get(call)
+            except RayError as error:
+                problem = reason_of(error)
+            if problem is not None:
+                problems[calls[call]] = problem
+        if problems:
+            self.end_all()
+            number, problem = min(problems.items())
+            raise GenerationError(f"vLLM engine {number} of {self.number} cannot start: {problem}")
+
+    def give_up(self, actor: EngineActor, reason: str) -> None:
+        """End one, and tell the user why."""
+        self.present.remove(actor)
+        self.num_lost += 1
+        actor.end()
+        left = len(self.present)
+        if actor.results is None:
+            others = "another one takes its place"
+        else:
+            others = f"the other {left} take over what it had" if left else "engines are started anew"
+        self._warn(f"{actor.name} {reason}; {others}")
+
+    def give_up_the_dead(self) -> None:
+        """Give up those that have died, or do not answer, since they last generated."""
+        questions = {actor.ask_num_steps(): actor for actor in self.present}
+        if not questions:
+            return
+        _, late = ray.wait(list(questions), num_returns=len(questions), timeout=self.stall_timeout_s)
+        for question, actor in questions.items():
+            try:
+                if question not in late:
+                    ray.get(question)
+                    continue
+                reason = f"has not answered for {self.stall_timeout_s:g} s"
+            except RayError as error:
+                reason = reason_of(error)
+            self.give_up(actor, reason)
+
+    def ask(
+        self, question: Callable[[Any], Any], actors: Sequence[EngineActor] | None = None
+    ) -> tuple[list[tuple[EngineActor, Any]], str | None]:
+        """Call actors at the same time; those that die or do not answer are given up.
+
+        Args:
+            question: Makes a call of an actor's handle.
+            actors: Who is asked; None: all.
+
+        Returns:
+            The answer of each that gave one, and the name of the last one that was lost with the reason.
+        """
+        calls = [(actor, question(actor.handle)) for actor in (self.present if actors is None else actors)]
+        answers: list[tuple[EngineActor, Any]] = []
+        lost = None
+        for actor, call in calls:
+            try:
+                answers.append((actor, ray.get(call, timeout=self.stall_timeout_s)))
+            except RayError as error:
+                lost = f"{actor.name} {reason_of(error)}"
+                self.give_up(actor, reason_of(error))
+        return answers, lost
+
+    def end_all(self) -> None:
+        """End all; those that do not answer leave the model's files for the next one to remove."""
+        if self.present and ray.is_initialized():
+            with suppress(RayError, ValueError):
+                closing = [actor.handle.close.options(concurrency_group=PROGRESS).remote() for actor in self.present]
+                ray.wait(closing, num_returns=len(closing), timeout=CLOSING_S)
+        while self.present:
+            self.present.pop().end()

@@ -1,0 +1,79 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The section `policy.generation.vllm`, and its rules. Imports no torch."""
+
+from collections.abc import Iterator
+from math import gcd
+from typing import TYPE_CHECKING, Literal
+
+from nemo_rl_moe.config.schema_base import PositiveInt, Processes, Seconds, Share, StrictModel
+from nemo_rl_moe.config.schema_run import GENERATION_ROLE
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema import GRPOMasterConfig
+
+KEY = "policy.generation.vllm"
+
+
+class VllmConfig(StrictModel):
+    """Engines of `backend: vllm`."""
+
+    num_engines: PositiveInt | None
+    """Engines, which share the prompts; null: one for each `tensor_parallel_size` GPUs of the run, one on CPUs."""
+    tensor_parallel_size: PositiveInt
+    """GPUs of one engine; 1 on CPUs."""
+    expert_parallel: bool
+    """Divide the experts among these GPUs instead of cutting each."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None
+    """Number format of the engines' weights; null: `policy.precision`."""
+    gpu_memory_utilization: Share
+    """Share of a GPU's memory that an engine may take while it generates; the trainer's part lies beside it."""
+    cpu_cache_gib: PositiveInt
+    """Gibibytes of key-value cache of each engine on CPUs."""
+    cpu_threads: Processes
+    """Threads of each engine on CPUs."""
+    start_timeout_s: Seconds
+    """Seconds until the engines are to be ready."""
+    stall_timeout_s: Seconds
+    """Seconds without a step after which an engine that generates is given up and replaced."""
+
+
+def section_of(config: "GRPOMasterConfig") -> VllmConfig:
+    """Return the section of a configuration."""
+    return config.policy.generation.section_of(VllmConfig)
+
+
+def engines_have_places(config: "GRPOMasterConfig") -> Iterator[str]:
+    """GPUs of the engines: each engine on one machine, and no two on a GPU."""
+    engines = section_of(config)
+    has_own = GENERATION_ROLE in config.cluster.roles
+    place = config.cluster.place_of(GENERATION_ROLE) if has_own else config.cluster
+    section = f"cluster.roles.{GENERATION_ROLE}" if has_own else "cluster"
+    size, gpus = engines.tensor_parallel_size, place.gpus_per_node
+    if (gpus > 0) != (config.cluster.gpus_per_node > 0):
+        expected = "GPUs, as the policy has" if gpus == 0 else "0: the policy is on CPUs (cluster.gpus_per_node 0)"
+        yield f"{section}.gpus_per_node: got {gpus}, expected {expected}"
+    elif gpus == 0:
+        if size > 1:
+            yield f"{KEY}.tensor_parallel_size: got {size}, expected 1 on CPUs ({section}.gpus_per_node 0)"
+        if has_own and (engines.num_engines or 0) > place.world_size:
+            yield (
+                f"{KEY}.num_engines: got {engines.num_engines}, expected at most {place.world_size}:"
+                f" {section}.num_nodes {place.num_nodes} x {section}.cpu_workers_per_node {place.workers_per_node}"
+            )
+    elif gpus % size:
+        below = max(divisor for divisor in range(1, min(gpus, size) + 1) if gcd(gpus, divisor) == divisor)
+        yield (
+            f"{KEY}.tensor_parallel_size: got {size}, expected a divisor of {section}.gpus_per_node {gpus}; nearest"
+            f" below: {below}"
+        )
+    elif (engines.num_engines or 0) > (places := place.num_nodes * gpus // size):
+        yield (
+            f"{KEY}.num_engines: got {engines.num_engines}, expected at most {places}: {section}.num_nodes"
+            f" {place.num_nodes} x {section}.gpus_per_node {gpus} / {KEY}.tensor_parallel_size {size}"
+        )
+    if engines.expert_parallel and size == 1:
+        yield (
+            f"{KEY}.expert_parallel: got true, expected false with {KEY}.tensor_parallel_size 1: there is nobody to"
+            " divide experts with"
+        )

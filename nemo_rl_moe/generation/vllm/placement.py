@@ -1,0 +1,54 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Places of vLLM's engines: machines and GPUs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_rl_moe.distributed.cluster import RayCluster
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Places of engines: on the trainer's machines and GPUs, one of the two asleep, or on machines of their own.
+
+    Attributes:
+        cluster: The run's, or that of the role `generation`.
+        gpus_per_engine: GPUs of each engine, all of one machine; 0 on CPUs.
+        is_shared: They are the trainer's.
+    """
+
+    cluster: RayCluster
+    gpus_per_engine: int
+    is_shared: bool = True
+
+    @property
+    def engines_per_machine(self) -> int:
+        """Engines that a machine has GPUs for; on CPUs one, or as many as it has workers where it is theirs."""
+        if self.gpus_per_engine:
+            return self.cluster.config.gpus_per_node // self.gpus_per_engine
+        return 1 if self.is_shared else self.cluster.config.workers_per_node
+
+    @property
+    def num_engines(self) -> int:
+        """Engines that there are places for; on CPUs that are the trainer's, one."""
+        is_one = self.is_shared and not self.gpus_per_engine
+        return 1 if is_one else self.engines_per_machine * self.cluster.config.num_nodes
+
+    def options(self, number: int) -> dict[str, Any]:
+        """Options of an engine's actor: on its machine; beside the trainer, to whom Ray has given what there is."""
+        machine = number // self.engines_per_machine % self.cluster.config.num_nodes
+        strategy = PlacementGroupSchedulingStrategy(self.cluster.placement_group, placement_group_bundle_index=machine)
+        resources = {"num_cpus": 0, "num_gpus": 0}
+        if not self.is_shared:
+            resources = {"num_cpus": max(1, self.gpus_per_engine), "num_gpus": self.gpus_per_engine}
+        return {**resources, "scheduling_strategy": strategy}
+
+    def gpus(self, number: int) -> tuple[int, ...]:
+        """GPUs of its machine that an engine uses beside the trainer; empty where Ray chooses them."""
+        if not self.is_shared:
+            return ()
+        first = number % self.engines_per_machine * self.gpus_per_engine
+        return tuple(range(first, first + self.gpus_per_engine))

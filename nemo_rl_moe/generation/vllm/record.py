@@ -1,0 +1,73 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the engine vLLM. Imports no torch; what needs it is imported when it is called."""
+
+from typing import TYPE_CHECKING, Any
+
+from nemo_rl_moe.config.engine import Engine, EngineSize
+from nemo_rl_moe.generation.vllm.config import VllmConfig, engines_have_places, section_of
+
+if TYPE_CHECKING:
+    from nemo_rl_moe.config.schema import GRPOMasterConfig
+    from nemo_rl_moe.config.schema_grpo import GeneratingPolicyConfig
+
+VOCABULARY_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this."""
+
+
+def number_format(policy: "GeneratingPolicyConfig") -> str:
+    """Return the number format of the engines' weights."""
+    return policy.generation.section_of(VllmConfig).dtype or policy.precision
+
+
+def captures_routes(config: "GRPOMasterConfig") -> bool:
+    """Return whether sequences carry routed experts: on GPUs that forbids graphs, which only a replay is worth."""
+    megatron, on_gpus = config.policy.megatron_cfg, config.cluster.gpus_per_node > 0
+    return megatron.routing_replay == "rollout" or (megatron.routing_tape and not on_gpus)
+
+
+def size(config: "GRPOMasterConfig") -> EngineSize:
+    """Return as many engines as are asked for, or as the GPUs give; one on CPUs."""
+    chosen, cluster = section_of(config), config.cluster
+    places = cluster.gpus_per_node // chosen.tensor_parallel_size * cluster.num_nodes if cluster.gpus_per_node else 1
+    return EngineSize(
+        num_copies=chosen.num_engines or places,
+        ranks=chosen.tensor_parallel_size,
+        dtype=number_format(config.policy),
+        gpu_memory_utilization=chosen.gpu_memory_utilization,
+        cpu_cache_bytes=chosen.cpu_cache_gib * 2**30,
+        vocabulary_multiple=VOCABULARY_MULTIPLE,
+    )
+
+
+def check_installation(config: "GRPOMasterConfig") -> None:
+    """Check that a known release is installed, on CPUs that of CPUs."""
+    from nemo_rl_moe.generation.vllm import releases
+
+    releases.check_installation(on_gpus=config.cluster.gpus_per_node > 0)
+
+
+def check_model(config: "GRPOMasterConfig", hf_config: Any) -> None:
+    """Check that vLLM builds the model."""
+    from nemo_rl_moe.generation.vllm import releases
+
+    releases.check_model(
+        hf_config,
+        config.policy.model_name,
+        on_gpus=config.cluster.gpus_per_node > 0,
+        tensor_parallel_size=section_of(config).tensor_parallel_size,
+    )
+
+
+ENGINE = Engine(
+    name="vllm",
+    title="vLLM",
+    make="nemo_rl_moe.generation.vllm.engine:make_vllm_engine",
+    config_class=VllmConfig,
+    rules=(engines_have_places,),
+    size=size,
+    check_installation=check_installation,
+    check_model=check_model,
+    number_format=number_format,
+    captures_routes=captures_routes,
+)

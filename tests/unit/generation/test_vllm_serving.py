@@ -1,0 +1,201 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Requests on their way to vLLM's engines: dealt out as they come, dealt out anew when one is lost; Ray is scripted."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from ray.exceptions import RayActorError
+
+from nemo_rl_moe.errors import GenerationError
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest, SamplingParameters
+from nemo_rl_moe.generation.vllm import serving
+from nemo_rl_moe.generation.vllm.actors import EngineActor
+from nemo_rl_moe.generation.vllm.serving import Serving
+
+SAMPLING = SamplingParameters(max_new_tokens=4)
+LOST = 666
+"""A request with this seed ends the engine that has it, once."""
+
+
+class Call:
+    """A method of an actor."""
+
+    def __init__(self, function: Any):
+        self._function = function
+
+    def options(self, **_: object) -> "Call":
+        return self
+
+    def remote(self, *arguments: object) -> Any:
+        return self._function(*arguments)
+
+
+class Stream:
+    """A stream of answers, one a step: that of the oldest request."""
+
+    def __init__(self, worker: "Worker", version: int):
+        self._worker, self._version = worker, version
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        worker = self._worker
+        with worker.lock:
+            if not worker.inbox:
+                raise StopIteration
+            number = min(worker.inbox)
+            request = worker.inbox.pop(number)
+        if request.seed == LOST and worker.fatal:
+            worker.fatal.pop()
+            return RayActorError()
+        worker.order.append(request.seed)
+        tokens = np.array([request.seed])
+        return [(number, GeneratedSequence(tokens, np.zeros(1, np.float32), False, self._version))]
+
+
+class Worker:
+    """An engine's actor, as its handle is used."""
+
+    def __init__(self, fatal: list[int]):
+        self.inbox: dict[int, GenerationRequest] = {}
+        self.order: list[int] = []
+        self.calls: list[int] = []
+        self.fatal, self.lock = fatal, threading.Lock()
+        self.generate, self.add = Call(self._generate), Call(self._add)
+        self.num_steps = Call(lambda: len(self.order))
+
+    def _add(self, requests: Mapping[int, GenerationRequest]) -> None:
+        with self.lock:
+            self.inbox.update(requests)
+
+    def _generate(self, requests: Mapping[int, GenerationRequest], version: int) -> Stream:
+        self.calls.append(len(requests))
+        self._add(requests)
+        return Stream(self, version)
+
+
+class Actors:
+    """The actors, as `Serving` uses them."""
+
+    def __init__(self, number: int, num_fatal: int = 0):
+        self.stall_timeout_s, self.number, self.num_lost = 60.0, number, 0
+        self._fatal = [1] * num_fatal
+        self.told: list[str] = []
+        self.present: list[EngineActor] = []
+        self.start()
+
+    def start(self) -> None:
+        for number in set(range(self.number)) - {actor.number for actor in self.present}:
+            self.present.append(EngineActor(number, Worker(self._fatal)))
+
+    def give_up(self, actor: EngineActor, reason: str) -> None:
+        self.present.remove(actor)
+        self.num_lost += 1
+        self.told.append(f"{actor.name} {reason}")
+
+
+@pytest.fixture(autouse=True)
+def scripted_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(answer: Any) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def wait(streams: list[Any], **_: object) -> tuple[list[Any], list[Any]]:
+        return streams, []
+
+    monkeypatch.setattr(serving, "ray", SimpleNamespace(wait=wait, get=get))
+
+
+def request(seed: int) -> GenerationRequest:
+    return GenerationRequest((1,), seed, SAMPLING)
+
+
+def serving_of(actors: Actors) -> Serving:
+    def prepare() -> int:
+        if not actors.present:
+            actors.start()
+        return 7
+
+    return Serving(actors, prepare)  # type: ignore[arg-type]
+
+
+def test_requests_that_come_together_are_dealt_out_evenly_in_one_call_each() -> None:
+    actors = Actors(2)
+
+    async def all_at_once() -> list[GeneratedSequence]:
+        serve = serving_of(actors)
+        return await asyncio.gather(*(serve.generate(request(seed)) for seed in range(7)))
+
+    found = asyncio.run(all_at_once())
+    assert [int(sequence.token_ids[0]) for sequence in found] == list(range(7))
+    assert {sequence.weight_version for sequence in found} == {7}
+    workers = [actor.handle for actor in actors.present]
+    assert [worker.order for worker in workers] == [[0, 2, 4, 6], [1, 3, 5]]
+    assert [worker.calls for worker in workers] == [[4], [3]]
+
+
+def test_a_later_request_joins_the_engine_that_has_the_fewest() -> None:
+    actors = Actors(2)
+
+    async def one_after_the_other() -> None:
+        serve = serving_of(actors)
+        first = [asyncio.create_task(serve.generate(request(seed))) for seed in range(6)]
+        await first[0]
+        assert int((await serve.generate(request(100))).token_ids[0]) == 100
+        await asyncio.gather(*first)
+        assert int((await serve.generate(request(200))).token_ids[0]) == 200, "also when all had ended"
+
+    asyncio.run(one_after_the_other())
+    assert sum(len(actor.handle.order) for actor in actors.present) == 8
+
+
+def test_what_a_lost_engine_had_goes_to_the_others() -> None:
+    actors = Actors(2, num_fatal=1)
+
+    async def all_at_once() -> list[GeneratedSequence]:
+        serve = serving_of(actors)
+        return await asyncio.gather(*(serve.generate(request(seed)) for seed in (1, 2, LOST, 3, 4, 5)))
+
+    found = asyncio.run(all_at_once())
+    assert [int(sequence.token_ids[0]) for sequence in found] == [1, 2, LOST, 3, 4, 5]
+    assert actors.told == ["vLLM engine 0 died"]
+
+
+def test_engines_that_fail_again_and_again_end_all_requests() -> None:
+    actors = Actors(1, num_fatal=100)
+
+    async def all_at_once() -> list[Any]:
+        serve = serving_of(actors)
+        asked = [serve.generate(request(seed)) for seed in (LOST, 1)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    found = asyncio.run(all_at_once())
+    assert all(isinstance(error, GenerationError) for error in found)
+    assert actors.num_lost == 3
+
+
+def test_a_call_that_is_broken_off_leaves_nothing_for_the_next_one() -> None:
+    actors = Actors(1)
+    serve = serving_of(actors)
+
+    async def broken_off() -> None:
+        tasks = [asyncio.create_task(serve.generate(request(seed))) for seed in range(4)]
+        await tasks[0]
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+
+    async def again() -> int:
+        return int((await serve.generate(request(9))).token_ids[0])
+
+    asyncio.run(broken_off())
+    serve.drain()
+    assert actors.present[0].results is None
+    assert asyncio.run(again()) == 9
