@@ -35,7 +35,7 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.dpo import train_dpo
-from nemo_rl_moe.algorithms.step_recorder import Observers, StepRecorder
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.loading import load_dpo_config
 from nemo_rl_moe.config.schema import DPOMasterConfig
@@ -46,12 +46,11 @@ from nemo_rl_moe.data.preferences import WORDS, PreferenceDataset
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
 from nemo_rl_moe.launch.dpo import Pairs
+from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
-from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 NUM_PAIRS, PROMPT_LENGTH, SEQUENCE_LENGTH = 8, 32, 128
 TOKENS_PER_STEP = 2 * NUM_PAIRS * SEQUENCE_LENGTH
@@ -235,8 +234,8 @@ def run(
     loggers, console = open_loggers(folder, clock, stack)
     if not in_step:
         pairs = pairs.measured(policy, range(num_steps), console)
-    observers = Observers(loggers, ExpertLoadWriter(folder, console.warn, max_delay_s=MAX_DELAY_S).write)
-    recorder = StepRecorder(observers, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
+    sinks = RecordSinks(loggers, ArtifactTables(folder, console.warn).write)
+    recorder = StepRecorder(sinks, None, lambda: None, config.policy.max_consecutive_skipped_updates, LoopState())
     train_dpo(config.dpo, policy, pairs.loader(), None, recorder)
     clock.cpu_seconds.append(family_cpu_seconds())
 

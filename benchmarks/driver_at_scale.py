@@ -37,6 +37,7 @@ from nemo_rl_moe.models.megatron.training.trainer import RankTrainResult
 from nemo_rl_moe.models.policy import lm_policy, model_workers
 from nemo_rl_moe.models.policy.megatron_policy_worker import WorkerDescription, as_reported
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 
 TENSOR, PIPELINE = 4, 2
 LAYERS, EXPERTS, METRICS_PER_LAYER, METRICS_OF_LOSS = 48, 128, 12, 40
@@ -117,9 +118,10 @@ class FakeRanks:
             for number in range(METRICS_PER_LAYER)
         }
         load = ExpertLoad(tuple(range(LAYERS)), torch.zeros(LAYERS, EXPERTS, dtype=torch.long))
+        artifacts = {EXPERT_LOAD.name: load}
         of_loss = {f"metric_{number}": series for number in range(METRICS_OF_LOSS)} if place.reports_loss else {}
         result = RankTrainResult(
-            0.5, 1.0, 1e-6, len(shard.microbatches), of_loss, moe_metrics, load if rank == 0 else None, 0, 0, 1
+            0.5, 1.0, 1e-6, len(shard.microbatches), of_loss, moe_metrics, 0, 0, 1, artifacts if rank == 0 else {}
         )
         return as_reported(result, rank)
 

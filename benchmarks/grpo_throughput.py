@@ -32,9 +32,10 @@ from small_model import (
     write_model,
 )
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
+from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, train_grpo
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
-from nemo_rl_moe.algorithms.step_recorder import Observers
+from nemo_rl_moe.algorithms.run_observers import checked_refits
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
@@ -46,16 +47,15 @@ from nemo_rl_moe.environments.scorer import EnvironmentScorer
 from nemo_rl_moe.generation.registry import EngineSetup, find_engine
 from nemo_rl_moe.launch.grpo import sampling_parameters
 from nemo_rl_moe.launch.refit import make_refit_check
+from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.models.hf_files import find_model, load_hf_config
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import SingleTurn
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
 from nemo_rl_moe.run_folder.samples import SampleLog
-from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 from nemo_rl_moe.weight_sync.refit_check import RefitCheck
 
 NUM_PROMPTS, NUM_GENERATIONS = 8, 4
@@ -242,15 +242,17 @@ def run(
     train_grpo(
         config,
         policy,
-        engine,
-        SynchronousSource(config.grpo, worker, prompts, sampling, failure_rule(config)),
-        Validator(config.grpo, worker, (), sampling, failure_rule(config)),
-        pad_token_id(tokenizer),
+        Rollouts(
+            engine,
+            SynchronousSource(config.grpo, worker, prompts, sampling, failure_rule(config)),
+            Validator(config.grpo, worker, (), sampling, failure_rule(config)),
+            pad_token_id(tokenizer),
+        ),
         recorder_without_checkpoints(
             config.policy,
-            Observers(loggers, ExpertLoadWriter(folder, console.warn, max_delay_s=MAX_DELAY_S).write, samples.write),
+            RecordSinks(loggers, ArtifactTables(folder, console.warn).write, samples.write),
         ),
-        changed(make_refit_check(config, policy, engine, hf_config, console)),
+        checked_refits(changed(make_refit_check(config, policy, engine, hf_config, console)), engine),
     )
 
 

@@ -38,12 +38,11 @@ from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.microbatches import PackedBatching, plan_microbatches
+from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import choose_batching
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 BATCH_SIZE, MICRO_BATCH_SIZE, LONGEST, MEDIAN, BUDGET = 16, 4, 500, 80, 2048
 DYNAMIC = {"policy.dynamic_batching.enabled": True, "policy.dynamic_batching.train_mb_tokens": BUDGET}
@@ -111,9 +110,7 @@ def start_contestant(folder: Path, mode: str, options: argparse.Namespace, stack
     run_folder.mkdir()
     clock = StepClock()
     loggers, console = open_loggers(run_folder, clock, stack)
-    return Contestant(
-        config, policy, loggers, ExpertLoadWriter(run_folder, console.warn, max_delay_s=MAX_DELAY_S), clock
-    )
+    return Contestant(config, policy, loggers, ArtifactTables(run_folder, console.warn), clock)
 
 
 def make_config(model: Path, changes: dict[str, Any]) -> SFTMasterConfig:

@@ -326,7 +326,7 @@ def on_refit(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]])
     """A fault of the tensors that arrive in an engine: from those of now, and those of the refit before."""
 
     def plant(site: Site) -> None:
-        from nemo_rl_moe.models.megatron.training import trainer as module
+        from nemo_rl_moe.models.megatron.training import megatron_model as module
 
         gather = module.tensors_of_this_rank
         earlier: dict[str, Any] = {}

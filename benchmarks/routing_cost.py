@@ -55,9 +55,9 @@ from grpo_throughput import RandomPrompts, StepClock, run
 from moe_overhead import join_job_of_one, median_ratio
 from small_model import REPOSITORY, confine, positive, running_ray
 
-from nemo_rl_moe.algorithms.grpo import tape_volume
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
+from nemo_rl_moe.algorithms.run_observers import tape_bytes
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import Prompt
@@ -65,17 +65,15 @@ from nemo_rl_moe.distributed.batch import TokenBatch, make_shard, per_sequence, 
 from nemo_rl_moe.distributed.stored_rows import StoredRows
 from nemo_rl_moe.distributed.worker_process import keep_freed_memory
 from nemo_rl_moe.generation.interface import GenerationBatch, SamplingParameters
+from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.hf_files import load_hf_config
-from nemo_rl_moe.models.interfaces import RouteComparison
+from nemo_rl_moe.models.interfaces import RouteComparison, TrainResult
 from nemo_rl_moe.models.megatron.model.parallel_state import destroy_parallel_state
 from nemo_rl_moe.models.megatron.model.releases import clear_auxiliary_losses
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer, RankTrainResult
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
-from nemo_rl_moe.run_folder.advantages import AdvantageWriter
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
-from nemo_rl_moe.run_folder.routing import RoutingWriter
 from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 # As in the demo: 27 tokens a sequence, and responses of up to 31 tokens. Random weights draw one of three end tokens of
@@ -183,6 +181,10 @@ def _in_one(batch: TokenBatch, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
+NO_RESULT = TrainResult(0.0, 0.0, 0.0, 0, 0, {}, {})
+"""The measurements look at the policy alone."""
+
+
 @dataclass
 class Found:
     """Measurements of one contestant: of one start those of its rounds, of several the means of each.
@@ -231,9 +233,7 @@ class Contestant:
         self.trainer = MegatronTrainer(policy, load_hf_config(policy.model_name), None, num_steps=200)
         self._loss = PolicyGradientLoss(self.config.loss_fn, on_policy=True)
         self.folder.mkdir()
-        self._load = ExpertLoadWriter(self.folder, print, max_delay_s=math.inf)
-        self._routing = RoutingWriter(self.folder, print, max_delay_s=math.inf)
-        self._advantages = AdvantageWriter(self.folder, print, max_delay_s=math.inf)
+        self._tables = ArtifactTables(self.folder, print, max_delay_s=math.inf)
         local: Any = LocalPolicy(self.trainer, policy.logprob_batch_size)
         self._measurements = RoutingMeasurements(
             # Made in every round here; what they cost a step is worked out from what is configured.
@@ -256,21 +256,21 @@ class Contestant:
             batch = self._rollouts(number)
         with timed(measurements):
             if explains:
-                self._measurements.before_updates(number, batch, [], clock)  # no tape is saved
+                self._measurements.before_update(number, batch, [], clock)  # no tape is saved
         with timed(step):
             result = self._train(batch)
-            self._write(number, result)
+            for name, artifact in result.artifacts.items():
+                self._tables.write(number, name, artifact)
         with timed(tables):
-            for table in self._tables:
-                table.flush()
+            self._tables.flush()
         with timed(measurements):
             if explains:
-                self._measurements.after_updates(clock)
+                self._measurements.after_update(NO_RESULT, clock)
         # The routers' own record of auxiliary losses is one for the process, and without tracking nobody clears it.
         clear_auxiliary_losses()
         self.found.losses.append(result.global_loss)
         self.found.num_tokens = int(batch.lengths.sum())
-        self.found.tape_bytes = int(tape_volume(batch).get("routing/tape_bytes", 0))
+        self.found.tape_bytes = tape_bytes(batch) or 0
         if measured:
             self.found.step.append(sum(step))
             self.found.tables.append(sum(tables))
@@ -313,22 +313,9 @@ class Contestant:
         shard = make_shard(fetched, [range(first, first + size) for first in range(0, len(batch), size)], fetched)
         return self.trainer.train([shard], self._loss)
 
-    def _write(self, number: int, result: RankTrainResult) -> None:
-        if result.expert_load is not None:
-            self._load.write(number, result.expert_load)
-        if result.tape_report is not None:
-            self._routing.write(number, result.tape_report)
-        if result.advantage_scores is not None:
-            self._advantages.write(number, result.advantage_scores)
-
-    @property
-    def _tables(self) -> tuple[ExpertLoadWriter, RoutingWriter, AdvantageWriter]:
-        return self._load, self._routing, self._advantages
-
     def close(self) -> None:
         """Ends the tables."""
-        for table in self._tables:
-            table.close()
+        self._tables.close()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -38,20 +38,19 @@ from small_model import (
 )
 
 from nemo_rl_moe.algorithms.sft import train_sft
-from nemo_rl_moe.algorithms.step_recorder import Observers
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks
 from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.config.schema import SFTMasterConfig
 from nemo_rl_moe.data.chat import TokenizedExample
 from nemo_rl_moe.data.loader import GlobalBatchLoader
 from nemo_rl_moe.distributed.cluster import RayCluster
 from nemo_rl_moe.distributed.node_tools import threads_per_worker, usable_cores
+from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.models.hf_files import find_model
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.folder import collect_versions
 from nemo_rl_moe.run_folder.metrics import RunOutcome
-from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 BATCH_SIZE = 8
 SEQUENCE_LENGTH = 128
@@ -109,7 +108,7 @@ class Contestant:
         config: Its configuration.
         policy: Its workers.
         loggers: What the loop logs to; the clock is the last of them.
-        expert_load: Where the load matrices go.
+        tables: Where the load matrices go.
         clock: The clock.
         blocks: Seconds of each step, by block of steps.
         cpu_seconds: CPU time of all processes while it trained.
@@ -120,7 +119,7 @@ class Contestant:
     config: SFTMasterConfig
     policy: MegatronPolicy
     loggers: FanOutLogger
-    expert_load: ExpertLoadWriter
+    tables: ArtifactTables
     clock: StepClock
     blocks: list[list[float]] = field(default_factory=list)
     cpu_seconds: float = 0.0
@@ -133,8 +132,8 @@ class Contestant:
         done = self.num_steps
         self.num_steps += len(loader)
         self.clock.start()
-        observers = Observers(self.loggers, lambda step, load: self.expert_load.write(done + step, load))
-        recorder = recorder_without_checkpoints(self.config.policy, observers)
+        sinks = RecordSinks(self.loggers, lambda step, name, array: self.tables.write(done + step, name, array))
+        recorder = recorder_without_checkpoints(self.config.policy, sinks)
         train_sft(self.config.sft, self.policy, loader, None, recorder)
         if measured:
             self.cpu_seconds += family_cpu_seconds() - before
@@ -229,9 +228,7 @@ def start_contestant(
     run_folder.mkdir()
     clock = StepClock()
     loggers, console = open_loggers(run_folder, clock, stack)
-    return Contestant(
-        config, policy, loggers, ExpertLoadWriter(run_folder, console.warn, max_delay_s=MAX_DELAY_S), clock
-    )
+    return Contestant(config, policy, loggers, ArtifactTables(run_folder, console.warn), clock)
 
 
 def make_config(model: Path, options: argparse.Namespace, *, track_moe_metrics: bool) -> SFTMasterConfig:

@@ -15,7 +15,7 @@ import psutil
 import ray
 import torch
 
-from nemo_rl_moe.algorithms.step_recorder import Observers, StepRecorder
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.local_ray import object_store_bytes
@@ -151,6 +151,6 @@ def open_loggers(folder: Path, clock: MetricLogger, stack: ExitStack) -> tuple[F
     return stack.enter_context(FanOutLogger(direct, notices)), console
 
 
-def recorder_without_checkpoints(policy: PolicyConfig, observers: Observers) -> StepRecorder:
+def recorder_without_checkpoints(policy: PolicyConfig, sinks: RecordSinks) -> StepRecorder:
     """Ends each step as a run does that saves nothing."""
-    return StepRecorder(observers, None, lambda: None, policy.max_consecutive_skipped_updates, LoopState())
+    return StepRecorder(sinks, None, lambda: None, policy.max_consecutive_skipped_updates, LoopState())

@@ -3,6 +3,8 @@
 """Group relative policy optimization (DeepSeekMath, https://arxiv.org/abs/2402.03300), synchronous."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float
@@ -17,7 +19,7 @@ from nemo_rl_moe.algorithms.advantages import (
 from nemo_rl_moe.algorithms.grpo_metrics import Validator, advantage_metrics, group_metrics
 from nemo_rl_moe.algorithms.losses.divergence import divergence_of_responses
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
-from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
+from nemo_rl_moe.algorithms.run_observers import RunObserver, joined
 from nemo_rl_moe.algorithms.step_metrics import training_metrics
 from nemo_rl_moe.algorithms.step_recorder import (
     RunSummary,
@@ -34,7 +36,6 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import PolicyInterface
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.failed_responses import FailureRule, scored_responses
-from nemo_rl_moe.rollouts.faults import TapeWatch
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import RolloutGroups, RolloutSource, weights_of_each_reward
 from nemo_rl_moe.rollouts.trajectory import (
@@ -45,50 +46,51 @@ from nemo_rl_moe.rollouts.trajectory import (
     training_batch,
 )
 from nemo_rl_moe.run_folder.failures import failures_of
-from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Parts of a run that make its trajectories.
+
+    Attributes:
+        engine: Generates; gets the policy's weights before it does.
+        source: Gives the trajectories to train on.
+        validate: Validates the policy on held-out prompts; None without any.
+        pad_token_id: Fills a batch behind the end of each sequence.
+    """
+
+    engine: GenerationEngine
+    source: RolloutSource
+    validate: Validator | None
+    pad_token_id: int
 
 
 def train_grpo(
     config: GRPOMasterConfig,
     policy: PolicyInterface,
-    engine: GenerationEngine,
-    source: RolloutSource,
-    validate: Validator | None,
-    pad_token_id: int,
+    rollouts: Rollouts,
     recorder: StepRecorder,
-    refit_check: RefitCheck | None = None,
-    tape_watch: TapeWatch | None = None,
-    measurements: RoutingMeasurements | None = None,
+    observers: Sequence[RunObserver] = (),
 ) -> RunSummary:
-    """Trains from where the run stands to its last step, validates when due, and ends each step with the recorder.
+    """Train from where the run stands to its last step, validate when due, and end each step with the recorder.
 
     Args:
         config: The whole configuration.
-        policy: What is trained.
-        engine: Generates; gets the policy's weights before it does.
-        source: Gives the trajectories to train on.
-        validate: Validates the policy on held-out prompts; None without any.
-        pad_token_id: What stands after a sequence's end.
+        policy: Policy to train.
+        rollouts: Make the trajectories.
         recorder: Records each step, saves, and says when to stop.
-        refit_check: Checks each refit; None where the engine shares the weights or cannot be checked.
-        tape_watch: Hears what is wrong with the routed experts of the rollouts; None: nobody does.
-        measurements: Explains the routing of some steps; None: nobody does.
+        observers: See each step, in this order.
     """
+    engine, source, validate = rollouts.engine, rollouts.source, rollouts.validate
     last_step = num_training_steps(config.grpo, source.steps_per_epoch)
     loss_function = PolicyGradientLoss(config.loss_fn, on_policy=ratio_is_one(config))
-    failures = failure_rule(config)
     source.load_state_dict({"batches_taken": recorder.state.batches_taken})
     step = recorder.state.step
     goes_on = step < last_step and not source.is_used_up
 
-    update_engine(engine, policy, PhaseClock(), refit_check)
+    update_engine(engine, policy, PhaseClock(), observers)
     if recorder.is_fresh and validate is not None and config.grpo.val_at_start:
-        validation, responses = validated(validate)
-        if validation:
-            recorder.record_start(validation, responses, failures_of(responses))
-        else:
-            goes_on = False
-            recorder.give_up_step()
+        goes_on &= record_first_validation(validate, recorder)
     while goes_on:
         clock = PhaseClock()
         with clock.phase("step"):
@@ -100,32 +102,23 @@ def train_grpo(
             step += 1
             if source.is_used_up:  # dynamic sampling may come to their end before the last step
                 last_step = step
-            batch = make_batch(config, groups, pad_token_id)
-            routing = tape_volume(batch)
-            if measurements is not None:
-                routing |= measurements.before_updates(step, batch, groups.trained, clock)
+            batch = make_batch(config, groups, rollouts.pad_token_id)
+            observed = joined(each.before_update(step, batch, groups.trained, clock) for each in observers)
             batch = add_logprobs(config, policy, batch, clock)
             batch, divergence = take_divergence_from_rewards(config, groups, batch)
             policy.prepare_for_training(clock)
             with clock.phase("train"):
                 result = policy.train(batch, loss_function)
             clock.count_tokens("train", result.num_tokens)
-            if result.tape_report is not None:
-                recorder.record_tape(result.tape_report)
-                if tape_watch is not None:
-                    tape_watch.observe(result.tape_report.anomalies)
-            if measurements is not None:
-                routing |= measurements.after_updates(clock)
-            refit_metrics = update_engine(engine, policy, clock, refit_check)
-            if measurements is not None:
-                routing |= measurements.after_refit(clock)
+            recorder.record_artifacts(result.artifacts)
+            observed |= joined(each.after_update(result, clock) for each in observers)
+            observed |= update_engine(engine, policy, clock, observers)
         due = validate if validation_is_due(config.grpo, step, last_step) else None
         validation, responses = ({}, {}) if due is None else validated(due)
-        of_rewards = group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(_scored(groups)))
         outcome = StepOutcome(
             batches_taken=source.state_dict()["batches_taken"],
             result=result,
-            training=training_metrics(result, of_rewards | divergence | refit_metrics, routing),
+            training=training_metrics(result, metrics_of_groups(config, groups, batch) | divergence | observed),
             validation=validation,
             sample_ids=batch.sample_ids,
             samples={"train": groups.trained} | responses,
@@ -134,6 +127,16 @@ def train_grpo(
         goes_on = recorder.end_step(outcome, clock, is_last=step == last_step)
     recorder.finish()
     return RunSummary.of(recorder.state, recorder.stopped_for)
+
+
+def record_first_validation(validate: Validator, recorder: StepRecorder) -> bool:
+    """Validate before the first step; return False where a request to stop gave it up, and the run ends."""
+    validation, responses = validated(validate)
+    if validation:
+        recorder.record_start(validation, responses, failures_of(responses))
+    else:
+        recorder.give_up_step()
+    return bool(validation)
 
 
 def validated(validate: Validator) -> tuple[dict[str, float], dict[str, list[Trajectory]]]:
@@ -153,41 +156,36 @@ def ratio_is_one(config: GRPOMasterConfig) -> bool:
     return config.loss_fn.force_on_policy_ratio != "never" and config.updates_per_step == 1
 
 
-def tape_volume(batch: TokenBatch) -> dict[str, float]:
-    """Metric `routing/tape_bytes`: size of the batch's tape of routed experts; empty without one."""
-    tape = batch.stored.get(ROUTED_EXPERTS)
-    if tape is None:
-        return {}
-    return {"routing/tape_bytes": float(sum(rows.num_bytes for rows in tape.rows if rows is not None))}
+def metrics_of_groups(config: GRPOMasterConfig, groups: RolloutGroups, batch: TokenBatch) -> dict[str, float]:
+    """Return metrics of the rewards, the responses and the advantages of a step."""
+    failures = failure_rule(config)
+    return group_metrics(groups, failures) | advantage_metrics(batch, failures.taking_part(_scored(groups)))
 
 
 def update_engine(
-    engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, check: RefitCheck | None = None
+    engine: GenerationEngine, policy: PolicyInterface, clock: PhaseClock, observers: Sequence[RunObserver] = ()
 ) -> dict[str, float]:
-    """Refit of an engine that keeps a copy of the weights; one that shares them is always current.
+    """Refit an engine that keeps a copy of the weights; one that shares them is always current.
 
-    What generation leaves no room for makes place before.
+    The policy makes room for generation before.
 
     Returns:
-        Metrics of the refit, `refit/...`; empty where there was none.
+        Metrics of the refit, `refit/...`, and of its observers; empty where there was none.
 
     Raises:
-        WeightSyncError: The weights did not arrive, or the check shows that the engine does not compute with them.
+        WeightSyncError: The weights did not arrive, or a check shows that the engine does not compute with them.
     """
+
+    def during_refit() -> None:
+        for each in observers:
+            each.during_refit()
+
     policy.prepare_for_generation(clock)
     if engine.shares_weights:
         return {}
     with clock.phase("refit"):
-        num_bytes = refit(engine, policy) if check is None else refit(engine, policy, then=check.begin)
-    metrics = {"refit/bytes": float(num_bytes)}
-    if check is None:
-        return metrics
-    assert isinstance(engine, ScoringEngine)  # others have no check
-    with clock.phase("refit_check"):
-        gap = check.after_refit(engine)
-    if check.share_compared is not None:
-        metrics["refit/weights_compared"] = check.share_compared
-    return metrics | {"refit/logprob_gap": gap.largest, "refit/checks_failed": float(check.num_failed)}
+        num_bytes = refit(engine, policy, then=during_refit)
+    return {"refit/bytes": float(num_bytes)} | joined(each.after_refit(clock) for each in observers)
 
 
 def shaped_rewards(config: GRPOMasterConfig, groups: RolloutGroups) -> Float[Tensor, "groups generations"]:

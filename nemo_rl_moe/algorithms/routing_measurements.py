@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from nemo_rl_moe.algorithms.run_observers import RunObserver
 from nemo_rl_moe.algorithms.tape_recorder import MeasuredPass, TapeRecorder
 from nemo_rl_moe.config.schema_grpo import PolicyGradientLossConfig, RoutingMeasurementsConfig
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
@@ -20,7 +21,8 @@ from nemo_rl_moe.errors import GenerationError
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.metrics import PhaseClock, with_prefix
 from nemo_rl_moe.models.images import sequence_inputs
-from nemo_rl_moe.models.interfaces import PolicyInterface
+from nemo_rl_moe.models.interfaces import PolicyInterface, TrainResult
+from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 from nemo_rl_moe.moe.mismatch_split import RatioLimits, gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -50,7 +52,7 @@ class _Measured:
     replayed: Float[np.ndarray, " tokens"] | None
 
 
-class RoutingMeasurements:
+class RoutingMeasurements(RunObserver):
     """The measurements of one run, every so many steps.
 
     Args:
@@ -90,10 +92,10 @@ class RoutingMeasurements:
         self._tape = tape
         self._before: _Measured | None = None
 
-    def before_updates(
+    def before_update(
         self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
     ) -> dict[str, float]:
-        """Measures the policy that drew a step's tokens, where the step is one to measure.
+        """Measure the policy that sampled a step's tokens, where the step is one to measure.
 
         Args:
             step: Counted from 1.
@@ -102,7 +104,7 @@ class RoutingMeasurements:
             clock: Gets the phase `routing_measurements`.
 
         Returns:
-            `routing_split/...`, `routing_noise/...` and, with a reference model, `routing_drift/...`.
+            `moe/routing_split/...`, `moe/routing_noise/...` and, with a reference model, `moe/routing_drift/...`.
         """
         self._before = None
         every = self._config.every_n_steps
@@ -114,13 +116,13 @@ class RoutingMeasurements:
                 return {}
             sample = batch.select(chosen)
             kept = [] if self._tape is None else [trajectories[row] for row in chosen]
-            return self._measure(step, sample, kept)
+            return with_moe_prefix(self._measure(step, sample, kept))
 
-    def after_updates(self, clock: PhaseClock) -> dict[str, float]:
-        """Measures the policy after the step's updates, where it was measured before them.
+    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+        """Measure the policy after the step's updates, where it was measured before them.
 
         Returns:
-            `routing_drift/...`, and after several updates `routing_split_end/...`.
+            `moe/routing_drift/...`, and after several updates `moe/routing_split_end/...`.
         """
         before = self._before
         if before is None:
@@ -134,16 +136,16 @@ class RoutingMeasurements:
                 replayed = self._logprobs(before.sample.with_stored(ROUTED_EXPERTS, before.tape), mask)
                 parts = split_gap(before.generation, before.replayed, own, replayed)
                 metrics |= with_prefix("routing_split_end", split_metrics(parts, self._limits))
-            return metrics
+            return with_moe_prefix(metrics)
 
     def after_refit(self, clock: PhaseClock) -> dict[str, float]:
-        """Measures the engine's noise floor, where the step is one to measure and the engine can score tokens.
+        """Measure the engine's noise floor, where the step is one to measure and the engine can score tokens.
 
         The same sequences are scored together and one at a time, by the weights that have just arrived: an engine that
         sleeps while training runs has none before.
 
         Returns:
-            `routing_noise/{mean_abs,max_abs,kl}_engine`.
+            `moe/routing_noise/{mean_abs,max_abs,kl}_engine`.
         """
         before, engine = self._before, self._engine
         if before is None or engine.shares_weights or not isinstance(engine, ScoringEngine):
@@ -165,7 +167,7 @@ class RoutingMeasurements:
             except GenerationError:  # an engine was lost, which the next transfer of weights replaces
                 return {}
             gap = gap_metrics(np.concatenate(alone).astype(np.float64) - np.concatenate(together))
-            return {f"routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
+            return {f"moe/routing_noise/{name}_engine": gap[name] for name in ("mean_abs", "max_abs", "kl")}
 
     def _scored(self, sample: TokenBatch) -> list[int]:
         """Rows of sequences for the engine's noise floor, the shortest first.

@@ -13,14 +13,12 @@ from nemo_rl_moe.moe.metric_keys import with_moe_prefix
 def training_metrics(
     result: TrainResult,
     further: Mapping[str, float] = MappingProxyType({}),
-    routing: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Metrics of one `train` call, as `train/...` keys.
 
     Args:
         result: The call's result.
-        further: What the algorithm itself measured of the step, without a prefix.
-        routing: The same of the model's routing, which goes among the MoE metrics.
+        further: What the algorithm and its observers measured of the step, without the prefix `train/`.
     """
     metrics = {
         "loss": result.global_loss,
@@ -33,7 +31,7 @@ def training_metrics(
     # The loss is in the result already, as the mean over the global batches of the call.
     series = {name: values for name, values in result.microbatch_metrics.items() if name != "loss"}
     metrics |= _reduced(series)
-    metrics |= with_moe_prefix({**result.moe_metrics, **routing})
+    metrics |= with_moe_prefix(result.moe_metrics)
     return with_prefix("train", {**metrics, **further})
 
 

@@ -13,10 +13,8 @@ from nemo_rl_moe.errors import CheckpointError, TrainingDivergedError
 from nemo_rl_moe.loggers.interface import MetricLogger
 from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.interfaces import TrainResult
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.reward_signal import FailedResponses
-from nemo_rl_moe.moe.routing_advantage import AdvantageScores
-from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.run_folder.artifacts import StepArtifacts
 
 
 class ScheduleConfig(Protocol):
@@ -99,26 +97,21 @@ class Checkpoints(Protocol):
 
 
 @dataclass(frozen=True)
-class Observers:
+class RecordSinks:
     """Receivers of a run's records.
 
     Attributes:
         logger: Gets one record for each step.
-        log_expert_load: Gets the load matrix of each step, where MoE metrics are tracked; before the step's record.
+        log_artifact: Gets the step, and each of its artifacts with its name; before the step's record.
         log_samples: Gets the step, `train` or `val`, and the responses, where there are any.
         log_failures: Gets the step and the failures of its responses or of its validation's, where there are any;
             before the step's record.
-        log_tape_report: Gets the step and the report of its tape of routed experts, where there is one.
-        log_advantage_scores: Gets the step and the scores of experts by advantage, where there are any; before the
-            step's record.
         flush: Has what was logged written, where some of it waits to be written together with later steps.
     """
 
     logger: MetricLogger
-    log_expert_load: Callable[[int, ExpertLoad], None]
+    log_artifact: Callable[[int, str, Any], None] = lambda step, name, artifact: None
     log_samples: Callable[[int, str, Sequence[Any]], None] = lambda step, split, samples: None
-    log_tape_report: Callable[[int, TapeReport], None] = lambda step, report: None
-    log_advantage_scores: Callable[[int, AdvantageScores], None] = lambda step, scores: None
     flush: Callable[[], None] = lambda: None
     log_failures: Callable[[int, FailedResponses], None] = lambda step, failed: None
 
@@ -152,7 +145,7 @@ class StepRecorder:
     A step is recorded before its checkpoint is published: whoever resumes from it finds the records of all its steps.
 
     Args:
-        observers: Who hears of the run.
+        sinks: Receive the records.
         checkpoints: Where checkpoints go; None: nothing is saved.
         stop_reason: Why the run is to end after the present step; None: it is not.
         max_skipped_in_a_row: Updates skipped one after the other at which the run ends.
@@ -165,17 +158,17 @@ class StepRecorder:
 
     def __init__(
         self,
-        observers: Observers,
+        sinks: RecordSinks,
         checkpoints: Checkpoints | None,
         stop_reason: Callable[[], str | None],
         max_skipped_in_a_row: int,
         start: LoopState,
     ):
-        self._observers = observers
+        self._sinks = sinks
         self._checkpoints = checkpoints
         self._stop_reason = stop_reason
         self._max_skipped_in_a_row = max_skipped_in_a_row
-        self._first_step = start.step
+        self._first_step = self._step_of_artifacts = start.step
         self._last_metrics: Mapping[str, float] = {}
         self.state = start
         self.stopped_for: str | None = None
@@ -195,9 +188,17 @@ class StepRecorder:
         self.state = _with_validation(self.state, validation)
         self._record(0, validation, samples or {}, failures)
 
-    def record_tape(self, report: TapeReport) -> None:
-        """Records what the tape of the step holds that goes on, whatever becomes of it: it may end the run."""
-        self._observers.log_tape_report(self.state.step + 1, report)
+    def record_artifacts(self, artifacts: StepArtifacts) -> None:
+        """Record the artifacts of the step that goes on, whatever becomes of it: they may end the run.
+
+        `end_step` does so where the loop has not.
+        """
+        step = self.state.step + 1
+        if self._step_of_artifacts == step:
+            return
+        self._step_of_artifacts = step
+        for name, artifact in artifacts.items():
+            self._sinks.log_artifact(step, name, artifact)
 
     def end_step(self, outcome: StepOutcome, clock: PhaseClock, *, is_last: bool) -> bool:
         """Records the step, begins a checkpoint where one is due, and says whether the run goes on.
@@ -210,6 +211,7 @@ class StepRecorder:
         Raises:
             TrainingDivergedError: Too many updates in a row were skipped.
         """
+        self.record_artifacts(outcome.result.artifacts)
         self.state = state = self._next_state(outcome)
         self.stopped_for = None if is_last else self._stop_reason()
         metrics = self._last_metrics = {**outcome.training, **outcome.validation}
@@ -219,14 +221,10 @@ class StepRecorder:
             if saves := self._saves(is_last=is_last):
                 with clock.phase("checkpoint"):
                     self._checkpoints.start(state, metrics)
-        if outcome.result.expert_load is not None:
-            self._observers.log_expert_load(state.step, outcome.result.expert_load)
-        if outcome.result.advantage_scores is not None:
-            self._observers.log_advantage_scores(state.step, outcome.result.advantage_scores)
         metrics |= clock.metrics() | performance_metrics(outcome.result, clock)
         self._record(state.step, metrics, outcome.samples, outcome.failures)
         if saves:
-            self._observers.flush()
+            self._sinks.flush()
         if self._has_diverged:
             raise TrainingDivergedError(self._diverged(outcome), sorted(set(outcome.sample_ids)))
         return not is_last and self.stopped_for is None
@@ -239,7 +237,7 @@ class StepRecorder:
         self.stopped_for = self._stop_reason()
         if self._checkpoints is not None and self.state.step > self._first_step:
             self._checkpoints.start(self.state, self._last_metrics)
-            self._observers.flush()
+            self._sinks.flush()
 
     def finish(self) -> None:
         """Waits until the last checkpoint is whole.
@@ -282,10 +280,10 @@ class StepRecorder:
         failures: Sequence[FailedResponses],
     ) -> None:
         for failed in failures:
-            self._observers.log_failures(step, failed)
-        self._observers.logger.log_step(step, metrics)
+            self._sinks.log_failures(step, failed)
+        self._sinks.logger.log_step(step, metrics)
         for split, responses in samples.items():
-            self._observers.log_samples(step, split, responses)
+            self._sinks.log_samples(step, split, responses)
 
     def _diverged(self, outcome: StepOutcome) -> str:
         samples = sorted(set(outcome.sample_ids))

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo
+from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, train_grpo
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.own_objective import check_objective
 from nemo_rl_moe.algorithms.own_advantages import check_estimator
 from nemo_rl_moe.algorithms.routing_measurements import RoutingMeasurements
+from nemo_rl_moe.algorithms.run_observers import RunObserver, TapeVolume, TapeWatch, checked_refits
 from nemo_rl_moe.algorithms.step_recorder import num_training_steps
 from nemo_rl_moe.algorithms.tape_recorder import TapeRecorder
 from nemo_rl_moe.checkpoints.changes import MODEL, TRAINING_DATA, model_fingerprint, samples_fingerprint
@@ -38,7 +39,7 @@ from nemo_rl_moe.metrics import PhaseClock
 from nemo_rl_moe.models.picture_rules import PictureRule
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.rollouts.environment import Environment, make_environment
-from nemo_rl_moe.rollouts.faults import FaultWatch, TapeWatch
+from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.limits import RolloutLimits
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.worker import RolloutWorker
@@ -101,13 +102,9 @@ def run_grpo(config: GRPOMasterConfig, run: TrainingRun) -> None:
     source = SynchronousSource(config.grpo, worker, loader, prepared.sampling, failures)
     held_out = prepared.held_out
     validate = Validator(config.grpo, worker, held_out, prepared.sampling, failures) if held_out else None
-    padding = pad_token_id(prepared.model.tokenizer)
-    check = make_refit_check(config, policy, worker.engine, prepared.model.hf_config, run.console)
-    megatron = config.policy.megatron_cfg
-    stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
-    watch = TapeWatch(stops=stops)
-    measurements = make_routing_measurements(config, policy, worker.engine, run)
-    summary = train_grpo(config, policy, worker.engine, source, validate, padding, recorder, check, watch, measurements)
+    rollouts = Rollouts(worker.engine, source, validate, pad_token_id(prepared.model.tokenizer))
+    observers = make_run_observers(config, policy, worker.engine, prepared.model, run)
+    summary = train_grpo(config, policy, rollouts, recorder, observers)
     run.end(summary)
     if summary.stopped_for is None and summary.num_steps < run.num_steps:
         run.console.warn(
@@ -164,6 +161,18 @@ def start_engine(
     engine = run.use(running_engine(make_engine, setup, run.console))
     engine.sleep()
     return engine
+
+
+def make_run_observers(
+    config: GRPOMasterConfig, policy: MegatronPolicy, engine: GenerationEngine, model: PreparedModel, run: TrainingRun
+) -> list[RunObserver]:
+    """Return the observers that a configuration asks for, in the order in which they see a step."""
+    megatron = config.policy.megatron_cfg
+    stops = megatron.routing_replay != "none" and megatron.routing_replay_on_anomaly == "stop"
+    check = make_refit_check(config, policy, engine, model.hf_config, run.console)
+    measurements = make_routing_measurements(config, policy, engine, run)
+    further = [] if measurements is None else [measurements]
+    return [TapeVolume(), TapeWatch(stops=stops), *checked_refits(check, engine), *further]
 
 
 def make_routing_measurements(

@@ -5,6 +5,7 @@
 from collections.abc import Callable
 
 from nemo_rl_moe.algorithms.grpo import update_engine
+from nemo_rl_moe.algorithms.run_observers import checked_refits
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.generation.interface import GenerationEngine
 from nemo_rl_moe.generation.portions import EngineInPortions
@@ -30,7 +31,7 @@ def give_weights(
         return
     check = make_refit_check(config, policy, engine, model.hf_config, run.console)
     with run.console.phase("sending the weights to the engine"):
-        update_engine(engine, policy, PhaseClock(), check)
+        update_engine(engine, policy, PhaseClock(), checked_refits(check, engine))
 
 
 def in_portions(config: GRPOMasterConfig, engine: GenerationEngine, told: Callable[[int], object]) -> EngineInPortions:

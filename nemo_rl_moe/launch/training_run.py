@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nemo_rl_moe.algorithms.step_recorder import Observers, RunSummary, StepRecorder
+from nemo_rl_moe.algorithms.step_recorder import RecordSinks, RunSummary, StepRecorder
 from nemo_rl_moe.checkpoints.best_metric import choice_in_force
 from nemo_rl_moe.checkpoints.changes import changed_inputs
 from nemo_rl_moe.checkpoints.checkpointer import Checkpointer
@@ -39,27 +39,21 @@ from nemo_rl_moe.launch.setup import (
     running_role,
     summarise,
 )
+from nemo_rl_moe.loggers.artifacts import ArtifactTables
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, find_own_backends
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.models.model_files import left_out_line, write_model_files
 from nemo_rl_moe.models.picture_rules import picture_problem
 from nemo_rl_moe.models.policy.lm_policy import MegatronPolicy
 from nemo_rl_moe.models.policy.model_workers import ModelWorkers
 from nemo_rl_moe.models.safetensors_folder import one_line
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.reward_signal import FailedResponses
-from nemo_rl_moe.moe.routing_advantage import AdvantageScores
-from nemo_rl_moe.moe.tape_ledger import TapeReport
 from nemo_rl_moe.report.run_findings import scoring_lines
-from nemo_rl_moe.run_folder.advantages import AdvantageWriter
-from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
 from nemo_rl_moe.run_folder.failures import FailureWriter
 from nemo_rl_moe.run_folder.folder import collect_versions, create_run_folder, find_run_folder, write_run_files
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
-from nemo_rl_moe.run_folder.routing import RoutingWriter
 from nemo_rl_moe.run_folder.samples import SampleLog
-from nemo_rl_moe.run_folder.step_tables import MAX_DELAY_S
 
 FINAL_RUN_FILE = "training_run.json"
 """Beside the final weights: which training they are the end of."""
@@ -374,7 +368,7 @@ class TrainingRun(ModelRun):
         settings = self.config.checkpointing
         # Entered before what closes first after the loop: a request to stop must not cut off its last writes.
         self.use(self._stop_signals.graceful())
-        observers = self._observers(loggers, folder)
+        sinks = self._record_sinks(loggers, folder)
         checkpointer = self._open_checkpointer(loggers, folder) if settings.enabled else None
         time_limit = TimeLimit(settings.checkpoint_must_save_by, self._launch.started)
 
@@ -385,27 +379,20 @@ class TrainingRun(ModelRun):
             return self._stop_signals.reason() or ("checkpointing.checkpoint_must_save_by" if is_up else None)
 
         return StepRecorder(
-            observers,
+            sinks,
             checkpointer,
             stop_reason,
             self.config.policy.max_consecutive_skipped_updates,
             self.resume.state.loop if self.resume is not None else LoopState(),
         )
 
-    def _observers(self, loggers: FanOutLogger, folder: Path) -> Observers:
-        expert_load = ExpertLoadWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
-        self._opened.callback(expert_load.close)
+    def _record_sinks(self, loggers: FanOutLogger, folder: Path) -> RecordSinks:
+        tables = ArtifactTables(folder, self.console.warn, self.console.message)
+        self._opened.callback(tables.close)
 
-        def log_expert_load(step: int, load: ExpertLoad) -> None:
-            expert_load.write(step, load)
-            loggers.log_expert_load(step, load)
-
-        routing = RoutingWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
-        self._opened.callback(routing.close)
-
-        def log_tape_report(step: int, report: TapeReport) -> None:
-            routing.write(step, report)
-            loggers.log_tape_report(step, report)
+        def log_artifact(step: int, name: str, artifact: Any) -> None:
+            tables.write(step, name, artifact)
+            loggers.log_artifact(step, name, artifact)
 
         failures = FailureWriter(folder, self.console.warn, self.console.message)
         self._opened.callback(failures.close)
@@ -414,24 +401,11 @@ class TrainingRun(ModelRun):
             failures.write(step, failed)
             loggers.log_failures(failed)
 
-        advantages = AdvantageWriter(folder, self.console.warn, self.console.message, max_delay_s=MAX_DELAY_S)
-        self._opened.callback(advantages.close)
-
-        def log_advantage_scores(step: int, scores: AdvantageScores) -> None:
-            advantages.write(step, scores)
-            loggers.log_advantage_scores(step, scores)
-
-        def flush() -> None:
-            for table in (expert_load, routing, advantages):
-                table.flush()
-
         settings = self.config.logger
         if not isinstance(settings, GenerationLoggerConfig):
-            return Observers(loggers, log_expert_load, flush=flush)
+            return RecordSinks(loggers, log_artifact, flush=tables.flush)
         samples = self.use(SampleLog(folder, self.console, settings.num_samples_to_print, settings.num_samples_to_save))
-        return Observers(
-            loggers, log_expert_load, samples.write, log_tape_report, log_advantage_scores, flush, log_failures
-        )
+        return RecordSinks(loggers, log_artifact, samples.write, tables.flush, log_failures)
 
     def _open_checkpointer(self, loggers: FanOutLogger, folder: Path) -> Checkpointer:
         policy, store, config = self._started, self._store, self.config

@@ -60,6 +60,7 @@ class AlertWatch:
         )
         # An episode that the next step continues may have ended this long ago, and taken this long to be found.
         self._num_steps_to_replay = QUIET_STEPS + longest_streak
+        self._load: tuple[int, Sequence[int], Int[np.ndarray, "layers experts"]] | None = None
 
     def observe(
         self,
@@ -69,10 +70,19 @@ class AlertWatch:
         counts: Int[np.ndarray, "layers experts"] | None = None,
         failed: Sequence[FailedResponses] = (),
     ) -> list[Alert]:
-        """Alerts that begin with the next step; without training metrics, as of a validation, those of failures."""
+        """Alerts that begin with the next step; without training metrics, as of a validation, those of failures.
+
+        Without counts, those that `observe_load` was given for this step are used.
+        """
         if not failed and not any(key.startswith("train/") for key in metrics):
             return []
+        if counts is None and self._load is not None and self._load[0] == step:
+            _, layers, counts = self._load
         return alerts_of(step, self._tracker.observe(step, metrics, layers, counts, failed))
+
+    def observe_load(self, step: int, layers: Sequence[int], counts: Int[np.ndarray, "layers experts"]) -> None:
+        """Keep the load of the next step until its metrics are there."""
+        self._load = step, layers, counts
 
     def observe_tape(self, step: int, anomalies: Sequence[TapeAnomaly]) -> list[Alert]:
         """Alerts about the tape of the next step, before its metrics are there: a run may end by it."""

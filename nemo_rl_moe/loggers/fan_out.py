@@ -5,25 +5,18 @@
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Self
 
 from nemo_rl_moe.loggers.alerts import Alert, AlertWatch
+from nemo_rl_moe.loggers.artifacts import ARTIFACTS
 from nemo_rl_moe.loggers.console import Notices, reason_of
-from nemo_rl_moe.loggers.interface import DrawPictures, FlushesToDisk, MetricLogger
+from nemo_rl_moe.loggers.interface import FlushesToDisk, MetricLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.step_pictures import StepPictures
 from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.run_folder.metrics import RunOutcome
-
-if TYPE_CHECKING:
-    # Loggers work without torch.
-    from nemo_rl_moe.moe.load_statistics import ExpertLoad
-    from nemo_rl_moe.moe.routing_advantage import AdvantageScores
-    from nemo_rl_moe.moe.tape_ledger import TapeReport
 
 
 class FanOutLogger:
@@ -63,7 +56,6 @@ class FanOutLogger:
         self._warned_keys: set[str] = set()
         self._pictures, self._alerts = pictures, alerts
         self._failed: list[FailedResponses] = []
-        self._load: tuple[int, Sequence[int], NDArray[np.int64]] | None = None
 
     @property
     def active(self) -> tuple[str, ...]:
@@ -84,32 +76,23 @@ class FanOutLogger:
             isolated.log_step(step, numbers)
         self._send_alerts(step, numbers)
 
-    def log_expert_load(self, step: int, load: "ExpertLoad") -> None:
-        """Logs the load matrix of a step, before the step itself: its pictures belong into the step's row."""
-        counts = np.asarray(load.counts)
-        self._load = step, load.layers, counts
-        if self._pictures is not None:
-            images = None if load.image_counts is None else np.asarray(load.image_counts)
-            self._log_pictures(step, self._pictures.expert_load(step, load.layers, counts, images, load.topk))
+    def log_artifact(self, step: int, name: str, artifact: Any) -> None:
+        """Log an artifact of a step, before the step itself: its plots belong into the step's row.
 
-    def log_tape_report(self, step: int, report: "TapeReport") -> None:
-        """Logs what the tape of a step holds, before the step itself: alerts, since a run may end by it, and pictures.
-
-        Its metrics are those of the step.
+        Its alerts are sent at once, since a run may end by what it shows.
         """
-        if self._pictures is not None:
-            self._log_pictures(step, self._pictures.routing(step, report.layers, np.asarray(report.totals.rows)))
+        kind = ARTIFACTS[name]
+        plot, title = partial(kind.plot, step, artifact), name.replace("_", " ")
+        draw = None if self._pictures is None else self._pictures.of_step(step, title, plot)
+        if draw is not None:
+            for isolated in self._isolated:
+                isolated.log_pictures(step, draw)
         if self._alerts is not None:
-            self._tell(self._alerts.observe_tape(step, report.anomalies))
+            self._tell(kind.alerts(self._alerts, step, artifact))
 
     def log_failures(self, failed: FailedResponses) -> None:
         """Logs failures of a step or its validation, before the step itself: alerts tell of them with its metrics."""
         self._failed.append(failed)
-
-    def log_advantage_scores(self, step: int, found: "AdvantageScores") -> None:
-        """Logs the scores of experts by advantage of a step, before the step itself: as a picture."""
-        if self._pictures is not None:
-            self._log_pictures(step, self._pictures.advantages(step, found.layers, np.asarray(found.scores)))
 
     def log_config(self, config: Mapping[str, Any]) -> None:
         """Logs the configuration to every logger that still takes part."""
@@ -153,15 +136,8 @@ class FanOutLogger:
 
     def _send_alerts(self, step: int, numbers: Mapping[str, float]) -> None:
         failed, self._failed = self._failed, []
-        if self._alerts is None:
-            return
-        layers, counts = self._load[1:] if self._load is not None and self._load[0] == step else ((), None)
-        self._tell(self._alerts.observe(step, numbers, layers, counts, failed))
-
-    def _log_pictures(self, step: int, draw: DrawPictures | None) -> None:
-        if draw is not None:
-            for isolated in self._isolated:
-                isolated.log_pictures(step, draw)
+        if self._alerts is not None:
+            self._tell(self._alerts.observe(step, numbers, failed=failed))
 
     def _tell(self, alerts: Sequence[Alert]) -> None:
         for alert in alerts:

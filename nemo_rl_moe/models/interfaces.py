@@ -4,7 +4,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -14,9 +14,8 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Axis, Column, StoredColumn, TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, PhaseClock, Reduction
-from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.moe.routing_advantage import AdvantageScores
-from nemo_rl_moe.moe.tape_ledger import LedgerTotals, TapeReport
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals
+from nemo_rl_moe.run_folder.artifacts import StepArtifacts
 from nemo_rl_moe.weight_sync.transport import WeightTransport
 
 
@@ -126,13 +125,11 @@ class TrainResult:
         num_tokens: Real tokens (no padding) over all ranks.
         microbatch_metrics: One series for each metric of the loss function, over all microbatches and ranks.
         moe_metrics: MoE metrics without the `moe/` prefix; empty when tracking is off.
-        expert_load: The full load matrix; None when tracking is off.
         num_updates: Optimizer steps of the call, skipped ones included.
         num_skipped_updates: Optimizer steps that were left out because the loss or the gradient was NaN or infinite.
         skipped_in_a_row: How many of the call's last optimizer steps those are.
         weight_version: Optimizer steps that the weights have seen since the start of the run, skipped ones left out.
-        tape_report: Of the batch's tape of routed experts; None without one.
-        advantage_scores: Of experts by advantage; None where nobody asks, or there are no advantages.
+        artifacts: Arrays and tables of the step by their registered names, such as the load of every expert.
         gpu_use: Of the policy's GPUs; None on CPUs.
     """
 
@@ -143,13 +140,11 @@ class TrainResult:
     num_tokens: int
     microbatch_metrics: dict[str, MetricSeries]
     moe_metrics: dict[str, float]
-    expert_load: ExpertLoad | None = None
     num_updates: int = 1
     num_skipped_updates: int = 0
     skipped_in_a_row: int = 0
     weight_version: int = 0
-    tape_report: TapeReport | None = None
-    advantage_scores: AdvantageScores | None = None
+    artifacts: StepArtifacts = field(default_factory=dict)
     gpu_use: GpuUse | None = None
 
 

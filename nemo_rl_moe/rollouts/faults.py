@@ -1,20 +1,15 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Failures of rollouts in a run: of the environment, the first of each kind told at once, and of routed experts.
-
-A run without any score ends, and one that would replay routes that cannot be right.
-"""
+"""Failures of the environment in a run, the first of each kind told at once; a run without any score ends."""
 
 from collections.abc import Callable, Sequence
 
 from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.environments.interface import METRIC_NAMES, Fault
-from nemo_rl_moe.errors import EnvironmentFailedError, RoutingTapeError
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly
+from nemo_rl_moe.errors import EnvironmentFailedError
 from nemo_rl_moe.rollouts.trajectory import OVERLONG_METRIC, Trajectory
 
 KEY = "grpo.max_consecutive_failed_steps"
-_MOST_TOLD = 5
 _CONSEQUENCES: dict[OnFailure, str] = {
     "leave_out": "which is not trained on",
     "lowest": "which gets the lowest reward of its group",
@@ -105,28 +100,3 @@ class FaultWatch:
 
 def _described(trajectory: Trajectory) -> str:
     return f"{trajectory.fault_message} (sample {trajectory.sample_id})"
-
-
-ANOMALY_KEY = "policy.megatron_cfg.routing_replay_on_anomaly"
-
-
-class TapeWatch:
-    """Watch over the tapes that a policy trains with: rows that cannot be right end a run that replays them.
-
-    Args:
-        stops: They end the run; False: the loggers' alerts tell of them.
-    """
-
-    def __init__(self, *, stops: bool):
-        self._stops = stops
-
-    def observe(self, anomalies: Sequence[TapeAnomaly]) -> None:
-        """Looks at what was found in the next step.
-
-        Raises:
-            RoutingTapeError: Something was, and the run is to end.
-        """
-        if anomalies and self._stops:
-            found = "; ".join(anomaly.text for anomaly in anomalies[:_MOST_TOLD])
-            more = f"; and {len(anomalies) - _MOST_TOLD} more" if len(anomalies) > _MOST_TOLD else ""
-            raise RoutingTapeError(f"replayed experts cannot be right ({ANOMALY_KEY}: stop): {found}{more}")

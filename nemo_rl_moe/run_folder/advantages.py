@@ -6,7 +6,6 @@ Its columns are `step`, `layer`, `expert` and `score`: how far the expert has a 
 of high advantage than of others, beyond chance, in standard deviations.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.run_folder.step_tables import StepTable, StepTableWriter, read_steps
 from nemo_rl_moe.shapes import Float, Int
 
 if TYPE_CHECKING:
@@ -40,31 +39,15 @@ class AdvantageHistory:
     scores: Float[np.ndarray, "steps layers experts"]
 
 
-class AdvantageWriter(StepTableWriter):
-    """Writer of the scores of each step.
+class AdvantageWriter(StepTableWriter["AdvantageScores"]):
+    """Writer of the scores of each step."""
 
-    Args:
-        run_folder: The run's folder.
-        warn: Told once when writing fails, and when steps are lost.
-        message: Told when writing works again.
-        max_delay_s: As of `StepTableWriter`.
-    """
+    table = TABLE
 
-    def __init__(
-        self,
-        run_folder: Path,
-        warn: Callable[[str], None],
-        message: Callable[[str], None] = lambda text: None,
-        *,
-        max_delay_s: float = 0.0,
-    ):
-        super().__init__(TABLE, run_folder, warn, message, max_delay_s=max_delay_s)
-
-    def write(self, step: int, found: "AdvantageScores") -> None:
-        """Adds one step; steps ascend."""
-        scores = found.scores.numpy().astype(np.float32)[None]
-        axes = (np.array([step]), np.array(found.layers), np.arange(scores.shape[2]))
-        self.add(StepRows(axes, {"score": scores}))
+    def write(self, step: int, artifact: "AdvantageScores") -> None:
+        """Add one step; steps ascend."""
+        scores = artifact.scores.numpy().astype(np.float32)
+        self.add(step, (artifact.layers, range(scores.shape[1])), {"score": scores})
 
 
 def read_advantages(run_folder: Path, first_step: int = 0) -> AdvantageHistory:

@@ -5,7 +5,6 @@
 Of a model with vision it has the column `image_count` too.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from nemo_rl_moe.errors import DataError
-from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.run_folder.step_tables import StepTable, StepTableWriter, read_steps
 from nemo_rl_moe.shapes import Int
 
 if TYPE_CHECKING:
@@ -48,33 +47,17 @@ class ExpertLoadHistory:
         return int(self.counts.shape[2])
 
 
-class ExpertLoadWriter(StepTableWriter):
-    """Writer of the load matrix of each step.
+class ExpertLoadWriter(StepTableWriter["ExpertLoad"]):
+    """Writer of the load matrix of each step."""
 
-    Args:
-        run_folder: The run's folder.
-        warn: Told once when writing fails, and when steps are lost.
-        message: Told when writing works again.
-        max_delay_s: As of `StepTableWriter`.
-    """
+    table = TABLE
 
-    def __init__(
-        self,
-        run_folder: Path,
-        warn: Callable[[str], None],
-        message: Callable[[str], None] = lambda text: None,
-        *,
-        max_delay_s: float = 0.0,
-    ):
-        super().__init__(TABLE, run_folder, warn, message, max_delay_s=max_delay_s)
-
-    def write(self, step: int, load: "ExpertLoad") -> None:
-        """Adds one step; steps ascend."""
-        values = {"count": load.counts.numpy()[None]}
-        if load.image_counts is not None:
-            values[IMAGE_COUNT] = load.image_counts.numpy()[None]
-        axes = (np.array([step]), np.array(load.layers), np.arange(load.counts.shape[1]))
-        self.add(StepRows(axes, values))
+    def write(self, step: int, artifact: "ExpertLoad") -> None:
+        """Add one step; steps ascend."""
+        values = {"count": artifact.counts.numpy()}
+        if artifact.image_counts is not None:
+            values[IMAGE_COUNT] = artifact.image_counts.numpy()
+        self.add(step, (artifact.layers, range(artifact.counts.shape[1])), values)
 
 
 def read_expert_load(run_folder: Path, first_step: int = 0) -> ExpertLoadHistory:

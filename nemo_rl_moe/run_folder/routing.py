@@ -25,7 +25,7 @@ from nemo_rl_moe.moe.tape_rows import MARGIN_EDGES, Row
 from nemo_rl_moe.run_folder.line_tail import LineTail
 from nemo_rl_moe.run_folder.lines import LineFile
 from nemo_rl_moe.run_folder.metrics import LAST_STEP
-from nemo_rl_moe.run_folder.step_tables import StepRows, StepTable, StepTableWriter, read_steps
+from nemo_rl_moe.run_folder.step_tables import StepTable, StepTableWriter, read_steps
 from nemo_rl_moe.shapes import Float, Int
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RoutingHistory:
     layer_overlap: Float[np.ndarray, "steps layers layers"] | None = None
 
 
-class RoutingWriter(StepTableWriter):
+class RoutingWriter(StepTableWriter["TapeReport"]):
     """Writer of what each step's tape holds, and of its anomalies.
 
     Args:
@@ -84,6 +84,9 @@ class RoutingWriter(StepTableWriter):
         max_delay_s: As of `StepTableWriter`.
     """
 
+    table = TABLE
+    line_files = (ANOMALIES_FILE_NAME,)
+
     def __init__(
         self,
         run_folder: Path,
@@ -92,24 +95,23 @@ class RoutingWriter(StepTableWriter):
         *,
         max_delay_s: float = 0.0,
     ):
-        super().__init__(TABLE, run_folder, warn, message, max_delay_s=max_delay_s)
+        super().__init__(run_folder, warn, message, max_delay_s=max_delay_s)
         self._anomalies_path = run_folder / ANOMALIES_FILE_NAME
         self._anomalies: LineFile | None = None
 
-    def write(self, step: int, report: "TapeReport") -> None:
-        """Adds one step; steps ascend."""
+    def write(self, step: int, artifact: "TapeReport") -> None:
+        """Add one step; steps ascend."""
         from nemo_rl_moe.moe.tape_ledger import slot_chance
 
-        totals = report.totals
+        totals = artifact.totals
         of_kinds = dict(zip(_KINDS, totals.rows.numpy().T, strict=True))
         of_margins = dict(zip(_MARGINS, totals.margins.flatten(1).numpy().T, strict=True))
         slots = {"slots": totals.tape_experts.sum(1).numpy(), "slot_chance": slot_chance(totals).numpy()}
-        values = {name: of_layers[None] for name, of_layers in (of_kinds | slots | of_margins).items()}
-        self.add(StepRows((np.array([step]), np.array(report.layers)), values))
-        if report.anomalies:
+        self.add(step, (artifact.layers,), of_kinds | slots | of_margins)
+        if artifact.anomalies:
             # A healthy run has no such file.
             self._anomalies = self._anomalies or LineFile(self._anomalies_path, self._warn, self._message)
-            self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in report.anomalies)
+            self._anomalies.append(json.dumps(_record(step, anomaly)) for anomaly in artifact.anomalies)
 
     def close(self) -> None:
         """Tries once more to write what is kept."""

@@ -11,11 +11,12 @@ a millisecond, whatever is in it: short steps share a file.
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +25,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from nemo_rl_moe.errors import DataError, one_line
+from nemo_rl_moe.run_folder.artifacts import Artifact
 from nemo_rl_moe.shapes import Int
 
 STEPS_OF_A_FILE = 100
@@ -80,31 +82,35 @@ class StepRows:
         return StepRows((self.axes[0][later], *self.axes[1:]), {name: of[later] for name, of in self.values.items()})
 
 
-class StepTableWriter:
-    """Writer of a table.
+class StepTableWriter(ABC, Generic[Artifact]):
+    """Writer of a table; a subclass makes rows of the artifact of a step.
 
     Survives a full disk: the newest 1,000 steps are kept in memory meanwhile and written when there is space again;
     training goes on.
 
     Args:
-        table: Its form.
         run_folder: The run's folder.
         warn: Told once when writing fails, and when steps are lost.
         message: Told when writing works again.
         max_delay_s: Seconds since the last file was written in which steps are kept for the next one.
+
+    Attributes:
+        table: Form of the table.
+        line_files: Names of the files of lines, `{"step": ...}` each, that it writes beside the table.
     """
+
+    table: ClassVar[StepTable]
+    line_files: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
-        table: StepTable,
         run_folder: Path,
         warn: Callable[[str], None],
         message: Callable[[str], None] = lambda text: None,
         *,
         max_delay_s: float = 0.0,
     ):
-        self._table = table
-        self._name, self._folder = table.folder_name, run_folder / table.folder_name
+        self._name, self._folder = self.table.folder_name, run_folder / self.table.folder_name
         self._warn, self._message = warn, message
         self._kept: deque[StepRows] = deque()
         self._num_lost = 0
@@ -114,9 +120,20 @@ class StepTableWriter:
         # The files of few steps that the run wrote before it was resumed are joined with the new ones.
         self._short = [span for span in _files_in_force(self._folder) if span[1] - span[0] < STEPS_OF_A_FILE - 1]
 
-    def add(self, rows: StepRows) -> None:
-        """Adds one step; steps ascend."""
-        self._kept.append(rows)
+    @abstractmethod
+    def write(self, step: int, artifact: Artifact) -> None:
+        """Add one step; steps ascend."""
+
+    def add(self, step: int, places: Sequence[Sequence[int]], values: Mapping[str, NDArray[Any]]) -> None:
+        """Add the rows of one step; steps ascend.
+
+        Args:
+            step: The step.
+            places: Numbers along each axis behind the first, ascending.
+            values: Column to its values, in the shape of these axes.
+        """
+        axes = (np.array([step]), *map(np.asarray, places))
+        self._kept.append(StepRows(axes, {name: of_step[None] for name, of_step in values.items()}))
         if len(self._kept) > _MOST_STEPS_KEPT:
             self._kept.popleft()
             self._num_lost += 1
@@ -145,7 +162,7 @@ class StepTableWriter:
                 rows = _joined([self._kept[place] for place in range(min(len(self._kept), STEPS_OF_A_FILE))])
                 first, last = (int(rows.axes[0][place]) for place in (0, -1))
                 # It is joined with others soon: to compress a step's columns takes as long as to write them.
-                _write_whole(_as_file(self._table, rows), _path(self._folder, first, last), compression="none")
+                _write_whole(_as_file(self.table, rows), _path(self._folder, first, last), compression="none")
                 self._written_at = time.monotonic()
                 self._short.append((first, last))
                 for _ in rows.axes[0]:

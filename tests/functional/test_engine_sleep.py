@@ -14,7 +14,7 @@ import pytest
 import ray
 import torch
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
@@ -142,10 +142,12 @@ def train(engines: Engines, config: GRPOMasterConfig, start: LoopState) -> dict[
     train_grpo(
         config,
         engines.policy,
-        engine,
-        SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config)),
-        Validator(config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(config)),
-        PAD_TOKEN,
+        Rollouts(
+            engine,
+            SynchronousSource(config.grpo, worker, loader, SAMPLING, failure_rule(config)),
+            Validator(config.grpo, worker, prompts(2, "val"), SAMPLING, failure_rule(config)),
+            PAD_TOKEN,
+        ),
         make_recorder(ListLogger(), [], note, DiaryOfCheckpoints(), start=start),
     )
     return drawn

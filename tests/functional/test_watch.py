@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.load_arrays import utilization
 from nemo_rl_moe.run_folder.expert_load import read_expert_load
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.functional import sft_runs
 from tests.support.made_runs import make_run, random_counts
 from tests.unit.report.test_watch_state import CONFIG, metrics_of, sick_counts, write_step

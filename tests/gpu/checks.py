@@ -252,7 +252,7 @@ def _decode(backend: str, *, rehearse: bool) -> dict[str, Any]:
     config, hf_config = run_config(rehearse=rehearse, **override), slice_config(rehearse=rehearse)
     with job_of_one(config.policy):
         from nemo_rl_moe.models.megatron.generation import MegatronGenerator
-        from nemo_rl_moe.models.megatron.training.trainer import MegatronModel
+        from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
 
         model = MegatronModel(config.policy, hf_config, None)
         engine = MegatronGenerator(model.chunks, model.config, None, model.device)

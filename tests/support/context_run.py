@@ -20,6 +20,7 @@ from nemo_rl_moe.models.interfaces import Head, LossInputs, LossOutputs
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.models.megatron.weights.parameter_layout import parameter_pieces
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.tiny_model import (
     MICROBATCHES,
     logprobs_by_sequence,
@@ -146,7 +147,8 @@ def _train(trainer: MegatronTrainer, shards: Sequence[Any]) -> tuple[RankRun, li
         losses.append(result.global_loss)
         norms.append(result.grad_norm)
         metrics.append({name: value for name, value in result.moe_metrics.items() if "seconds" not in name})
-        counts.append([] if result.expert_load is None else result.expert_load.counts.tolist())
+        load = EXPERT_LOAD.of(result.artifacts)
+        counts.append([] if load is None else load.counts.tolist())
         of_loss.append({name: series.reduce() for name, series in result.microbatch_metrics.items()})
     pieces, cuts = {}, {}
     for piece in parameter_pieces(trainer.chunks, trainer.config):

@@ -29,6 +29,7 @@ from nemo_rl_moe.rollouts.environment import Environment, SingleTurn
 from nemo_rl_moe.rollouts.failed_responses import FailureRule
 from nemo_rl_moe.rollouts.trajectory import NOT_SAMPLED, Trajectory
 from nemo_rl_moe.rollouts.worker import RolloutWorker
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
 
 END_TOKEN, PAD_TOKEN = 1, 0
 LEAVE_OUT = FailureRule("leave_out", fewest_of_group=2, fewest_of_step=2)
@@ -211,6 +212,11 @@ class FakePolicy:
         self.batches.append(batch)
         self.losses.append(loss_function)
         step = len(self.batches)
+        artifacts: dict[str, Any] = {}
+        if self.tracks_experts:
+            artifacts[EXPERT_LOAD.name] = ExpertLoad((0,), torch.tensor([[step, step]]))
+        if step in self.tapes:
+            artifacts[ROUTING.name] = self.tapes[step]
         return TrainResult(
             global_loss=1 / step,
             grad_norm=2.0,
@@ -219,8 +225,7 @@ class FakePolicy:
             num_tokens=int(batch.lengths.sum()),
             microbatch_metrics={"probs_ratio": MetricSeries((0.5, 0.5), Reduction.SHARE)},
             moe_metrics={"load_balancing_loss": 1.5} if self.tracks_experts else {},
-            expert_load=ExpertLoad((0,), torch.tensor([[step, step]])) if self.tracks_experts else None,
-            tape_report=self.tapes.get(step),
+            artifacts=artifacts,
         )
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:

@@ -69,7 +69,6 @@ class RecordedWorkers:
             num_microbatches=1,
             microbatch_metrics={"loss": MetricSeries((0.25,), Reduction.SHARE)},
             moe_metrics={},
-            expert_load=None,
             num_skipped_updates=0,
             skipped_in_a_row=0,
             weight_version=self.num_updates,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_rl_moe.algorithms.step_recorder import Checkpoints, Observers, StepRecorder
+from nemo_rl_moe.algorithms.step_recorder import Checkpoints, RecordSinks, StepRecorder
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.loggers.interface import MetricLogger
 from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
 
 
 @dataclass
@@ -59,13 +60,10 @@ def make_recorder(
 ) -> StepRecorder:
     """A recorder that writes to lists."""
 
-    def log_load(step: int, load: Any) -> None:
-        if loads is not None:
-            loads.append((step, load))
+    def log_artifact(step: int, name: str, artifact: Any) -> None:
+        kept = {EXPERT_LOAD.name: loads, ROUTING.name: tapes}[name]
+        if kept is not None:
+            kept.append((step, artifact))
 
-    def log_tape(step: int, report: TapeReport) -> None:
-        if tapes is not None:
-            tapes.append((step, report))
-
-    observers = Observers(logger, log_load, samples, log_tape, flush=flush)
-    return StepRecorder(observers, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())
+    sinks = RecordSinks(logger, log_artifact, samples, flush)
+    return StepRecorder(sinks, checkpoints, stop_reason, max_skipped_in_a_row, start or LoopState())

@@ -135,13 +135,11 @@ class MegatronPolicy(ModelWorkers):
             num_tokens=int(batch.lengths.sum()),
             microbatch_metrics=join_metrics([result.microbatch_metrics for result in results]),
             moe_metrics=first.moe_metrics,
-            expert_load=first.expert_load,
             num_updates=len(global_batches),
             num_skipped_updates=first.num_skipped_updates,
             skipped_in_a_row=first.skipped_in_a_row,
             weight_version=first.weight_version,
-            tape_report=first.tape_report,
-            advantage_scores=first.advantage_scores,
+            artifacts=first.artifacts,
             gpu_use=self._gpu_use(batch, by_global_batch, results),
         )
 

@@ -118,7 +118,8 @@ class MegatronPolicyWorker:  # pragma: no cover  (runs in another process)
         from nemo_rl_moe.models.megatron.model.agreement import agree_on_model
         from nemo_rl_moe.models.megatron.model.parallel_state import initialize_parallel_state, shared_gloo_device
         from nemo_rl_moe.models.megatron.model.transformer_config import require_transformer_engine
-        from nemo_rl_moe.models.megatron.training.trainer import MegatronModel, MegatronTrainer
+        from nemo_rl_moe.models.megatron.training.megatron_model import MegatronModel
+        from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 
         self._rank = rank
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

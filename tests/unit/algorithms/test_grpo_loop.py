@@ -11,22 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_rl_moe.algorithms.grpo import failure_rule, ratio_is_one, train_grpo, update_engine
+from nemo_rl_moe.algorithms.grpo import Rollouts, failure_rule, ratio_is_one, train_grpo, update_engine
 from nemo_rl_moe.algorithms.grpo_metrics import Validator
 from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
+from nemo_rl_moe.algorithms.run_observers import CheckedRefits, RunObserver, TapeWatch
 from nemo_rl_moe.algorithms.step_recorder import RunSummary
 from nemo_rl_moe.checkpoints.state import LoopState
 from nemo_rl_moe.config.schema import GRPOMasterConfig
 from nemo_rl_moe.data.prompts import PromptLoader
+from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.environments.interface import Score, ScoringItem
 from nemo_rl_moe.errors import RoutingTapeError, WeightSyncError
 from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationRequest
 from nemo_rl_moe.loggers.console import train_line
 from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeReport
-from nemo_rl_moe.rollouts.faults import TapeWatch
 from nemo_rl_moe.rollouts.limits import RolloutsGivenUpError
 from nemo_rl_moe.rollouts.source import SynchronousSource
 from nemo_rl_moe.rollouts.trajectory import Trajectory
@@ -66,7 +68,7 @@ class Loop:
     stop_after: int = 0
     start: LoopState = field(default_factory=LoopState)
     tapes: Mapping[int, TapeReport] = field(default_factory=dict)
-    tape_watch: TapeWatch | None = None
+    observers: tuple[RunObserver, ...] = ()
     engine_class: type[FakeEngine] = FakeEngine
     refit_check: RefitCheck | None = None
     makes_room: bool = False
@@ -90,13 +92,16 @@ class Loop:
         loader = PromptLoader(prompts(7), num_prompts, seed, shuffle=True)
         held_out = prompts(2, "val") if self.has_validation else ()
         failures = failure_rule(self.config)
+        checked = [] if self.refit_check is None else [CheckedRefits(self.refit_check, self.engine)]  # type: ignore[arg-type]
         self.summary = train_grpo(
             self.config,
             self.policy,
-            self.engine,
-            SynchronousSource(self.config.grpo, worker, loader, SAMPLING, failures),
-            Validator(self.config.grpo, worker, held_out, SAMPLING, failures) if held_out else None,
-            PAD_TOKEN,
+            Rollouts(
+                self.engine,
+                SynchronousSource(self.config.grpo, worker, loader, SAMPLING, failures),
+                Validator(self.config.grpo, worker, held_out, SAMPLING, failures) if held_out else None,
+                PAD_TOKEN,
+            ),
             make_recorder(
                 self.logger,
                 self.loads,
@@ -106,8 +111,7 @@ class Loop:
                 self.start,
                 tapes=self.recorded_tapes,
             ),
-            refit_check=self.refit_check,
-            tape_watch=self.tape_watch,
+            [*self.observers, *checked],
         )
 
     def _stop_reason(self) -> str | None:
@@ -208,8 +212,9 @@ def test_a_resumed_run_whose_engine_has_other_weights_generates_nothing() -> Non
 def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
     engine, policy, clock = ScoringFake(shares_weights=False), FakePolicy(), PhaseClock()
     check = check_of_two(policy.diary)
+    checked = [CheckedRefits(check, engine)]
     engine.gap = 5e-5
-    assert update_engine(engine, policy, clock, check) == {  # type: ignore[arg-type]
+    assert update_engine(engine, policy, clock, checked) == {  # type: ignore[arg-type]
         "refit/bytes": 24.0,
         "refit/logprob_gap": pytest.approx(5e-5),
         "refit/checks_failed": 0.0,
@@ -218,13 +223,55 @@ def test_each_refit_is_checked_and_its_gap_is_a_metric() -> None:
     assert policy.diary == ["weights", "trainer begins"], "while the engine still loads"
     assert {"refit", "refit_check"} <= {key.split("/")[1] for key in clock.metrics()}
     check.share_compared = 0.75
-    assert update_engine(engine, policy, clock, check)["refit/weights_compared"] == 0.75  # type: ignore[arg-type]
+    assert update_engine(engine, policy, clock, checked)["refit/weights_compared"] == 0.75  # type: ignore[arg-type]
     assert update_engine(engine, policy, clock) == {"refit/bytes": 24.0}  # type: ignore[arg-type]
     engine.gap = 2e-4
     with pytest.raises(WeightSyncError, match="It is copy 0"):
-        update_engine(engine, policy, clock, check)  # type: ignore[arg-type]
+        update_engine(engine, policy, clock, checked)  # type: ignore[arg-type]
     engine.shares_weights = True
-    assert update_engine(engine, policy, clock, check) == {}  # type: ignore[arg-type]
+    assert update_engine(engine, policy, clock, checked) == {}  # type: ignore[arg-type]
+
+
+@dataclass
+class Diary(RunObserver):
+    """Writes down what it sees."""
+
+    name: str
+    diary: list[str]
+
+    def before_update(
+        self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+    ) -> dict[str, float]:
+        assert len(trajectories) == len(batch)
+        return self._seen(f"before {step}")
+
+    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+        return self._seen("after")
+
+    def during_refit(self) -> None:
+        self._seen("during refit")
+
+    def after_refit(self, clock: PhaseClock) -> dict[str, float]:
+        return self._seen("refit")
+
+    def _seen(self, what: str) -> dict[str, float]:
+        self.diary.append(f"{self.name} {what}")
+        return {f"moe/{self.name} {what}": float(len(self.diary))}
+
+
+def test_observers_see_each_phase_in_their_order() -> None:
+    diary: list[str] = []
+    observers = Diary("a", diary), Diary("b", diary)
+    loop = Loop(small_config("grpo.max_num_steps=1"), shares_weights=False, diary=diary, observers=observers)
+    seen = [entry for entry in diary if entry.split()[0] in ("a", "b", "generate", "train", "log")]
+    of_refit = ["a during refit", "b during refit", "a refit", "b refit"]
+    assert seen == [
+        *(*of_refit, "generate", "a before 1", "b before 1", "train", "a after", "b after"),
+        *(*of_refit, "log 1"),
+    ]
+    assert {f"train/moe/{name} {what}" for name in "ab" for what in ("before 1", "after", "refit")} <= {
+        *loop.logger.records[0][1]
+    }
 
 
 @pytest.mark.parametrize(
@@ -456,12 +503,12 @@ def test_a_tape_is_recorded_before_it_may_end_the_run() -> None:
             small_config(),
             diary=diary,
             tapes={1: healthy, 2: wrong, 3: healthy},
-            tape_watch=TapeWatch(stops=True),
+            observers=(TapeWatch(stops=True),),
             recorded_tapes=recorded,
         )
     assert recorded == [(1, healthy), (2, wrong)]
     assert diary[-1] == "train", "the step is neither logged nor saved"
-    told = Loop(small_config(), tapes={2: wrong}, tape_watch=TapeWatch(stops=False))
+    told = Loop(small_config(), tapes={2: wrong}, observers=(TapeWatch(stops=False),))
     assert (told.recorded_tapes, told.steps) == ([(2, wrong)], [1, 2, 3])
 
 

@@ -24,6 +24,7 @@ from nemo_rl_moe.distributed.batch import TokenBatch
 from nemo_rl_moe.metrics import MetricSeries, Reduction
 from nemo_rl_moe.models.interfaces import EvaluationResult, LossFunction, TrainResult
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.grpo_fakes import ListLogger
 from tests.support.recorder_fakes import DiaryOfCheckpoints, make_recorder
 
@@ -49,6 +50,7 @@ class CountingPolicy:
         assert loss_function is sft_loss
         self.trained.append(batch.sample_ids)
         step = len(self.trained)
+        load = ExpertLoad((0,), torch.tensor([[step, step]]))
         return TrainResult(
             global_loss=1 / step,
             grad_norm=2.0 * step,
@@ -57,7 +59,7 @@ class CountingPolicy:
             num_tokens=int(batch.lengths.sum()),
             microbatch_metrics={"num_valid_tokens": MetricSeries((float(batch.num_valid_tokens()),), Reduction.SUM)},
             moe_metrics={"load_balancing_loss": 1.0 + step} if self.tracks_experts else {},
-            expert_load=ExpertLoad((0,), torch.tensor([[step, step]])) if self.tracks_experts else None,
+            artifacts={EXPERT_LOAD.name: load} if self.tracks_experts else {},
         )
 
     def evaluate(self, batch: TokenBatch, loss_function: LossFunction) -> EvaluationResult:

@@ -15,10 +15,10 @@ from nemo_rl_moe.algorithms.tape_recorder import MeasuredPass, TapeRecorder
 from nemo_rl_moe.cli import main
 from nemo_rl_moe.distributed.batch import StoredColumn, TokenBatch
 from nemo_rl_moe.distributed.stored_rows import StoredRows
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.mismatch_split import gap_metrics, split_gap, split_metrics
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS, UNKNOWN
 from nemo_rl_moe.rollouts.trajectory import Trajectory, training_batch
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER, read_description, steps_of
 
 LENGTHS, NUM_LAYERS, NUM_EXPERTS, TOPK = (30, 41, 25, 37), 2, 8, 2

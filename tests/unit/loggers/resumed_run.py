@@ -15,7 +15,7 @@ from pathlib import Path
 
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from tests.support.loggers import settings_for
 
 

@@ -15,6 +15,7 @@ from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.step_pictures import StepPictures
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
+from nemo_rl_moe.run_folder.artifacts import EXPERTS_BY_ADVANTAGE
 from tests.support.loggers import ListBackend
 
 SCORES = np.array([[0.5, -1.5, np.nan], [6.0, 0.0, -0.5]])
@@ -58,7 +59,7 @@ def test_it_comes_with_the_pictures_of_the_load() -> None:
     pictures = StepPictures(2, notices)
     loggers = FanOutLogger([], notices, [isolated], closing_s=patience.closing_s, pictures=pictures)
     for step in range(1, 5):
-        loggers.log_advantage_scores(step, AdvantageScores((0,), torch.tensor([[1.0, -1.0]])))
+        loggers.log_artifact(step, EXPERTS_BY_ADVANTAGE.name, AdvantageScores((0,), torch.tensor([[1.0, -1.0]])))
         loggers.log_step(step, {"train/loss": 1.0})
     loggers.close()
     assert {step: set(found) for step, found in backend.pictures.items()} == {s: {ADVANTAGE_KEY} for s in (1, 2, 4)}

@@ -14,13 +14,14 @@ from nemo_rl_moe.config.schema_run import AlertsConfig
 from nemo_rl_moe.loggers.alerts import Alert, AlertWatch, alerts_of
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.moe.findings import Finding
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.routing import RoutingWriter
 from tests.support.loggers import load_of, settings_for
 from tests.support.made_runs import tape_metrics
@@ -51,7 +52,7 @@ def log_run(
         writer = ExpertLoadWriter(run_folder, pytest.fail)
         for step, load in loads.items():
             writer.write(step, load)
-            loggers.log_expert_load(step, load)
+            loggers.log_artifact(step, EXPERT_LOAD.name, load)
             loggers.log_step(step, {"train/loss": 1.0, "train/moe/avg_overload_factor": 1.1})
     return [line for line in stream.getvalue().splitlines() if line.startswith("warning")]
 
@@ -139,7 +140,7 @@ def log_tapes(
         writer = RoutingWriter(run_folder, pytest.fail)
         for step, report in tapes.items():
             writer.write(step, report)
-            loggers.log_tape_report(step, report)
+            loggers.log_artifact(step, ROUTING.name, report)
             if step < max(tapes):
                 loggers.log_step(step, {"train/loss": 1.0, **tape_metrics(report)})
         writer.close()
@@ -207,7 +208,7 @@ def test_alerts_can_be_switched_off(tmp_path: Path) -> None:
     stream = io.StringIO()
     with build_loggers(settings_for(tmp_path), tmp_path, ConsoleLogger(9, stream=stream), topk=TOPK) as loggers:
         for step in range(1, 9):
-            loggers.log_expert_load(step, SICK)
+            loggers.log_artifact(step, EXPERT_LOAD.name, SICK)
             loggers.log_step(step, {"train/loss": 1.0})
     assert "warning" not in stream.getvalue()
 

@@ -7,11 +7,12 @@ import time
 
 import pytest
 
-from nemo_rl_moe.loggers import step_pictures
+from nemo_rl_moe.loggers import artifacts
 from nemo_rl_moe.loggers.console import Notices
 from nemo_rl_moe.loggers.fan_out import FanOutLogger
 from nemo_rl_moe.loggers.isolated import IsolatedLogger, Patience
 from nemo_rl_moe.loggers.step_pictures import StepPictures
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.loggers import ListBackend, load_of
 
 LOAD = load_of([3, 1], [0, 4])
@@ -35,7 +36,7 @@ def drawn_in(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
         time.sleep(DRAWING_S)
         return {"pictures/a": b"%d" % step}
 
-    monkeypatch.setattr(step_pictures, "expert_load_pictures", draw)
+    monkeypatch.setattr(artifacts, "expert_load_pictures", draw)
     return threads
 
 
@@ -48,7 +49,7 @@ def fan_out(backends: list[ListBackend], warnings: list[str], every: int | None,
 def log(loggers: FanOutLogger, steps: range) -> None:
     """Log the load and the metrics of each step."""
     for step in steps:
-        loggers.log_expert_load(step, LOAD)
+        loggers.log_artifact(step, EXPERT_LOAD.name, LOAD)
         loggers.log_step(step, {"train/loss": 1.0})
 
 
@@ -121,7 +122,7 @@ def test_drawing_that_fails_is_told_once_for_all_backends(warnings: list[str], m
     def draw(step: int, layers: object, counts: object) -> dict[str, bytes]:
         raise RuntimeError("no fonts")
 
-    monkeypatch.setattr(step_pictures, "expert_load_pictures", draw)
+    monkeypatch.setattr(artifacts, "expert_load_pictures", draw)
     backends = [ListBackend(), ListBackend()]
     loggers = fan_out(backends, warnings, 2, PATIENT)
     log(loggers, range(1, 6))

@@ -18,10 +18,10 @@ import pytest
 from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.mlflow import MlflowLogger, local_store_uri
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.tensorboard import TensorBoardLogger
 from nemo_rl_moe.loggers.wandb import WandbLogger
 from nemo_rl_moe.run_folder.metrics import JsonlLogger
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.logged_metrics import (
     MetricHistory,
     read_jsonl,

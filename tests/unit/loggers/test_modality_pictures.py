@@ -17,6 +17,7 @@ from nemo_rl_moe.loggers.isolated import Patience
 from nemo_rl_moe.loggers.modality_pictures import MODALITY_KEY, draw_modalities, modality_pictures
 from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.logged_metrics import read_tensorboard_pictures
 from tests.support.loggers import settings_for
 
@@ -71,7 +72,7 @@ def test_it_is_in_tensorboard_beside_the_load_and_of_vision_alone(tmp_path: Path
         patience = Patience(most_pictures_waiting=99, silence_s=200, closing_s=200)
         with build_loggers(settings, folder, console, None, patience) as loggers:
             for step in (1, 2, 3):
-                loggers.log_expert_load(step, ExpertLoad((2, 13), torch.from_numpy(COUNTS), images, 1))
+                loggers.log_artifact(step, EXPERT_LOAD.name, ExpertLoad((2, 13), torch.from_numpy(COUNTS), images, 1))
                 loggers.log_step(step, {"train/loss": 1.0})
         found[name] = read_tensorboard_pictures(folder / "tensorboard")
     of_load = {HEATMAP_KEY, SORTED_LOAD_KEY}

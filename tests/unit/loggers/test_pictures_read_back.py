@@ -16,10 +16,11 @@ from nemo_rl_moe.loggers.console import ConsoleLogger
 from nemo_rl_moe.loggers.factory import LoggerResume, build_loggers, mlflow_tracking_uri
 from nemo_rl_moe.loggers.isolated import Patience
 from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY, HeatmapGeometry, cell_colors
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.loggers.wandb import OUTLIER_CHART_KEY, OutlierChart
 from nemo_rl_moe.loggers.wandb_files import wandb_files, wandb_records
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.logged_metrics import (
     MetricHistory,
     PictureHistory,
@@ -60,7 +61,7 @@ def log_attempt(run_folder: Path, attempt: int, steps: range, every: int = 2) ->
         settings, run_folder, console, resume, Patience(most_pictures_waiting=9, closing_s=90)
     ) as loggers:
         for step in steps:
-            loggers.log_expert_load(step, load_at(step, attempt))
+            loggers.log_artifact(step, EXPERT_LOAD.name, load_at(step, attempt))
             loggers.log_step(step, metrics_at(step))
     return stream.getvalue()
 

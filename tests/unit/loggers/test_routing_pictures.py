@@ -15,6 +15,7 @@ from nemo_rl_moe.loggers.pictures import HEATMAP_KEY, SORTED_LOAD_KEY
 from nemo_rl_moe.loggers.routing_pictures import AGREEMENT_KEY, draw_agreement, routing_pictures
 from nemo_rl_moe.loggers.step_pictures import StepPictures
 from nemo_rl_moe.moe.tape_ledger import TapeReport
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
 from tests.support.loggers import ListBackend, load_of
 from tests.support.made_tapes import tape_report
 
@@ -62,8 +63,8 @@ def test_it_comes_with_the_pictures_of_the_load() -> None:
     pictures = StepPictures(2, notices)
     loggers = FanOutLogger([], notices, [isolated], closing_s=patience.closing_s, pictures=pictures)
     for step in range(1, 5):
-        loggers.log_tape_report(step, tape_report([1]))
-        loggers.log_expert_load(step, load_of([3, 1], [0, 4]))
+        loggers.log_artifact(step, ROUTING.name, tape_report([1]))
+        loggers.log_artifact(step, EXPERT_LOAD.name, load_of([3, 1], [0, 4]))
         loggers.log_step(step, {"train/loss": 1.0})
     loggers.close()
     keys = {AGREEMENT_KEY, HEATMAP_KEY, SORTED_LOAD_KEY}

@@ -10,12 +10,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.report.run_findings import episodes_of, findings_of
 from nemo_rl_moe.report.watch_state import RunWatcher
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadWriter
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.routing import RoutingWriter
 from nemo_rl_moe.run_folder.run_data import read_run
 from tests.support.made_runs import make_run, random_counts, tape_metrics

@@ -8,10 +8,9 @@ import pytest
 
 from nemo_rl_moe.config.schema_grpo import OnFailure
 from nemo_rl_moe.environments.interface import Fault, Score, ScoringItem
-from nemo_rl_moe.errors import EXIT_RUN_FAILED, EnvironmentFailedError, RoutingTapeError
+from nemo_rl_moe.errors import EXIT_RUN_FAILED, EnvironmentFailedError
 from nemo_rl_moe.metrics import PhaseClock
-from nemo_rl_moe.moe.tape_identity import TapeAnomaly
-from nemo_rl_moe.rollouts.faults import FaultWatch, TapeWatch
+from nemo_rl_moe.rollouts.faults import FaultWatch
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from tests.support.grpo_fakes import SAMPLING, FakeEngine, make_worker, prompts, trajectory
 
@@ -121,21 +120,3 @@ def test_a_worker_shows_its_trajectories_to_the_watch() -> None:
     assert len(warnings) == 2
     with pytest.raises(EnvironmentFailedError, match="4 of 4 failed"):
         worker.run(prompts(2), 2, SAMPLING, (2,), PhaseClock())
-
-
-LATE, LATER = TapeAnomaly("token", "routes are one token late"), TapeAnomaly("token", "routes are one token early")
-
-
-def test_routes_that_cannot_be_right_end_a_run_that_replays_them() -> None:
-    watch = TapeWatch(stops=True)
-    watch.observe([])
-    with pytest.raises(RoutingTapeError) as error:
-        watch.observe([LATE, LATER] * 4)
-    key = "policy.megatron_cfg.routing_replay_on_anomaly"
-    assert str(error.value).startswith(f"replayed experts cannot be right ({key}: stop): routes are one token late;")
-    assert str(error.value).endswith("; and 3 more")
-    assert error.value.exit_code == 1
-
-
-def test_routes_that_are_compared_alone_end_nothing() -> None:
-    TapeWatch(stops=False).observe([LATE, LATER])

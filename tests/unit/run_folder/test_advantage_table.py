@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.report.arrays import ArrayPool
 from nemo_rl_moe.report.routing_view import advantage_view
 from nemo_rl_moe.run_folder.advantages import FOLDER_NAME, AdvantageHistory, AdvantageWriter, read_advantages
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.unit.report.packed_arrays import unpacked
 
 LAYERS = (1, 3)

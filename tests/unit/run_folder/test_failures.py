@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_rl_moe.environments.interface import Fault
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.report.run_findings import findings_of, scoring_lines
 from nemo_rl_moe.report.watch_state import RunWatcher
@@ -19,7 +20,6 @@ from nemo_rl_moe.run_folder.failures import (
     failures_of,
 )
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.run_data import read_run
 from tests.support.grpo_fakes import trajectory
 from tests.support.made_runs import make_run

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import UserError, tell
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.reward_signal import FailedResponses
 from nemo_rl_moe.moe.routing_advantage import AdvantageScores
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.run_folder.folder import read_logger_run_ids, read_run_id
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.fuzzing import Case, Output, command, fuzz
 from tests.support.made_runs import make_run, random_counts
 from tests.support.made_tapes import tape_report

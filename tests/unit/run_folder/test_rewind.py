@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_rl_moe.errors import CheckpointError
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder import step_tables
 from nemo_rl_moe.run_folder.expert_load import FOLDER_NAME, ExpertLoadWriter, read_expert_load
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from tests.support.full_disk import fill
 
 

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.tape_identity import TapeAnomaly
 from nemo_rl_moe.moe.tape_rows import Row
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.routing import (
     ANOMALIES_FILE_NAME,
     FOLDER_NAME,

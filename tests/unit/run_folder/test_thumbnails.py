@@ -15,10 +15,10 @@ import pytest
 
 from nemo_rl_moe.errors import DataError
 from nemo_rl_moe.loggers.console import ConsoleLogger
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.models.images import Picture, image_inputs
 from nemo_rl_moe.rollouts.trajectory import Trajectory
 from nemo_rl_moe.run_folder import thumbnails
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.samples import PROMPTS_OF_A_STEP, SampleLog, is_pictured, read_samples
 from nemo_rl_moe.run_folder.thumbnails import (
     LONGEST_SIDE,

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from nemo_rl_moe.errors import DataError
+from nemo_rl_moe.loggers.rewind import rewind_run_folder
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.run_folder.expert_load import ExpertLoadTail, ExpertLoadWriter, read_expert_load
 from nemo_rl_moe.run_folder.line_tail import NewRecords
 from nemo_rl_moe.run_folder.metrics import MetricsTail, StepRecord, parse_record
-from nemo_rl_moe.run_folder.rewind import rewind_run_folder
 from nemo_rl_moe.run_folder.step_tables import STEPS_OF_A_FILE
 
 

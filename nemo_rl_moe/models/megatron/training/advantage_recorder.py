@@ -14,13 +14,12 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from nemo_rl_moe.config.schema_grpo import generating
-from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import Axis, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
 from nemo_rl_moe.models.megatron.training.router_taps import SequenceCut, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, TrainingForward
 from nemo_rl_moe.moe.recorder import sum_over_ranks
 from nemo_rl_moe.moe.routers import RouterLayer, routed_experts, routers_of
 from nemo_rl_moe.moe.routing_advantage import (
@@ -29,6 +28,7 @@ from nemo_rl_moe.moe.routing_advantage import (
     advantage_metrics,
     advantage_scores,
 )
+from nemo_rl_moe.run_folder.artifacts import EXPERTS_BY_ADVANTAGE
 
 # isort: split
 from megatron.core import parallel_state
@@ -39,7 +39,7 @@ ADVANTAGES = "advantages"
 """Column of a batch that is trained by advantages: one for each sequence or each token."""
 
 
-class AdvantageRecorder:
+class AdvantageRecorder(StepObserver):
     """The counts `n[s,i,e]` of one `train` call: tokens of sequence `s` from which a trained token is predicted, and
     that layer `i` sends to expert `e`.
 
@@ -48,12 +48,7 @@ class AdvantageRecorder:
         config: The model's configuration.
         device: Where the routers run.
         per_layer: Report each layer too.
-
-    Attributes:
-        scores: Of the last report; None where it had nothing to say.
     """
-
-    scores: AdvantageScores | None = None
 
     def __init__(self, chunks: Sequence[GPTModel], config: TransformerConfig, device: torch.device, *, per_layer: bool):
         self._config, self._device, self._per_layer = config, device, per_layer
@@ -71,8 +66,8 @@ class AdvantageRecorder:
                 hook = self._hook(positions[layer.key], layer)  # type: ignore[index]  # Megatron-Core numbers its layers
                 router.register_forward_hook(hook)
 
-    def start(self, shards: Sequence[GlobalBatchShard]) -> None:
-        """Clears what was counted and makes room for these sequences; for none where they have no advantages."""
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Clear what was counted and make room for these sequences; for none where they have no advantages."""
         microbatches = [microbatch for shard in shards for microbatch in shard.microbatches]
         has_advantages = all(ADVANTAGES in microbatch.columns for microbatch in microbatches)
         self._shards = shards if has_advantages else ()
@@ -85,19 +80,13 @@ class AdvantageRecorder:
             self._counts = self._new_counts(num_rows)
 
     @contextmanager
-    def training_forward(self, number: int, microbatch: ModelMicrobatch) -> Iterator[None]:
-        """While open, what the routers choose counts for the sequences of this microbatch.
-
-        Args:
-            number: Of the microbatch, within the `train` call.
-            microbatch: What runs.
-        """
+    def training_forward(self, forward: TrainingForward) -> Iterator[None]:
+        """Count what the routers choose for the sequences of this microbatch while open."""
         if not self._shards:
             yield
             return
-        self._rows = rows_of_tokens(
-            microbatch, self._first_rows[number], len(self._counts) - 1, cut_of_rank(self._config)
-        )
+        first_row, other_row = self._first_rows[forward.number], len(self._counts) - 1
+        self._rows = rows_of_tokens(forward.microbatch, first_row, other_row, cut_of_rank(self._config))
         try:
             yield
             self._add_indices(self._rows)
@@ -105,25 +94,24 @@ class AdvantageRecorder:
             self._rows = None
             self._indices = {}
 
-    def report(self) -> dict[str, float]:
-        """Metrics of what was counted, on rank 0 alone. A collective where there are advantages: all ranks call it."""
-        self.scores = None
+    def end_step(self) -> StepObservations:
+        """Return metrics and scores on rank 0 alone. A collective where there are advantages: all ranks call it."""
         if not self._shards:
-            return {}
+            return StepObservations()
         counts, facts = sum_over_ranks(self._of_whole_batch(), self._device)
         if dist.get_rank() > 0:  # once is enough
-            return {}
+            return StepObservations()
         (trained,) = facts[2].nonzero(as_tuple=True)
         if not len(trained):
-            return {}
+            return StepObservations()
         advantages, groups, _ = facts.index_select(1, trained)
         metrics: dict[str, float] = {}
         of_both = advantage_scores(counts.index_select(0, trained), advantages, groups)
         for of_shares, scores in enumerate(of_both):
             metrics |= advantage_metrics(scores, self._layers, per_layer=self._per_layer, of_shares=bool(of_shares))
         # Of numbers of tokens every expert has a preference where long responses are good ones.
-        self.scores = AdvantageScores(tuple(self._layers), scores.cpu())
-        return metrics
+        found = AdvantageScores(tuple(self._layers), scores.cpu())
+        return StepObservations(metrics, {EXPERTS_BY_ADVANTAGE.name: found})
 
     def _of_whole_batch(self) -> list[Tensor]:
         """This rank's counts, and advantage, group and whether it is trained of its sequences, at their places."""
@@ -166,18 +154,6 @@ class AdvantageRecorder:
                 self._indices[position] = routed
 
         return count
-
-
-def attach_advantage_recorder(
-    chunks: Sequence[GPTModel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
-) -> AdvantageRecorder | None:
-    """Recorder as a policy's configuration asks for it; None without, or where the model has no MoE layers."""
-    generates, megatron = generating(policy), policy.megatron_cfg
-    if generates is None or not generates.megatron_cfg.experts_by_advantage or not megatron.track_moe_metrics:
-        return None
-    if not moe_layer_indices(config):
-        return None
-    return AdvantageRecorder(chunks, config, device, per_layer=megatron.moe_per_layer_logging)
 
 
 def rows_of_tokens(

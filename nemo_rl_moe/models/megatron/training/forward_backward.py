@@ -13,10 +13,8 @@ from torch import Tensor
 
 from nemo_rl_moe.distributed.batch import Destination, GlobalBatchShard, TokenBatch
 from nemo_rl_moe.metrics import Reduction
-from nemo_rl_moe.models.images import IS_IMAGE
 from nemo_rl_moe.models.interfaces import Head, LossFunction, LossInputs, needs_of
 from nemo_rl_moe.models.megatron.model.releases import needs_padding_mask, padding_mask_for_stage
-from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
 from nemo_rl_moe.models.megatron.training.chunked_head import chunked_token_statistics, hidden_states_only
 from nemo_rl_moe.models.megatron.training.context_parallel import place_of_rank
 from nemo_rl_moe.models.megatron.training.microbatch import (
@@ -26,9 +24,9 @@ from nemo_rl_moe.models.megatron.training.microbatch import (
     pack_microbatch,
     pad_microbatch,
 )
-from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
+from nemo_rl_moe.models.megatron.training.step_observer import StepObserver, TrainingForward
 from nemo_rl_moe.models.megatron.training.token_statistics import TokenStatistics
-from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
 
 # isort: split
 from megatron.core import parallel_state
@@ -51,9 +49,8 @@ class ForwardBackward:
         explicit_mask: The core attention wants its causal mask as a tensor (Megatron's own does).
         device: Where the model lives.
         temperature: Divides the logits of forward passes without a backward pass; training divides in the model.
-        recorder: Hears of every training forward; None when nothing is tracked.
         taps: Taps on the routers, for batches with a tape of routed experts; None without.
-        advantages: Hears of every training forward too; None when nobody asks which experts serve which advantages.
+        observers: See every training forward pass.
         counts: Training passes count in the taps' ledger; False for passes beside the step's own.
         pixels_per_token: Of `MicrobatchShape`.
     """
@@ -63,9 +60,8 @@ class ForwardBackward:
     explicit_mask: bool
     device: torch.device
     temperature: float = 1.0
-    recorder: ExpertLoadRecorder | None = None
     taps: RouterTaps | None = None
-    advantages: AdvantageRecorder | None = None
+    observers: Sequence[StepObserver] = ()
     counts: bool = True
     pixels_per_token: int | None = None
 
@@ -85,7 +81,7 @@ class ForwardBackward:
             chunks: This rank's model chunks.
             shard: The microbatches.
             loss_function: What is trained.
-            first_microbatch: The number that the recorder knows the first microbatch by.
+            first_microbatch: Number of the first microbatch within the `train` call.
             num_microbatches: Run the first so many; None: all.
 
         Returns:
@@ -93,7 +89,10 @@ class ForwardBackward:
         """
         step = partial(self._training_step, shard, loss_function)
         chosen = shard.microbatches[:num_microbatches]
-        return self._run(chunks, chosen, step, first_microbatch=first_microbatch, forward_only=False)
+        results = self._run(chunks, chosen, step, first_microbatch=first_microbatch, forward_only=False)
+        if self.taps is not None:
+            self.taps.clear()
+        return results
 
     def evaluate(
         self, chunks: Sequence[MegatronModule], shard: GlobalBatchShard, loss_function: LossFunction
@@ -180,14 +179,13 @@ class ForwardBackward:
         chunk = get_attr_wrapped_model(model, "vp_stage") or 0
         bare = unwrap_model(model)
         bare.needs_entropy = Head.ENTROPY in needs_of(loss_function)
+        forward = TrainingForward(chunk, number, microbatch)
         with ExitStack() as stack:
-            if self.recorder is not None:
-                stack.enter_context(self.recorder.training_forward(chunk, number, self._image_tokens(microbatch)))
-            if self.advantages is not None:
-                stack.enter_context(self.advantages.training_forward(number, microbatch))
+            for observer in self.observers:
+                stack.enter_context(observer.training_forward(forward))
             output = self._run_model(model, microbatch, number, labels=microbatch.labels)
-        if self.recorder is not None:
-            self.recorder.watch_backward(output, chunk, number)
+        for observer in self.observers:
+            observer.after_forward(forward, output)
         if self.taps is not None:
             self.taps.watch_backward(output, chunk, microbatch)
         entropy, bare.entropy = bare.entropy, None
@@ -246,11 +244,6 @@ class ForwardBackward:
             ),
         )
         return output
-
-    def _image_tokens(self, microbatch: ModelMicrobatch) -> Tensor | None:
-        """True on image tokens, in the order of this rank's routers; None of a model without pictures."""
-        is_image = microbatch.model_columns.get(IS_IMAGE)
-        return None if is_image is None else in_router_order(is_image, cut_of_rank(self.config))
 
     def _attention_mask(self, microbatch: ModelMicrobatch) -> Tensor | None:
         if not self.explicit_mask:

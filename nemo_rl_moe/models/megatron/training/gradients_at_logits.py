@@ -7,8 +7,7 @@ through the hidden states. The second way cannot be told from that of the algori
 the parts are exact in the last MoE layer, and elsewhere the policy's part holds what later layers' losses send back.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,12 @@ import torch.distributed as dist
 from jaxtyping import Float
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import GlobalBatchShard
+from nemo_rl_moe.models.interfaces import LossFunction
 from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megatron.core)
 from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
 from nemo_rl_moe.models.megatron.training.router_gradients import placed_routers, share_of_rank, sources_of
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, is_due
 from nemo_rl_moe.moe.gradient_sources import AUXILIARY, POLICY, Z, inner_products, last_layer_metrics
 
 # isort: split
@@ -29,8 +30,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class GradientsAtLogits:
-    """Taps on the routers of this rank that take their weights' gradients apart while a pass runs under `recording`.
+class GradientsAtLogits(StepObserver):
+    """Hooks on the routers of this rank that take their weights' gradients apart in a step's first global batch.
 
     At the logits `l = W x` of a layer the weight's gradient is `sum_t d_t x_t^T` with `d_t = dL / dl_t`. `d` of the
     whole loss comes with the backward pass; that of an auxiliary loss follows from the loss alone, as soon as it is
@@ -40,6 +41,7 @@ class GradientsAtLogits:
         chunks: This rank's model chunks.
         config: The model's configuration.
         device: Where they are.
+        every: Measures in each so many `train` calls.
         per_layer: Report each layer too.
 
     Attributes:
@@ -51,13 +53,14 @@ class GradientsAtLogits:
         chunks: Sequence[DistributedDataParallel],
         config: TransformerConfig,
         device: torch.device,
+        every: int,
         *,
         per_layer: bool,
     ):
-        self._config, self._device, self._per_layer = config, device, per_layer
+        self._config, self._device, self._every, self._per_layer = config, device, every, per_layer
         self._layers = moe_layer_indices(config)
         self.sources = sources_of(config)
-        self._is_open = False
+        self._is_due = self._is_open = False
         self._sums: dict[str, Tensor] = {}
         self._scale: Tensor | None = None
         self._taps = [
@@ -65,32 +68,41 @@ class GradientsAtLogits:
             for position, router in placed_routers(chunks, config)
         ]
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """While open, a forward and backward pass is taken apart; what was there before is forgotten."""
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Find out whether this step is one to measure, and forget the last one."""
+        self._is_due, self._is_open, self._sums = is_due(number, self._every), False, {}
+
+    def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
+        """Begin to record the first global batch of a step that is due."""
+        if not self._is_due:
+            return
+        self._is_due, self._is_open = False, True
         shape = (len(self._layers), self._config.num_moe_experts, self._config.hidden_size)
         names = (_WHOLE, *self.sources[1:])
         self._sums = {name: torch.zeros(shape, dtype=torch.float32, device=self._device) for name in names}
-        self._is_open = True
-        try:
-            yield
-        finally:
-            self._is_open = False
-            # The same for all microbatches of a pass; the next pass writes its own into the same tensor.
-            scale = MoEAuxLossAutoScaler.main_loss_backward_scale
-            self._scale = None if scale is None else scale.clone()
-            for tap in self._taps:
-                tap.forget()
 
-    def report(self) -> dict[str, float]:
-        """Metrics of the recorded pass, on rank 0 alone; every rank calls it."""
+    def after_backward(self) -> None:
+        """End the recording."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        # All microbatches of a pass share it; the next pass writes its own into the same tensor.
+        scale = MoEAuxLossAutoScaler.main_loss_backward_scale
+        self._scale = None if scale is None else scale.clone()
+        for tap in self._taps:
+            tap.forget()
+
+    def end_step(self) -> StepObservations:
+        """Return the metrics of the recorded pass, on rank 0 alone; every rank calls it."""
+        if not self._sums:
+            return StepObservations()
         parts = self.parts()
         self._sums = {}
         dist.all_reduce(parts)
         if dist.get_rank() > 0:  # once is enough
-            return {}
+            return StepObservations()
         products = inner_products(parts.flatten(2)).cpu()
-        return last_layer_metrics(products, self.sources, self._layers, per_layer=self._per_layer)
+        return StepObservations(last_layer_metrics(products, self.sources, self._layers, per_layer=self._per_layer))
 
     def parts(self) -> Float[Tensor, "sources layers experts hidden"]:
         """This rank's share of each part; those of all ranks add up to it."""
@@ -161,12 +173,3 @@ class _RouterTap:
         (loss,) = attached.grad_fn.saved_tensors  # type: ignore[union-attr]
         (gradient,) = torch.autograd.grad(loss, self._logits, retain_graph=True)
         self._add(source, gradient, self._inputs)
-
-
-def attach_gradients_at_logits(
-    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
-) -> GradientsAtLogits | None:
-    """The taps as a policy's configuration asks for them; None without, or where the model has no MoE layers."""
-    if policy.megatron_cfg.router_gradients.at_logits_every_n_steps is None or not moe_layer_indices(config):
-        return None
-    return GradientsAtLogits(chunks, config, device, per_layer=policy.megatron_cfg.moe_per_layer_logging)

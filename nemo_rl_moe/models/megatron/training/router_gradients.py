@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import GlobalBatchShard
 from nemo_rl_moe.distributed.bin_packing import round_up
 from nemo_rl_moe.models.interfaces import LossFunction, LossInputs, LossOutputs, needs_of
@@ -20,6 +19,7 @@ from nemo_rl_moe.models.megatron import cpu_backend  # noqa: F401  (before megat
 from nemo_rl_moe.models.megatron.model.transformer_config import Z_LOSS, auxiliary_loss_names, moe_layer_indices
 from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
 from nemo_rl_moe.models.megatron.training.side_passes import side_pass
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver, is_due
 from nemo_rl_moe.moe.gradient_sources import AUXILIARY, POLICY, Z, gradient_metrics, inner_products
 from nemo_rl_moe.moe.routers import routers_of
 
@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 
 
-class RouterGradients:
+class RouterGradients(StepObserver):
     """Measurement of the gradient of every router's weight, split by source.
 
     Each part is what the optimizer would get of that source alone for the microbatches that are looked at, brought to
@@ -38,61 +38,65 @@ class RouterGradients:
     microbatches, and, over all microbatches of the global batch, to that of the step itself.
 
     Args:
+        passes: Runs the step's passes, without observers.
         chunks: This rank's model chunks.
-        config: The model's configuration.
-        device: Where they are.
+        every: Measures in each so many `train` calls, the first global batch alone.
         num_microbatches: First microbatches of a global batch to look at; None: all.
         per_layer: Report each layer too.
     """
 
     def __init__(
         self,
+        passes: ForwardBackward,
         chunks: Sequence[DistributedDataParallel],
-        config: TransformerConfig,
-        device: torch.device,
-        *,
+        every: int,
         num_microbatches: int | None,
         per_layer: bool,
     ):
-        self._chunks, self._config, self._device = chunks, config, device
-        self._num_microbatches, self._per_layer = num_microbatches, per_layer
+        config = passes.config
+        self._passes = replace(passes, counts=False)
+        self._chunks, self._config, self._device = chunks, config, passes.device
+        self._every, self._num_microbatches, self._per_layer = every, num_microbatches, per_layer
+        self._is_due = False
+        self._metrics: dict[str, float] = {}
         self._layers = moe_layer_indices(config)
         self._routers = placed_routers(chunks, config)
         self.sources = sources_of(config)
 
-    def measure(
-        self, passes: ForwardBackward, shard: GlobalBatchShard, loss_function: LossFunction
-    ) -> dict[str, float]:
-        """Metrics of a global batch that is about to be trained on, on rank 0 alone; every rank calls it.
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Find out whether this step is one to measure."""
+        self._is_due, self._metrics = is_due(number, self._every), {}
 
-        Of weights, random states and counts nothing changes, to the bit.
+    def start_global_batch(self, shard: GlobalBatchShard, loss_function: LossFunction) -> None:
+        """Measure the first global batch of a step that is due; every rank calls it.
 
-        Args:
-            passes: What runs the step's own passes.
-            shard: This rank's part of the global batch.
-            loss_function: What is trained.
+        Weights, random states and counts do not change, to the bit.
         """
+        if not self._is_due:
+            return
+        self._is_due = False
         started = time.perf_counter()
-        parts = self.parts(passes, shard, loss_function)
+        parts = self.parts(shard, loss_function)
         dist.all_reduce(parts)
         products = inner_products(parts.flatten(2))
         if dist.get_rank() > 0:  # once is enough
-            return {}
-        metrics = gradient_metrics(products.cpu(), self.sources, self._layers, per_layer=self._per_layer)
-        return metrics | {"router_gradient/seconds": time.perf_counter() - started}
+            return
+        self._metrics = gradient_metrics(products.cpu(), self.sources, self._layers, per_layer=self._per_layer)
+        self._metrics["router_gradient/seconds"] = time.perf_counter() - started
 
-    def parts(self, passes: ForwardBackward, shard: GlobalBatchShard, loss_function: LossFunction) -> Tensor:
-        """This rank's share of each part, `[sources, MoE layers, experts, hidden]`; those of all ranks add up to it."""
+    def end_step(self) -> StepObservations:
+        """Return the metrics on rank 0 alone."""
+        return StepObservations(self._metrics)
+
+    def parts(self, shard: GlobalBatchShard, loss_function: LossFunction) -> Tensor:
+        """Return this rank's share of each part, `[sources, MoE layers, experts, hidden]`: all ranks' add up to it."""
         config = self._config
         shape = (len(self.sources), len(self._layers), config.num_moe_experts, config.hidden_size)
         parts = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        passes = replace(passes, recorder=None, advantages=None, counts=False)
         for source, of_source in zip(self.sources, parts, strict=True):
             trained = loss_function if source == POLICY else _WithoutGradient(loss_function)
             with side_pass(self._chunks, config), _only_auxiliary_losses_of(source, config):
-                passes.train(self._chunks, shard, trained, num_microbatches=self._number_of(shard))
-                if passes.taps is not None:
-                    passes.taps.clear()
+                self._passes.train(self._chunks, shard, trained, num_microbatches=self._number_of(shard))
                 for position, router in self._routers:
                     of_source[position] = router.weight.main_grad
         return parts.mul_(share_of_rank(config))
@@ -120,17 +124,6 @@ def sources_of(config: TransformerConfig) -> tuple[str, ...]:
     names = auxiliary_loss_names(config)
     balancing = [AUXILIARY] if any(name != Z_LOSS for name in names) else []
     return (POLICY, *balancing, *([Z] if Z_LOSS in names else []))
-
-
-def attach_router_gradients(
-    chunks: Sequence[DistributedDataParallel], config: TransformerConfig, policy: PolicyConfig, device: torch.device
-) -> RouterGradients | None:
-    """The measurement as a policy's configuration asks for it; None without, or where the model has no MoE layers."""
-    chosen = policy.megatron_cfg.router_gradients
-    if chosen.every_n_steps is None or not moe_layer_indices(config):
-        return None
-    per_layer = policy.megatron_cfg.moe_per_layer_logging
-    return RouterGradients(chunks, config, device, num_microbatches=chosen.num_microbatches, per_layer=per_layer)
 
 
 def share_of_rank(config: TransformerConfig) -> float:

@@ -14,6 +14,7 @@ from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_token
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.moe.routers import routers_of
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_grpo_policy, tiny_hf_config
 
@@ -63,8 +64,8 @@ def train(policy: Any, num_steps: int, loss_scale: float) -> list[Step]:
                 for layer, router in routers
                 if router.expert_bias is not None
             }
-            load = None if result.expert_load is None else result.expert_load.counts.numpy()
-            steps.append(Step(bias, load, result.moe_metrics))
+            load = EXPERT_LOAD.of(result.artifacts)
+            steps.append(Step(bias, None if load is None else load.counts.numpy(), result.moe_metrics))
         return steps
 
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
+from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.overload_factor import predict_overload, what_if_metrics
 from tests.support.gloo_ranks import run_ranks
+from tests.support.observed import observer_of
 from tests.support.tiny_model import (
     MICROBATCHES,
     layout,
@@ -68,8 +70,7 @@ def record_step(world_size: int, settings: dict[str, Any], batches_in_step: int)
             batches = [tiny_batch(100 * step + index) for index in range(batches_in_step)]
             shards = [shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size) for batch in batches]
             result = trainer.train(shards, sft_loss)
-        recorder = trainer._recorder
-        assert recorder is not None
+        recorder = observer_of(trainer, ExpertLoadReports).recorder
         return RankRecord(
             stage=place.pipeline_rank,
             slice_index=parallel_state.get_expert_data_parallel_rank(),

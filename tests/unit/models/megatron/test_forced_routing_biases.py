@@ -15,8 +15,10 @@ from nemo_rl_moe.config.loading import load_config
 from nemo_rl_moe.errors import ConfigurationError
 from nemo_rl_moe.models.megatron.layers.routers import FORCED_ROUTING_FIELDS, forced_routing_in_force
 from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config, effective_moe_configuration
+from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
+from tests.support.observed import observer_of
 from tests.support.tiny_model import layout, parallel_job, shard_of_rank, tiny_batch, tiny_hf_config, tiny_policy
 from tests.support.training_run import RunSettings, difference, train_run
 
@@ -124,8 +126,7 @@ def shares_of_models(policies: list[Any]) -> list[Biases]:
         for policy in policies:
             trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
             trainer.train([shard_of_rank(tiny_batch(0))], sft_loss)
-            recorder = trainer._recorder
-            assert recorder is not None
+            recorder = observer_of(trainer, ExpertLoadReports).recorder
             counts = recorder.counts.double()
             shares.append((TOPK * counts / counts.sum(-1, keepdim=True)).reshape(-1, EXPERTS).numpy())
         return shares

@@ -15,6 +15,7 @@ from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.load_statistics import ExpertLoad
 from nemo_rl_moe.moe.modality_metrics import modality_metrics
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     layout,
@@ -66,7 +67,7 @@ def train(policy: Any, plan: Any, with_images: bool, steps: int) -> tuple[Expert
         shard = make_shard(batch, plan[trainer.coordinates.data_parallel_rank], batch)
         for _ in range(steps):
             result = trainer.train([shard], sft_loss)
-        return result.expert_load, result.moe_metrics
+        return EXPERT_LOAD.of(result.artifacts), result.moe_metrics
 
 
 def run(

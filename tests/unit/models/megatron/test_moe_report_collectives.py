@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A report takes few collectives and one copy to the host, whatever the model, the batch and the options."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,14 +16,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
-from nemo_rl_moe.models.megatron.training import trainer as trainer_module
+from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
+from nemo_rl_moe.models.megatron.training import observers
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     layout,
     parallel_job,
     shard_of_rank,
     tiny_batch,
+    tiny_grpo_policy,
     tiny_hf_config,
     tiny_policy,
     with_image_tokens,
@@ -77,13 +81,13 @@ def logged_report(job: Job) -> dict[str, Any]:
     """One step on every rank: what the report did, and what it said."""
     policy = tiny_policy(job.world_size, **layout(**job.sizes), **job.changes)
     collectives, waits = CollectiveLog(), WaitLog()
-    collect = trainer_module.get_moe_metrics
+    collect = observers.get_moe_metrics
 
     def logged(*args: Any, **kwargs: Any) -> Any:
         with collectives, waits:
             return collect(*args, **kwargs)
 
-    with parallel_job(policy), mock.patch.object(trainer_module, "get_moe_metrics", logged):
+    with parallel_job(policy), mock.patch.object(observers, "get_moe_metrics", logged):
         trainer = MegatronTrainer(policy, tiny_hf_config(**job.model), None, num_steps=10)
         place = trainer.coordinates
         batch = with_image_tokens(tiny_batch(1)) if job.images else tiny_batch(1)
@@ -168,6 +172,66 @@ def test_bytes_over_the_whole_job_do_not_grow_with_microbatches_and_slices() -> 
 def test_one_rank_needs_no_collective() -> None:
     (report,) = run_ranks(logged_report, 1, Job(world_size=1, sizes={}))
     assert report["collectives"] == []
+
+
+def observers_and_collectives(policy: Any) -> list[tuple[str, list[str], list[int]]]:
+    """Each observer's class, with the operations that a rank enters at the end of a step for it, and their bytes."""
+    with parallel_job(policy):
+        trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
+        place, logs = trainer.coordinates, []
+        for observer in trainer.observers:
+            logs.append((type(observer).__name__, CollectiveLog()))
+            observer.end_step = partial(_logged, logs[-1][1], observer.end_step)  # type: ignore[method-assign]
+        shard = shard_of_rank(batch_with_routes(), place.data_parallel_rank, place.data_parallel_size)
+        trainer.train([shard], sft_loss)
+        return [(name, log.names, log.bytes) for name, log in logs]
+
+
+def _logged(log: CollectiveLog, end_step: Callable[[], Any]) -> Any:
+    with log:
+        return end_step()
+
+
+def batch_with_routes() -> TokenBatch:
+    """Sequences with advantages and with routed experts."""
+    batch = tiny_batch(1)
+    routes = torch.rand(*batch.input_ids.shape, 4, 8).topk(2, -1).indices.to(torch.int16)
+    return batch.with_columns(
+        advantages=per_sequence(torch.arange(8.0)),
+        **{ROUTED_EXPERTS: per_token(routes, Destination.MODEL, fill=-1)},
+    )
+
+
+OBSERVED = {
+    "routing_replay": "rollout",
+    "experts_by_advantage": True,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 0.01,
+    "router_gradients__every_n_steps": 1,
+    "router_gradients__at_logits_every_n_steps": 1,
+}
+IN_ORDER = {
+    "RouterGradients": [],
+    "GradientsAtLogits": ["allreduce_"],
+    "RoutingReports": ["allreduce_", "allreduce_", "allreduce_"],
+    "ExpertLoadReports": ["allreduce_", *SUM_AND_MAXIMUM],
+    "ExpertBiasReports": ["allreduce_"],
+    "AdvantageRecorder": ["allreduce_"],
+}
+
+
+def test_observers_enter_the_same_collectives_in_the_same_order_on_every_rank() -> None:
+    ranks = run_ranks(observers_and_collectives, 2, tiny_grpo_policy(2, **layout(ep=2), **OBSERVED))
+    assert ranks[0] == ranks[1]
+    assert [(name, names) for name, names, _ in ranks[0]] == list(IN_ORDER.items())
+
+
+def test_pipeline_stages_enter_the_same_collectives() -> None:
+    policy = tiny_grpo_policy(2, **layout(pp=2), **OBSERVED)
+    first, second = run_ranks(observers_and_collectives, 2, policy)
+    assert first == second
+    assert [name for name, _, _ in first] == list(IN_ORDER)
 
 
 def provoke_logs() -> tuple[list[str], list[str]]:

@@ -15,6 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nemo_rl_moe.algorithms.losses.supervised import sft_loss
 from nemo_rl_moe.config.schema_policy import PolicyConfig
 from nemo_rl_moe.distributed.batch import per_sequence
+from nemo_rl_moe.models.megatron.training.observers import ExpertLoadReports
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations, StepObserver
+from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     layout,
@@ -98,19 +101,31 @@ class Waits:
         return self._until_stop
 
 
+class StopBeforeReport(StepObserver):
+    """Stands before the observer of the expert load."""
+
+    def __init__(self, waits: Waits):
+        self._waits = waits
+
+    def end_step(self) -> StepObservations:
+        self._waits.stop()
+        return StepObservations()
+
+
+def stop_before_report(trainer: MegatronTrainer, waits: Waits) -> None:
+    kinds = [type(observer) for observer in trainer.observers]
+    place = kinds.index(ExpertLoadReports) if ExpertLoadReports in kinds else len(kinds)
+    trainer.observers.insert(place, StopBeforeReport(waits))
+
+
 def waits_of_step(settings: RunSettings) -> tuple[dict[str, int], dict[str, int]]:
     """Counts on this rank from the start of the second step to its MoE report, and in all of it."""
     with parallel_job(settings.policy):
         trainer = build_trainer(settings)
         trainer.train([shard_of_step(trainer, settings, 0)], sft_loss)
         shard = shard_of_step(trainer, settings, 1)
-        waits, report = Waits(), trainer._moe_metrics
-
-        def stop_and_report(num_microbatches: int) -> Any:
-            waits.stop()
-            return report(num_microbatches)
-
-        trainer._moe_metrics = stop_and_report  # type: ignore[method-assign]
+        waits = Waits()
+        stop_before_report(trainer, waits)
         with waits:
             trainer.train([shard], sft_loss)
         return waits.until_stop, dict(waits.counts)
@@ -120,13 +135,8 @@ def waits_with_advantages(policy: PolicyConfig) -> dict[str, int]:
     """Counts on this rank of a step whose sequences have advantages, from its start to its MoE report."""
     with parallel_job(policy):
         trainer = build_trainer(RunSettings(policy))
-        waits, report = Waits(), trainer._moe_metrics
-
-        def stop_and_report(num_microbatches: int) -> Any:
-            waits.stop()
-            return report(num_microbatches)
-
-        trainer._moe_metrics = stop_and_report  # type: ignore[method-assign]
+        waits = Waits()
+        stop_before_report(trainer, waits)
         batch = tiny_batch(1).with_columns(advantages=per_sequence(torch.arange(8.0)))
         place = trainer.coordinates
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)

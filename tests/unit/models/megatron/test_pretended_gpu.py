@@ -86,7 +86,7 @@ TRAINING: dict[tuple[str, str], tuple[int, str]] = {
     ("recorder.reduce_over_ranks.<listcomp>.<listcomp>", "copy to the device"): (1, "report"),
     ("tape_probe.TapeProbe.reduced", "copy to the host"): (1, "report"),
 }
-LOGPROBS = {("trainer.MegatronModel.logprobs.<listcomp>", "copy to the host")}
+LOGPROBS = {("megatron_model.MegatronModel.logprobs.<listcomp>", "copy to the host")}
 GENERATION = {
     ("captured_routes.CapturedRoutes.sequences", "copy to the host"),
     ("captured_routes.CapturedRoutes.sequences", "tensor"),  # of a stage, beside that copy

@@ -17,11 +17,16 @@ from nemo_rl_moe.algorithms.losses.policy_gradient import PolicyGradientLoss
 from nemo_rl_moe.config.loading import load_grpo_config
 from nemo_rl_moe.distributed.batch import Destination, TokenBatch, per_sequence, per_token
 from nemo_rl_moe.models.megatron.checkpoint.contents import random_states
-from nemo_rl_moe.models.megatron.training import side_passes
-from nemo_rl_moe.models.megatron.training import trainer as trainer_module
+from nemo_rl_moe.models.megatron.training import megatron_model, side_passes
+from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
+from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
+from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
+from nemo_rl_moe.models.megatron.training.step_observer import StepObservations
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD
 from tests.support.gloo_ranks import run_ranks
+from tests.support.observed import observer_of
 from tests.support.tiny_model import (
     layout,
     parallel_job,
@@ -88,13 +93,12 @@ class Measured:
 def measure(policy: Any, sizes: dict[str, int], with_routes: bool, fault: str | None = None) -> Measured:
     with parallel_job(policy), without(fault):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, measurement = trainer.coordinates, trainer._router_gradients
-        assert measurement is not None
+        place, measurement = trainer.coordinates, observer_of(trainer, RouterGradients)
         batch = rl_batch(with_routes=with_routes, **sizes)
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size)
         for chunk in trainer.ddp_chunks:
             chunk.train()
-        parts = measurement.parts(trainer._forward_backward, shard, loss_function())
+        parts = measurement.parts(shard, loss_function())
         dist.all_reduce(parts)
         metrics = trainer.train([shard], loss_function()).moe_metrics
         trained = {
@@ -112,23 +116,21 @@ def at_logits(
     """
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, exact, cheap = trainer.coordinates, trainer._router_gradients, trainer._at_logits
-        assert exact is not None
-        assert cheap is not None
+        place, exact = trainer.coordinates, observer_of(trainer, RouterGradients)
         shard = shard_of_rank(
             rl_batch(with_routes=with_routes, **FULL_ROWS), place.data_parallel_rank, place.data_parallel_size
         )
         for chunk in trainer.ddp_chunks:
             chunk.train()
-        parts, found = exact.parts(trainer._forward_backward, shard, loss_function()), []
+        parts, found = exact.parts(shard, loss_function()), []
         dist.all_reduce(parts)
-        report = type(cheap).report
+        end_step = GradientsAtLogits.end_step
 
-        def kept(self: Any) -> dict[str, float]:
+        def kept(self: Any) -> StepObservations:
             found.append(self.parts())
-            return report(self)
+            return end_step(self)
 
-        with mock.patch.object(type(cheap), "report", kept):
+        with mock.patch.object(GradientsAtLogits, "end_step", kept):
             further = [shard_of_rank(rl_batch(**FULL_ROWS), microbatches=((0, 1, 2, 3), (4, 5, 6, 7)))]
             metrics = trainer.train([shard, *(further if with_another else [])], loss_function()).moe_metrics
         dist.all_reduce(found[0])
@@ -270,14 +272,13 @@ def halves(policy: Any) -> list[np.ndarray]:
     """Parts of all four microbatches, of the first two, and of the last two."""
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        place, measurement = trainer.coordinates, trainer._router_gradients
-        assert measurement is not None
+        place, measurement = trainer.coordinates, observer_of(trainer, RouterGradients)
         shard = shard_of_rank(rl_batch(), place.data_parallel_rank, place.data_parallel_size)
         turned = replace(shard, microbatches=shard.microbatches[2:] + shard.microbatches[:2])
         found = []
         for number, given in ((None, shard), (2, shard), (2, turned)):
             measurement._num_microbatches = number
-            parts = measurement.parts(trainer._forward_backward, given, loss_function())
+            parts = measurement.parts(given, loss_function())
             dist.all_reduce(parts)
             found.append(parts.numpy())
         return found
@@ -302,15 +303,15 @@ def test_an_interleaved_pipeline_runs_whole_rounds(number: int, sizes: dict[str,
 def microbatches_that_run(policy: Any) -> int:
     with parallel_job(policy):
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
-        assert trainer._router_gradients is not None
+        assert observer_of(trainer, RouterGradients)
         numbers = []
-        train = trainer_module.ForwardBackward.train
+        train = ForwardBackward.train
 
         def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
             numbers.append(kwargs.get("num_microbatches"))
             return train(self, *args, **kwargs)
 
-        with mock.patch.object(trainer_module.ForwardBackward, "train", watched):
+        with mock.patch.object(ForwardBackward, "train", watched):
             trainer.train([shard_of_rank(rl_batch())], loss_function())
         assert numbers == [numbers[0]] * 3 + [None]
         return numbers[0]
@@ -376,7 +377,7 @@ class Run:
 
 
 def three_steps(policy: Any, with_routes: bool, dropout: float, fault: str | None) -> Run:
-    build = trainer_module.build_transformer_config
+    build = megatron_model.build_transformer_config
 
     def with_dropout(*args: Any) -> Any:
         config = build(*args)
@@ -384,7 +385,7 @@ def three_steps(policy: Any, with_routes: bool, dropout: float, fault: str | Non
         return config
 
     with parallel_job(policy), ExitStack() as stack:
-        stack.enter_context(mock.patch.object(trainer_module, "build_transformer_config", with_dropout))
+        stack.enter_context(mock.patch.object(megatron_model, "build_transformer_config", with_dropout))
         stack.enter_context(without(fault))
         trainer = MegatronTrainer(policy, tiny_hf_config(), None, num_steps=10)
         place, metrics, loads = trainer.coordinates, [], []
@@ -394,7 +395,8 @@ def three_steps(policy: Any, with_routes: bool, dropout: float, fault: str | Non
             result = trainer.train([shard], loss_function())
             series = {name: found.reduce() for name, found in result.microbatch_metrics.items()}
             metrics.append(result.moe_metrics | series | {"loss": result.global_loss, "norm": result.grad_norm})
-            loads.append(None if result.expert_load is None else result.expert_load.counts.tolist())
+            load = EXPERT_LOAD.of(result.artifacts)
+            loads.append(None if load is None else load.counts.tolist())
         named = {
             f"{index} {name}": tensor
             for index, chunk in enumerate(trainer.chunks)

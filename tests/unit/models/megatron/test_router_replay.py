@@ -21,6 +21,7 @@ from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
 from nemo_rl_moe.moe.tape_ledger import LedgerTotals
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
 from tests.support.generation_run import build_trainer, prompts, request_of
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
@@ -83,7 +84,8 @@ def train(policy: PolicyConfig, microbatches: Any) -> Trained:
         own_logprobs, own_routes = own_choice(trainer, shard, microbatches)
         _, compared = trainer.compare_routes(shard.microbatches)
         result = trainer.train([shard], sft_loss)
-        counts = [] if result.expert_load is None else result.expert_load.counts.tolist()
+        load = EXPERT_LOAD.of(result.artifacts)
+        counts = [] if load is None else load.counts.tolist()
         router = type(trainer.chunks[0].decoder.layers[0].mlp.router).__name__
         return Trained(
             logprobs,
@@ -332,7 +334,7 @@ def generate_and_train(
         batch = batch.fetched(list)
         shard = shard_of_rank(batch, place.data_parallel_rank, place.data_parallel_size, ((0, 1, 2), (3, 4, 5)))
         result = trainer.train([shard], sft_loss)
-        report = result.tape_report
+        report = ROUTING.of(result.artifacts)
         return result.moe_metrics, [] if report is None else [anomaly.text for anomaly in report.anomalies]
 
 

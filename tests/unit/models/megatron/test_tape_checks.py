@@ -23,6 +23,7 @@ from nemo_rl_moe.models.megatron.training.router_taps import (
 )
 from nemo_rl_moe.models.megatron.training.trainer import MegatronTrainer
 from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.run_folder.artifacts import ROUTING
 from tests.support.gloo_ranks import run_ranks
 from tests.support.tiny_model import (
     MICROBATCHES,
@@ -88,7 +89,7 @@ def trained(policy: PolicyConfig, fault: str) -> tuple[dict[str, float], list[st
                         parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         shard = replace(shard, microbatches=tuple(microbatches))
         result = trainer.train([shard] if fault != "updates" else [shard, shard], sft_loss)
-        report = result.tape_report
+        report = ROUTING.of(result.artifacts)
         return result.moe_metrics, [] if report is None else [anomaly.text for anomaly in report.anomalies]
 
 

@@ -293,8 +293,8 @@ def gradients(folder: str, model_type: str, policy: PolicyConfig) -> dict[str, n
     with parallel_job(policy):
         trainer = trainer_of(folder, policy)
         shard = shard_of_rank(mixed_batch(model_type), microbatches=MICROBATCHES)
-        if trainer._recorder is not None:
-            trainer._recorder.start(len(MICROBATCHES))
+        for observer in trainer.observers:
+            observer.start_step(1, [shard])
         trainer._forward_backward.train(trainer.ddp_chunks, shard, sft_loss)
         with torch.no_grad():
             for chunk in trainer.chunks:

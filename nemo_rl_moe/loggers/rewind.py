@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from nemo_rl_moe.errors import CheckpointError
-from nemo_rl_moe.run_folder import advantages, expert_load, routing, thumbnails
+from nemo_rl_moe.loggers.artifacts import ARTIFACTS
+from nemo_rl_moe.run_folder import thumbnails
 from nemo_rl_moe.run_folder.failures import FAILURES_FILE_NAME
 from nemo_rl_moe.run_folder.lines import rewind_lines
 from nemo_rl_moe.run_folder.metrics import METRICS_FILE_NAME
-from nemo_rl_moe.run_folder.routing import ANOMALIES_FILE_NAME
 from nemo_rl_moe.run_folder.samples import SAMPLES_FILE_NAME, named_thumbnails
 from nemo_rl_moe.run_folder.step_tables import rewind_steps
 from nemo_rl_moe.run_folder.tape_folder import TAPE_FOLDER, rewind_tape
@@ -32,14 +32,16 @@ def rewind_run_folder(run_folder: Path, step: int) -> None:
     Raises:
         CheckpointError: A file cannot be cut; names it.
     """
-    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME, ANOMALIES_FILE_NAME, FAILURES_FILE_NAME):
+    writers = [kind.writer for kind in ARTIFACTS.values()]
+    of_artifacts = [name for writer in writers for name in writer.line_files]
+    for name in (METRICS_FILE_NAME, SAMPLES_FILE_NAME, FAILURES_FILE_NAME, *of_artifacts):
         path = run_folder / name
         with _named_if_it_fails(path, step):
             if path.is_file():
                 rewind_lines(path, step)
     with _named_if_it_fails(run_folder / thumbnails.FOLDER_NAME, step):
         remove_thumbnails(run_folder, named_thumbnails(run_folder / SAMPLES_FILE_NAME))
-    for table in (expert_load.TABLE, routing.TABLE, advantages.TABLE):
+    for table in (writer.table for writer in writers):
         with _named_if_it_fails(run_folder / table.folder_name, step):
             rewind_steps(table, run_folder, step)
     with _named_if_it_fails(run_folder / TAPE_FOLDER, step):

@@ -1,0 +1,134 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""Observers of a run on the driver: they see each step of the loop, measure, check, and may end the run."""
+
+from collections.abc import Iterable, Sequence
+
+from nemo_rl_moe.distributed.batch import TokenBatch
+from nemo_rl_moe.errors import RoutingTapeError
+from nemo_rl_moe.generation.interface import GenerationEngine
+from nemo_rl_moe.metrics import PhaseClock
+from nemo_rl_moe.models.interfaces import TrainResult
+from nemo_rl_moe.moe.replay import ROUTED_EXPERTS
+from nemo_rl_moe.rollouts.trajectory import Trajectory
+from nemo_rl_moe.run_folder.artifacts import ROUTING
+from nemo_rl_moe.weight_sync.refit_check import RefitCheck, ScoringEngine
+
+ANOMALY_KEY = "policy.megatron_cfg.routing_replay_on_anomaly"
+_MOST_SHOWN = 5
+
+
+class RunObserver:
+    """Observer of each step of a run; each method does nothing unless a subclass overrides it.
+
+    What a method returns are metrics of the step, without the prefix `train/`. The clock gets the phases of what takes
+    time.
+    """
+
+    def before_update(
+        self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+    ) -> dict[str, float]:
+        """See the policy that generated a batch, before the batch is trained on.
+
+        Args:
+            step: Counted from 1.
+            batch: Batch of the step.
+            trajectories: Rows of the batch as they were generated; none where they are samples of a data set.
+            clock: Clock of the step.
+        """
+        return {}
+
+    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+        """See the trained policy, after the artifacts of the step have been recorded."""
+        return {}
+
+    def during_refit(self) -> None:
+        """Start work of the policy's ranks that they do when they have sent their weights, in each transfer."""
+
+    def after_refit(self, clock: PhaseClock) -> dict[str, float]:
+        """See the generation engine with its new weights; also before the first step."""
+        return {}
+
+
+def joined(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of several observers, which are asked in their order."""
+    return {name: value for metrics in parts for name, value in metrics.items()}
+
+
+class TapeVolume(RunObserver):
+    """Metric `moe/routing/tape_bytes`: size of a batch's routed experts."""
+
+    def before_update(
+        self, step: int, batch: TokenBatch, trajectories: Sequence[Trajectory], clock: PhaseClock
+    ) -> dict[str, float]:
+        """Return the size in bytes; no metric of a batch without routed experts."""
+        size = tape_bytes(batch)
+        return {} if size is None else {"moe/routing/tape_bytes": float(size)}
+
+
+class TapeWatch(RunObserver):
+    """End of a run that replays routed experts which cannot be right.
+
+    Args:
+        stops: They end the run; False: the loggers' alerts report them.
+    """
+
+    def __init__(self, *, stops: bool):
+        self._stops = stops
+
+    def after_update(self, result: TrainResult, clock: PhaseClock) -> dict[str, float]:
+        """Look at the anomalies of the step.
+
+        Raises:
+            RoutingTapeError: There are some, and the run is to end.
+        """
+        report = ROUTING.of(result.artifacts)
+        if report is not None and report.anomalies and self._stops:
+            found = "; ".join(anomaly.text for anomaly in report.anomalies[:_MOST_SHOWN])
+            num_more = len(report.anomalies) - _MOST_SHOWN
+            more = f"; and {num_more} more" if num_more > 0 else ""
+            raise RoutingTapeError(f"replayed experts cannot be right ({ANOMALY_KEY}: stop): {found}{more}")
+        return {}
+
+
+class CheckedRefits(RunObserver):
+    """Check of each refit: metrics `refit/logprob_gap`, `refit/checks_failed` and `refit/weights_compared`.
+
+    Args:
+        check: Check of the run.
+        engine: Generation engine, which scores given tokens.
+    """
+
+    def __init__(self, check: RefitCheck, engine: ScoringEngine):
+        self._check, self._engine = check, engine
+
+    def during_refit(self) -> None:
+        """Have the trainer begin with its half of the check, while the engine still loads."""
+        self._check.begin()
+
+    def after_refit(self, clock: PhaseClock) -> dict[str, float]:
+        """Compare the engine with the trainer.
+
+        Raises:
+            WeightSyncError: The engine does not compute with the trainer's weights.
+        """
+        with clock.phase("refit_check"):
+            gap = self._check.after_refit(self._engine)
+        metrics = {"refit/logprob_gap": gap.largest, "refit/checks_failed": float(self._check.num_failed)}
+        if self._check.share_compared is not None:
+            metrics["refit/weights_compared"] = self._check.share_compared
+        return metrics
+
+
+def checked_refits(check: RefitCheck | None, engine: GenerationEngine) -> list[RunObserver]:
+    """Return the observer that checks the refits of an engine, if there is a check."""
+    if check is None:
+        return []
+    assert isinstance(engine, ScoringEngine)  # others have no check
+    return [CheckedRefits(check, engine)]
+
+
+def tape_bytes(batch: TokenBatch) -> int | None:
+    """Return the size of a batch's routed experts; None without any."""
+    tape = batch.stored.get(ROUTED_EXPERTS)
+    return None if tape is None else sum(rows.num_bytes for rows in tape.rows if rows is not None)

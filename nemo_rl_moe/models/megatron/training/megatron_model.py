@@ -1,0 +1,208 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's model for forward passes: it measures, generates, and sends or saves its weights. Knows nothing of Ray."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+
+from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import PolicyConfig
+from nemo_rl_moe.distributed.batch import GlobalBatchShard, TokenBatch
+from nemo_rl_moe.generation.interface import GeneratedSequence, GenerationBatch
+from nemo_rl_moe.metrics import MetricSeries
+from nemo_rl_moe.models.interfaces import LossFunction
+from nemo_rl_moe.models.megatron.generation import MegatronGenerator
+from nemo_rl_moe.models.megatron.model import parallel_state as project_parallel_state
+from nemo_rl_moe.models.megatron.model.gpt_model import build_model_chunks
+from nemo_rl_moe.models.megatron.model.transformer_config import build_transformer_config
+from nemo_rl_moe.models.megatron.model.vision_model import pixels_per_token_of_positions
+from nemo_rl_moe.models.megatron.training.captured_routes import StagesOfLayers, routes_of_microbatch
+from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward, metrics_to_host
+from nemo_rl_moe.models.megatron.training.optimizer import half_precision_modules
+from nemo_rl_moe.models.megatron.training.router_taps import attach_taps
+from nemo_rl_moe.models.megatron.weights.hf_export import save_weights, tensors_of_this_rank
+from nemo_rl_moe.models.megatron.weights.starting_weights import set_starting_weights
+from nemo_rl_moe.models.model_files import write_model_files
+from nemo_rl_moe.moe.tape_ledger import LedgerTotals
+from nemo_rl_moe.weight_sync.fingerprints import fingerprints_of
+from nemo_rl_moe.weight_sync.transport import TransportSpec
+
+# isort: split
+from megatron.core.transformer.module import MegatronModule
+
+
+class MegatronModel:
+    """One rank's part of a model, for forward passes alone: it generates, measures and sends its weights.
+
+    No gradients, no optimizer state.
+
+    Args:
+        policy: The section of the configuration that describes it.
+        hf_config: The model's Hugging Face configuration.
+        weights_folder: Folder to read weights from; None for random ones.
+        tokenizer: Needed where responses end with stop strings.
+
+    Attributes:
+        notices: What a user should know of the weights that it starts with, a line each.
+        num_updates: Optimizer steps that changed the weights: their version.
+    """
+
+    def __init__(self, policy: PolicyConfig, hf_config: Any, weights_folder: Path | None, *, tokenizer: Any = None):
+        self.policy, self.hf_config = policy, hf_config
+        self.device = project_parallel_state.device()
+        self.coordinates = project_parallel_state.parallel_coordinates()
+        self.config = build_transformer_config(policy, hf_config)
+        self.chunks = build_model_chunks(policy, self.config, hf_config)
+        self.notices = set_starting_weights(self.chunks, self.config, hf_config, weights_folder, policy.init_seed)
+        generates = generating(policy)
+        temperature = generates.generation.temperature if generates else 1.0
+        for chunk in self.chunks:
+            chunk.temperature = temperature
+        self.modules: Sequence[MegatronModule] = half_precision_modules(self.config, self.chunks)
+        self._taps = attach_taps(self.chunks, self.config, policy, self.device)
+        self._forward_backward = ForwardBackward(
+            config=self.config,
+            packed=policy.sequence_packing.enabled,
+            explicit_mask=policy.megatron_cfg.layer_spec == "local",
+            device=self.device,
+            temperature=temperature,
+            taps=self._taps,
+            pixels_per_token=pixels_per_token_of_positions(hf_config),
+        )
+        self._stages = None if self._taps is None else StagesOfLayers(self._taps, self.device)
+        self._generator = MegatronGenerator(
+            self.chunks, self.config, tokenizer, self.device, taps=self._taps, stages=self._stages
+        )
+        self.num_updates = 0
+
+    @property
+    def has_tower(self) -> bool:
+        """True where this rank runs a vision tower: others read no pixels."""
+        return any(hasattr(chunk, "vision") for chunk in self.chunks)
+
+    def evaluate(self, shard: GlobalBatchShard, loss_function: LossFunction) -> dict[str, MetricSeries]:
+        """Forward passes only. Returns the loss function's metrics of this rank's microbatches."""
+        self._evaluation_mode()
+        with torch.no_grad():
+            results = self._forward_backward.evaluate(self.modules, shard, loss_function)
+        return self._series(results)
+
+    def logprobs(self, microbatches: Sequence[TokenBatch]) -> list[torch.Tensor]:
+        """Forward passes only.
+
+        Returns:
+            For each microbatch, the log-probability of every token given those before it, `[sequences, longest]`, on
+            the host; empty where no loss is computed.
+        """
+        self._evaluation_mode()
+        with torch.no_grad():
+            found = self._forward_backward.logprobs(self.modules, microbatches)
+        return [logprobs.cpu() for logprobs in found] if self.coordinates.reports_loss else []
+
+    def logprobs_and_routes(
+        self, microbatches: Sequence[TokenBatch]
+    ) -> tuple[list[torch.Tensor], list[Int[np.ndarray, "tokens moe_layers topk"]]]:
+        """`logprobs`, and the routed experts of each sequence, microbatch after microbatch; of the ranks that report.
+
+        The model has MoE layers, and the configuration asks for a tape.
+        """
+        assert self._taps is not None
+        assert self._stages is not None
+        with self._taps.capturing() as captured:
+            found = self.logprobs(microbatches)
+        routes = [
+            rows
+            for microbatch, chosen in captured
+            for rows in routes_of_microbatch(microbatch, chosen, self._stages, self._taps.cut)
+        ]
+        return found, routes if self.coordinates.reports_loss else []
+
+    def compare_routes(self, microbatches: Sequence[TokenBatch]) -> tuple[list[torch.Tensor], LedgerTotals]:
+        """`logprobs` with the routers' own experts, and how far these are those of the tape; every rank calls it.
+
+        The model has MoE layers, and the configuration asks for a tape.
+        """
+        assert self._taps is not None
+        with self._taps.comparing() as totals:
+            return self.logprobs(microbatches), totals()
+
+    def generate(self, request: GenerationBatch, max_batch_size: int | None) -> list[GeneratedSequence]:
+        """Responses to this data-parallel rank's prompts; empty where no loss is computed. Every rank calls it."""
+        self._evaluation_mode()
+        return self._generator.generate(request, weight_version=self.num_updates, max_batch_size=max_batch_size)
+
+    def send_weights(self, transfer: TransportSpec, *, altered: bool = False) -> int:
+        """Sends this rank's part of the weights to the workers of a generation engine. Every rank calls it.
+
+        Args:
+            transfer: The transfer.
+            altered: Send others in their place, of which every tensor differs.
+
+        Returns:
+            Bytes sent.
+
+        Raises:
+            WeightSyncError: A receiver or another rank could not go on; the model is as it was.
+            RuntimeError: A rank ran out of memory, say. The same on every rank.
+        """
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            # A norm's weights are often all alike, so that moving them is not enough.
+            sent = ((name, 1.5 * tensor.roll(1, -1)) for name, tensor in tensors) if altered else tensors
+            return transfer.send(sent, dist.get_rank(), self.num_updates)
+        finally:
+            # The ranks bring each tensor together: one that stopped early would keep the others waiting.
+            deque(tensors, maxlen=0)
+            torch.cuda.empty_cache()  # of the tensors that were brought together: the engine's cache comes next
+
+    def weight_fingerprints(self, number_format: str) -> dict[str, str]:
+        """Return the fingerprints of this rank's part of the weights. Every rank calls it.
+
+        Args:
+            number_format: Of `weight_sync.fingerprints.fingerprint`.
+        """
+        tensors = tensors_of_this_rank(self.chunks, self.config, self.hf_config)
+        try:
+            return fingerprints_of(tensors, number_format)
+        finally:
+            deque(tensors, maxlen=0)  # the others wait in its collectives
+            torch.cuda.empty_cache()  # the engine's cache comes next
+
+    def save_weights(self, folder: Path, model_files: Mapping[str, bytes]) -> list[str]:
+        """Writes the weights as a Hugging Face folder. Every rank calls it.
+
+        Args:
+            folder: Where to.
+            model_files: What lies beside the weights, file name to content.
+
+        Returns:
+            Names of parameters that the family has no tensor for, which are left out.
+
+        Raises:
+            CheckpointError: A rank could not write its part. The same on every rank.
+        """
+
+        def write_beside(staging: Path) -> None:
+            write_model_files(model_files, staging)
+
+        return save_weights(self.chunks, self.config, self.hf_config, folder, write_beside)
+
+    def _evaluation_mode(self) -> None:
+        for chunk in self.modules:
+            if chunk.training:  # it takes milliseconds to tell all modules
+                chunk.eval()
+
+    def _series(self, results: Sequence[Any]) -> dict[str, MetricSeries]:
+        if not self.coordinates.reports_loss:
+            return {}
+        return {
+            name: MetricSeries(tuple(values), reduction)
+            for name, (values, reduction) in metrics_to_host(results).items()
+        }

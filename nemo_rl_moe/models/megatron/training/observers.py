@@ -1,0 +1,188 @@
+# Copyright (c) 2026 The nemo_rl_moe authors.
+# SPDX-License-Identifier: Apache-2.0
+"""The observers of a training step, in the fixed order in which they enter their collectives."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_rl_moe.config.schema_grpo import generating
+from nemo_rl_moe.config.schema_policy import MegatronConfig, PolicyConfig
+from nemo_rl_moe.distributed.batch import GlobalBatchShard
+from nemo_rl_moe.models.images import IS_IMAGE
+from nemo_rl_moe.models.megatron.common import get_moe_metrics
+from nemo_rl_moe.models.megatron.layers.routers import ExpertBias
+from nemo_rl_moe.models.megatron.model.transformer_config import moe_layer_indices
+from nemo_rl_moe.models.megatron.training.advantage_recorder import AdvantageRecorder
+from nemo_rl_moe.models.megatron.training.forward_backward import ForwardBackward
+from nemo_rl_moe.models.megatron.training.gradients_at_logits import GradientsAtLogits
+from nemo_rl_moe.models.megatron.training.microbatch import ModelMicrobatch
+from nemo_rl_moe.models.megatron.training.router_gradients import RouterGradients
+from nemo_rl_moe.models.megatron.training.router_taps import RouterTaps, cut_of_rank, in_router_order
+from nemo_rl_moe.models.megatron.training.routing_recorder import attach_recorder
+from nemo_rl_moe.models.megatron.training.step_observer import (
+    StepObservations,
+    StepObserver,
+    TrainingForward,
+    is_due,
+)
+from nemo_rl_moe.moe.recorder import ExpertLoadRecorder
+from nemo_rl_moe.run_folder.artifacts import EXPERT_LOAD, ROUTING
+
+# isort: split
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def make_observers(
+    policy: PolicyConfig,
+    passes: ForwardBackward,
+    chunks: Sequence[GPTModel],
+    ddp_chunks: Sequence[DistributedDataParallel],
+    expert_bias: ExpertBias,
+) -> list[StepObserver]:
+    """Attach the observers that a configuration asks for; none to a model without MoE layers.
+
+    Their order is that of their collectives, the same on every rank. Passes that an observer runs itself must not be
+    seen by those behind it: exact router gradients come first.
+
+    Args:
+        policy: The `policy` section of the configuration.
+        passes: Runs the step's passes, without observers.
+        chunks: This rank's bare model chunks.
+        ddp_chunks: The same, wrapped.
+        expert_bias: Saves the expert bias around each update.
+    """
+    megatron, config, device = policy.megatron_cfg, passes.config, passes.device
+    if not moe_layer_indices(config):
+        return []
+    per_layer, gradients, generates = megatron.moe_per_layer_logging, megatron.router_gradients, generating(policy)
+    observers: list[StepObserver] = []
+    if gradients.every_n_steps is not None:
+        exact = RouterGradients(passes, ddp_chunks, gradients.every_n_steps, gradients.num_microbatches, per_layer)
+        observers.append(exact)
+    if gradients.at_logits_every_n_steps is not None:
+        observers.append(
+            GradientsAtLogits(ddp_chunks, config, device, gradients.at_logits_every_n_steps, per_layer=per_layer)
+        )
+    if passes.taps is not None:
+        observers.append(RoutingReports(passes.taps, per_layer=per_layer))
+    if megatron.track_moe_metrics:
+        observers += [ExpertLoadReports(chunks, passes, megatron, per_layer=per_layer), ExpertBiasReports(expert_bias)]
+        if generates is not None and generates.megatron_cfg.experts_by_advantage:
+            observers.append(AdvantageRecorder(chunks, config, device, per_layer=per_layer))
+    return observers
+
+
+class ExpertLoadReports(StepObserver):
+    """Load of every expert, overload factors and auxiliary losses, of training forward passes alone.
+
+    Args:
+        chunks: This rank's model chunks, which have MoE layers on some rank.
+        passes: Runs the step's passes.
+        settings: What to report, and how often.
+        per_layer: Report each layer too.
+
+    Attributes:
+        recorder: Counts of this rank's routers.
+    """
+
+    def __init__(
+        self, chunks: Sequence[GPTModel], passes: ForwardBackward, settings: MegatronConfig, *, per_layer: bool
+    ):
+        self._config, self._device = passes.config, passes.device
+        self._settings, self._per_layer = settings, per_layer
+        recorder = attach_recorder(chunks, passes.config, passes.device)
+        assert recorder is not None  # the model has MoE layers
+        self.recorder: ExpertLoadRecorder = recorder
+        self._number = self._num_microbatches = 0
+
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Clear the counts."""
+        self._number, self._num_microbatches = number, sum(len(shard.microbatches) for shard in shards)
+        # A batch has its columns on every rank.
+        counts_images = IS_IMAGE in shards[0].microbatches[0].columns
+        self.recorder.start(self._num_microbatches, counts_images=counts_images)
+
+    def training_forward(self, forward: TrainingForward) -> AbstractContextManager[None]:
+        """Count what the routers choose while open."""
+        is_image = _image_tokens(forward.microbatch, self._config)
+        return self.recorder.training_forward(forward.chunk, forward.number, is_image)
+
+    def after_forward(self, forward: TrainingForward, output: Tensor) -> None:
+        """Note when the backward pass begins."""
+        self.recorder.watch_backward(output, forward.chunk, forward.number)
+
+    def end_step(self) -> StepObservations:
+        """Return the metrics of `get_moe_metrics`, the same on every rank, and the load matrix."""
+        chosen = self._settings.moe_metrics
+        metrics = get_moe_metrics(
+            loss_scale=1 / self._num_microbatches,
+            per_layer_logging=self._per_layer,
+            config=self._config,
+            device=self._device,
+            recorder=self.recorder,
+            detailed=chosen.mode == "detailed" or is_due(self._number, chosen.detailed_every_steps),
+            top_k_experts=chosen.top_k_experts,
+            overload=self._settings.log_moe_overload_factor,
+            what_if_expert_parallel_sizes=chosen.what_if_expert_parallel_sizes,
+        )
+        if dist.get_rank() > 0:  # once is enough
+            return StepObservations(metrics)
+        return StepObservations(metrics, {EXPERT_LOAD.name: self.recorder.expert_load})
+
+
+class RoutingReports(StepObserver):
+    """Content of the rollouts' routed experts in a step, and how far the routers agree with them.
+
+    The hooks themselves belong to the model, which replays and captures routes with them.
+
+    Args:
+        taps: Hooks on this rank's routers.
+        per_layer: Report each layer too.
+    """
+
+    def __init__(self, taps: RouterTaps, *, per_layer: bool):
+        self._taps, self._per_layer = taps, per_layer
+
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Clear the counts."""
+        self._taps.start_step(len(shards))
+
+    def end_step(self) -> StepObservations:
+        """Return the report on rank 0; empty where the batch has no routes."""
+        report = self._taps.report(per_layer=self._per_layer)
+        return StepObservations() if report is None else StepObservations(report.metrics, {ROUTING.name: report})
+
+
+class ExpertBiasReports(StepObserver):
+    """Moves of the expert bias in a step.
+
+    Args:
+        expert_bias: Saves the bias around each update, which the trainer restores where the update is skipped.
+    """
+
+    def __init__(self, expert_bias: ExpertBias):
+        self._expert_bias = expert_bias
+
+    def start_step(self, number: int, shards: Sequence[GlobalBatchShard]) -> None:
+        """Save the bias that the step begins with."""
+        self._expert_bias.start_step()
+
+    def after_update(self, *, is_updated: bool) -> None:
+        """Count the layers whose bias has not moved."""
+        if is_updated:
+            self._expert_bias.count_frozen()
+
+    def end_step(self) -> StepObservations:
+        """Return the metrics of `ExpertBias.metrics`."""
+        return StepObservations(self._expert_bias.metrics())
+
+
+def _image_tokens(microbatch: ModelMicrobatch, config: TransformerConfig) -> Tensor | None:
+    """Return True on image tokens, in the order of this rank's routers; None of a model of text."""
+    is_image = microbatch.model_columns.get(IS_IMAGE)
+    return None if is_image is None else in_router_order(is_image, cut_of_rank(config))
