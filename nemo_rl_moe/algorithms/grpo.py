@@ -155,9 +155,14 @@ def update_engine(
     Raises:
         WeightSyncError: The weights did not arrive, or a check shows that the engine does not compute with them.
     """
+
+    def during_refit() -> None:
+        for each in observers:
+            each.during_refit()
+
     policy.prepare_for_generation(clock)
     if engine.shares_weights:
         return {}
     with clock.phase("refit"):
-        num_bytes = refit(engine, policy, then=lambda: [each.during_refit() for each in observers])
+        num_bytes = refit(engine, policy, then=during_refit)
     return {"refit/bytes": float(num_bytes)} | joined(each.after_refit(clock) for each in observers)
