@@ -20,7 +20,7 @@ from nemo_rl_moe.launch.supervisor import Supervision, supervise
 from nemo_rl_moe.masking import masked_assignment
 
 if TYPE_CHECKING:
-    pass
+    from nemo_rl_moe.launch.training_run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def take_process(overrides: Sequence[str], report_end: Callable[[], None] = lamb
     shown = {text: masked_assignment(text) for text in overrides}
     words = [shown.get(word, word) for word in sys.argv]
     if words != sys.argv:
-        from ray._raylet import setproctitle
+        from ray._raylet import setproctitle  # type: ignore[attr-defined]
 
         sys.argv[:] = words
         setproctitle(" ".join([sys.executable, *words]))
