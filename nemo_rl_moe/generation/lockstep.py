@@ -130,7 +130,7 @@ def generate_all(
         while tasks:
             next(answers, None)
             done, _ = loop.run_until_complete(asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))
-            for task in done:
+            for task in sorted(done, key=lambda ended: tasks[ended]):
                 yield tasks.pop(task), task.result()
     finally:
         left = asyncio.all_tasks(loop)

@@ -131,7 +131,7 @@ class EngineActors:
         self.num_lost += 1
         actor.end()
         left = len(self.present)
-        if actor.results is None:
+        if not actor.requests:
             others = "another one takes its place"
         else:
             others = f"the other {left} take over what it had" if left else "engines are started anew"

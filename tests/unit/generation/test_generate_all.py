@@ -51,14 +51,20 @@ def test_no_requests() -> None:
 
 
 class OneByOne:
-    """An engine that takes requests as they come, and is done with the last one first."""
+    """An engine that takes requests as they come, and is done with the last one first; it cannot count to 13."""
 
     shares_weights = False
 
+    def __init__(self, number: int):
+        self._turns = [asyncio.Event() for _ in range(number)]
+        self._turns[-1].set()
+
     async def generate(self, asked: GenerationRequest) -> GeneratedSequence:
-        await asyncio.sleep(0.05 * (5 - asked.seed))
-        if asked.token_ids == (13,):
+        if asked.seed == 13:
             raise RuntimeError("an unlucky number")
+        await self._turns[asked.seed].wait()
+        if asked.seed:
+            asyncio.get_running_loop().call_later(0.01, self._turns[asked.seed - 1].set)
         return GeneratedSequence(np.array(asked.token_ids), np.zeros(1, np.float32), False, 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -66,14 +72,14 @@ class OneByOne:
 
 
 def test_an_engine_that_takes_requests_as_they_come_answers_as_it_is_ready() -> None:
-    found = list(generate_all(OneByOne(), [request(token) for token in range(5)]))
+    found = list(generate_all(OneByOne(5), [request(token) for token in range(5)]))
     assert [index for index, _ in found] == [4, 3, 2, 1, 0]
     assert [int(sequence.token_ids[0]) for _, sequence in found] == [4, 3, 2, 1, 0]
 
 
 def test_an_error_of_one_request_ends_all() -> None:
     with pytest.raises(RuntimeError, match="unlucky"):
-        list(generate_all(OneByOne(), [request(token) for token in (1, 2, 13)]))
+        list(generate_all(OneByOne(5), [request(token) for token in (1, 2, 13)]))
 
 
 def test_responses_come_in_the_order_of_the_prompts() -> None:
