@@ -112,7 +112,9 @@ def test_another_layout_has_the_same_numbers(runs: Runs) -> None:
     runs("tensor parallel", **TP2, **{"cluster.roles.critic.cpu_workers_per_node": 2})
     for name in ("loss", "grad_norm", "value"):
         found, expected = ([line[name] for line in runs.lines(run)] for run in ("tensor parallel", "whole"))
-        np.testing.assert_allclose(found, expected, rtol=2e-5, err_msg=name)
+        np.testing.assert_allclose(found[0], expected[0], rtol=2e-6, err_msg=name)
+        # Adam makes steps of rounding where gradients are small: the norm has differed by 3.8e-5 at the last step.
+        np.testing.assert_allclose(found, expected, rtol=2e-4, err_msg=name)
 
 
 def test_its_part_of_a_checkpoint_is_verified(runs: Runs) -> None:

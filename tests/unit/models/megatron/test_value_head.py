@@ -28,6 +28,7 @@ from tests.support.tiny_model import (
     tiny_hf_config,
     tiny_policy,
 )
+from tests.support.with_transformer_engine import run_ranks_with_engine
 
 CRITIC = (Head.VALUE,)
 BOTH = (Head.LOGPROBS, Head.VALUE)
@@ -158,8 +159,8 @@ def test_layouts_agree(world_size: int, changes: dict[str, Any], expected: tuple
 
 def test_ranks_that_share_sequences_agree() -> None:
     policy = tiny_policy(2, **PACKED)
-    (wanted,) = run_ranks(fit, 1, tiny_policy(1, **PACKED), CRITIC)
-    _agree(run_ranks(fit, 2, sharing_sequences(policy, 2), CRITIC), wanted)
+    (wanted,) = run_ranks_with_engine(fit, 1, tiny_policy(1, **PACKED), CRITIC)
+    _agree(run_ranks_with_engine(fit, 2, sharing_sequences(policy, 2), CRITIC), wanted)
 
 
 def _agree(found: list[Fitted], wanted: Fitted) -> None:
