@@ -10,12 +10,7 @@ from nemo_rl_moe.config.suggestions import did_you_mean, nearest
 
 
 class BestMetric:
-    """Metric by which the best checkpoints are kept, with one warning where a wrong name leaves it out.
-
-    Args:
-        settings: The `checkpointing` section.
-        warn: Receives the warning.
-    """
+    """Metric by which the best checkpoints are kept; warns once where the metric is missing."""
 
     def __init__(self, settings: CheckpointingConfig, warn: Callable[[str], None]):
         self._settings = settings
@@ -23,11 +18,10 @@ class BestMetric:
         self._has_told = False
 
     def value(self, step: int, metrics: Mapping[str, float]) -> float | None:
-        """Value of the metric at a step; None where it was not measured.
+        """Return the metric's value at a step; None where it was not measured.
 
         Args:
-            step: Steps done.
-            metrics: The step's, by complete key such as `val/accuracy`.
+            metrics: By complete key, such as `val/accuracy`.
         """
         name = self._settings.metric_name
         if name is None:
@@ -51,12 +45,11 @@ class BestMetric:
 
 
 def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, validates: bool) -> CheckpointingConfig:
-    """The settings by which checkpoints are chosen: of a run without validation the newest, whatever `val:` asks for.
+    """Return the settings by which checkpoints are chosen: a run without validation keeps the newest, whatever `val:`
+    says.
 
     Args:
-        settings: The `checkpointing` section.
-        metric: What its `metric_name` comes to (`config.algorithm.metric_in_force`).
-        validates: The run has data to validate with.
+        metric: The resolved `metric_name` (`config.algorithm.metric_in_force`).
     """
     is_measured = validates or metric is None or not metric.startswith("val:")
     return settings.model_copy(update={"metric_name": metric if is_measured else None})
@@ -65,18 +58,13 @@ def choice_in_force(settings: CheckpointingConfig, metric: str | None, *, valida
 def steps_to_remove(
     checkpoints: Sequence[tuple[int, float | None]], keep_top_k: int | None, *, higher_is_better: bool
 ) -> list[int]:
-    """Steps whose checkpoints are neither among the best nor the newest.
+    """List the steps, ascending, whose checkpoints are neither among the best nor the newest.
 
-    A checkpoint without a value, or whose value is NaN, ranks below all that have one. Of equals, the newer one ranks
-    higher.
+    A checkpoint without a value, or with NaN, ranks below all others; of equals, the newer one ranks higher.
 
     Args:
-        checkpoints: Step and metric of each; each step once.
-        keep_top_k: How many of the best to keep; None: all.
-        higher_is_better: Whether more of the metric is better.
-
-    Returns:
-        Ascending steps.
+        checkpoints: Step and metric of each.
+        keep_top_k: None: keep all.
     """
     if keep_top_k is None or not checkpoints:
         return []

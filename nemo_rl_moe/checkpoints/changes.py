@@ -59,13 +59,9 @@ _EXPERIMENT = ("policy.model_name", "policy.tokenizer", "data.train", "data.shuf
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    """Keys whose values differ, with both values as text; keys that cannot change the training are left out.
+    """Return both values, as text, of each key that differs; keys that cannot change the training are left out.
 
-    Secrets are masked, in a checkpoint that has them too, and do not differ.
-
-    Args:
-        before: The checkpoint's resolved configuration.
-        now: The resumed run's.
+    Secrets are masked on both sides, and never differ.
     """
     old = {key: _RENAMED_VALUES.get((key, value), value) for key, value in _leaves(masked(json_ready(before)))}
     new = dict(_leaves(masked(json_ready(now))))
@@ -87,10 +83,10 @@ def wrong_changes(
 
 
 def other_experiment(algorithm: Algorithm, changes: Mapping[str, tuple[str, str]]) -> tuple[str, str, str] | None:
-    """First change that makes a run another experiment: key and both values, or None.
+    """Return the first change that makes a run another experiment: key and both values, or None.
 
-    A change of the model, the tokenizer, the training data, their order, or the seed of the loop. A key that the
-    checkpoint's release did not have yet has not been changed.
+    These are changes of the model, the tokenizer, the training data, their order, or the loop's seed; not a key that is
+    newer than the checkpoint's release.
     """
     for name in (*_EXPERIMENT, f"{algorithm.loop_name}.seed"):
         for key, (old, new) in changes.items():
@@ -142,11 +138,10 @@ _MEANING = {
 
 
 def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
-    """Fingerprint of a data set: its name, its size and a hash of all tokens in their order.
+    """Compute the fingerprint of a data set: its name, size and a hash of all tokens in order.
 
     Args:
-        name: Name of the data set.
-        samples: The tokens of each sample; of a pair, both lists after each other.
+        samples: Tokens of each sample; of a pair, both sequences joined.
     """
     digest, count = hashlib.sha256(), 0
     for tokens in samples:
@@ -158,12 +153,13 @@ def samples_fingerprint(name: str, samples: Iterable[ArrayLike]) -> str:
 
 
 def model_fingerprint(model_name: str) -> str:
-    """Fingerprint of a model: a hash of its `config.json`, and of the sizes, beginnings and ends of its weight files.
+    """Compute the fingerprint of a model: a hash of `config.json` and of sizes, beginnings and ends of the weight
+    files.
 
-    Times of files are left out: a copy is the same model. Reading all of the weights would take too long.
+    Times of files are left out: a copy is the same model.
 
     Args:
-        model_name: A folder, or a hub's name, which is its own fingerprint.
+        model_name: A folder, or a hub's name, which is returned as it is.
     """
     folder = Path(model_name)
     if not folder.is_dir():
@@ -184,12 +180,7 @@ def model_fingerprint(model_name: str) -> str:
 
 
 def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Warnings of inputs that differ from the checkpoint's, with the consequence of each.
-
-    Args:
-        before: The checkpoint's fingerprints.
-        now: The resumed run's.
-    """
+    """Return a warning, with its consequence, for each input that differs from the checkpoint's."""
     return [
         f"the {name} has changed since the checkpoint ({before[name]} -> {now[name]}):"
         f" {_MEANING.get(name, 'the run differs from one that never stopped')}"
@@ -202,14 +193,10 @@ _AT_RISK = re.compile(rf"{CHECKPOINT_NAME}|{re.escape(FINAL_WEIGHTS_FOLDER)}(_.+
 
 
 def refuse_model_among_checkpoints(config: MasterConfig, checkpoint_dir: Path) -> None:
-    """Raises where the run would delete the model that it starts from: a checkpoint, or final weights, in its folder.
-
-    Args:
-        config: A checked configuration.
-        checkpoint_dir: Folder of the run's checkpoints.
+    """Refuse a run that would delete the model that it starts from: a checkpoint or final weights in its own folder.
 
     Raises:
-        ConfigurationError: It is one; names both keys and the way out.
+        ConfigurationError: It would; names both keys and the way out.
     """
     model = Path(config.policy.model_name)
     # Both as it is named and where a link leads: the one or the other may be removed.

@@ -42,23 +42,18 @@ class SavedModel(Protocol):
 
 
 class Checkpointer:
-    """Saver of a run's checkpoints: one at a time, beside the training; the best ones are kept.
+    """Save a run's checkpoints in the background, one at a time, and keep the best.
 
-    Training waits only while the models take their snapshots, and where one checkpoint is due before the last one is on
-    the disk. A save that fails, as on a full disk, is given up with a warning: what it wrote is deleted, so that the
-    next one has room, and training goes on.
+    Training waits only for the models' snapshots, and for an earlier save that is not finished. A save that fails, as
+    on a full disk, is deleted with a warning, and training goes on.
 
     Args:
-        store: Folder of the checkpoints; locked by this process.
-        models: Models whose state is saved, by role; one of them is the policy.
-        settings: The `checkpointing` section.
+        models: By role; one of them is the policy.
         describe: Returns the description of the run at the time of saving.
         warn: Receives problems, one line each.
-        message: Receives a line for each checkpoint that was saved.
-        records_are_on_disk: Forces the metrics of all steps to the disk, and returns whether all are there; a
-            checkpoint without them is given up. Called in another thread; `FanOutLogger.flush_to_disk` is one.
-        write_beside: Puts further files into a checkpoint's folder: those by which its weights can be loaded without
-            the run. Called in another thread.
+        records_are_on_disk: Flushes the metrics of all steps and returns whether all are on disk; otherwise the
+            checkpoint is given up. Called in another thread, such as `FanOutLogger.flush_to_disk`.
+        write_beside: Writes further files that make the weights loadable without the run. Called in another thread.
     """
 
     def __init__(
@@ -114,11 +109,10 @@ class Checkpointer:
         return period > 0 and step % period == 0
 
     def start(self, state: LoopState, metrics: Mapping[str, float]) -> None:
-        """Begins to save; waits for an earlier checkpoint first. Does nothing for the step that was saved last.
+        """Begin to save, after an earlier save has ended; do nothing for the step that was saved last.
 
         Args:
-            state: State of the loop.
-            metrics: The step's, by complete key.
+            metrics: By complete key.
         """
         if self._last_started == state.step and self._last_failure is None:
             return
@@ -139,10 +133,10 @@ class Checkpointer:
         self._writing, self._outcomes = state.step, {}
 
     def poll(self, *, wait: bool = False) -> None:
-        """Publishes a checkpoint that is written, and removes those that are no longer to be kept.
+        """Publish a checkpoint that is written, and remove those that are no longer kept.
 
         Args:
-            wait: Return only when nothing is being saved any more.
+            wait: Return only when no save is under way.
         """
         if self._writing is not None and self._all_are_written(wait=wait):
             step, self._writing = self._writing, None
@@ -168,7 +162,7 @@ class Checkpointer:
                 self._warn(problem)
 
     def finish(self) -> None:
-        """Waits until everything is on the disk. Nothing can be saved afterwards.
+        """Wait until everything is on disk; nothing can be saved afterwards.
 
         Raises:
             CheckpointSaveError: The last checkpoint could not be saved.
@@ -179,12 +173,9 @@ class Checkpointer:
             raise CheckpointSaveError(self._last_failure)
 
     def close(self, timeout_s: float = _CLOSING_S) -> None:
-        """Ends the work beside the training, before other runs may use the folder; a second call does nothing.
+        """End background work, before other runs may use the folder; a second call does nothing.
 
-        What is not saved yet stays unsaved, as after a kill.
-
-        Args:
-            timeout_s: Seconds to wait for the disk.
+        An unfinished save is lost, as after a kill.
         """
         self._disk.shutdown(wait=False, cancel_futures=True)
         running: list[Future[Any]] = [*self._tidying, *([self._publishing[1]] if self._publishing else [])]

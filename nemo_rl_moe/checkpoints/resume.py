@@ -34,7 +34,7 @@ class ResumePoint(Checkpoint):
     """Checkpoint that a run resumes from.
 
     Attributes:
-        run_folder: Folder of the run that wrote it, in which the run goes on; None where that is gone.
+        run_folder: Folder of the run that wrote it and that now continues; None where it is gone.
     """
 
     run_folder: Path | None
@@ -43,7 +43,7 @@ class ResumePoint(Checkpoint):
         """Return the folder of a role's training state.
 
         Raises:
-            CheckpointError: The checkpoint has none: it was saved by a run that trained no such role.
+            CheckpointError: The checkpoint has none, because its run trained no such role.
         """
         folder = state_folder(self.folder, role)
         if not folder.is_dir():
@@ -51,11 +51,7 @@ class ResumePoint(Checkpoint):
         return folder
 
     def summary(self, num_steps: int) -> str:
-        """One line for the user: the step that the run resumes at, or how to get more steps where all are done.
-
-        Args:
-            num_steps: Steps of the whole run.
-        """
+        """Return one line for the user: the step to resume at, or how to get more steps where all are done."""
         if self.step >= num_steps:
             return (
                 f"{self.folder} is the end of this run: {self.step} of {num_steps} steps are done. For more of them set"
@@ -72,17 +68,14 @@ def checkpoint_dir_of(config: MasterConfig, run_folder: Path) -> Path:
 def find_resume_point(
     config: MasterConfig, run_id: str, restart_number: int, warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """Finds the checkpoint to resume from; None to start at the beginning.
+    """Find the checkpoint to resume from; None to start at the beginning.
 
-    A restart resumes from the newest checkpoint that its own run has saved. Where there is none yet, and for a first
-    launch, `checkpointing.resume` decides. Where no folder is configured, the newest run that has checkpoints is
-    continued only if it is the same experiment. Leftovers of a run that was killed while it saved are deleted.
+    A restart resumes from the newest checkpoint of its own run. Without one, and on a first launch,
+    `checkpointing.resume` decides; where no folder is configured, the newest run with checkpoints is continued only if
+    it is the same experiment. Leftovers of a save that was killed are deleted.
 
     Args:
-        config: A checked configuration.
-        run_id: Id of the run.
-        restart_number: 0 for the first launch of the run.
-        warn: Receives warnings for the user, one line each.
+        restart_number: 0 for the first launch.
 
     Raises:
         CheckpointError: Another run is writing there, or the run cannot go on from what is there.
@@ -105,12 +98,10 @@ def find_resume_point(
 def older_resume_point(
     config: MasterConfig, damaged: Sequence[Path], warn: Callable[[str], None]
 ) -> ResumePoint | None:
-    """The newest checkpoint before some that were found damaged when they were loaded; None where there is none.
+    """Return the newest checkpoint older than those that were found damaged on loading; None where there is none.
 
     Args:
-        config: A checked configuration.
-        damaged: Folders of checkpoints of one history of training, all in one folder.
-        warn: Receives warnings for the user, one line each.
+        damaged: Folders of one training history, all in one folder.
     """
     checkpoints = CheckpointStore(damaged[0].parent, warn).checkpoints()
     history = next(found.state.first_run_id for found in checkpoints if found.folder == damaged[0])
@@ -119,9 +110,9 @@ def older_resume_point(
 
 
 def newest_history(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Checkpoints of the training history that was written to last, ascending by step.
+    """Return the checkpoints, ascending by step, of the training history that was written last.
 
-    One folder holds several histories where a run that started anew was killed before it had removed the older ones.
+    A folder holds several histories where a run that started anew was killed before it had removed the older ones.
     """
     if not checkpoints:
         return []
@@ -209,10 +200,10 @@ def _newest_of_same_experiment(config: MasterConfig, warn: Callable[[str], None]
 
 
 def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> ResumePoint:
-    """Resume point at a checkpoint, once the configuration is found to continue its training.
+    """Return the resume point of a checkpoint whose training the configuration can continue.
 
     Raises:
-        CheckpointError: The algorithm differs, or a key that must not change.
+        CheckpointError: The algorithm, or a key that must not change, differs.
     """
     state, resolved = checkpoint.state, dump_resolved(config)
     algorithm = algorithm_of(config)
@@ -242,9 +233,9 @@ def _checked_resume_point(checkpoint: Checkpoint, config: MasterConfig, warn: Ca
 
 
 def _run_folder_of(checkpoint: Checkpoint, config: MasterConfig, warn: Callable[[str], None]) -> Path | None:
-    """Folder of the checkpoint's run, whose metrics the resumed run cuts back and continues.
+    """Return the folder of the checkpoint's run, whose metrics the resumed run truncates and continues.
 
-    None, with a warning, where the checkpoint is a copy or the folder is gone: two runs must not write to one folder.
+    None, with a warning, where the checkpoint is a copy or the folder is gone: two runs must not share one folder.
     """
     state, recorded = checkpoint.state, Path(checkpoint.state.run_folder)
     around = checkpoint.folder.parent.parent

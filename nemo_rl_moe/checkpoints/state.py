@@ -33,14 +33,11 @@ _STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespa
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of a training loop between two steps, beside the policy's own.
+    """State of a training loop between two steps, beside the policy's.
 
     Attributes:
-        step: Steps done.
-        batches_taken: Global batches, or rounds of prompts, that have been taken from the data.
-        first_validation: Metrics of the first validation, for the summary; empty before it.
-        last_validation: Metrics of the last validation.
-        last_training: Metrics of the last step.
+        batches_taken: Global batches, or rounds of prompts, taken from the data.
+        first_validation: Metrics for the summary; empty before the first validation.
         skipped_in_a_row: Consecutive skipped updates up to this step.
     """
 
@@ -58,15 +55,12 @@ class RunDescription(BaseModel):
     """Description of a run in each of its checkpoints.
 
     Attributes:
-        algorithm: The configuration's own section, such as `sft`.
-        run_id: Id of the run that wrote it.
-        first_run_id: Id of the run that started at step 0; the same for all checkpoints of one history of training.
-        run_folder: Full path of the run's folder.
-        logger_run_ids: Logger's name to the id under which its run goes on.
-        config: The resolved configuration.
-        layout: Names and sizes of the parallel dimensions, as of `layout_of`.
+        algorithm: Name of its configuration section, such as `sft`.
+        first_run_id: Run that started at step 0; equal in one history of training.
+        run_folder: Absolute.
+        logger_run_ids: Id under which each logger resumes, by logger.
+        layout: Names and sizes of the parallel dimensions, from `layout_of`.
         fingerprints: Input's name to a text that changes when the input does.
-        versions: Versions of Python and of the packages.
     """
 
     model_config = _STRICT
@@ -86,14 +80,12 @@ class CheckpointState(RunDescription):
     """Description of a checkpoint and of the run that wrote it.
 
     Attributes:
-        format_version: Changes when an older reader could not read it.
-        loop: State of the loop.
-        run_folder_id: The id in the `run.json` of the run's folder; None where it had none.
-        checkpoint_dir: Full path of the folder that the checkpoint was made in, without links.
-        metric_name: Metric that ranks the checkpoints, such as `val:accuracy`.
-        metric_value: Its value at this step; None where it was not measured.
-        with_optimizer: Whether the optimizer's state is in it.
-        time: Unix seconds when it was written.
+        format_version: Raised when older readers could not read it.
+        run_folder_id: Id in the run folder's `run.json`; None where it had none.
+        checkpoint_dir: Absolute path of the folder that it was made in, without links.
+        metric_name: Metric that ranks checkpoints, such as `val:accuracy`.
+        metric_value: None where it was not measured.
+        time: Unix seconds of writing.
     """
 
     format_version: Literal[1]
@@ -146,7 +138,7 @@ def read_state(folder: Path) -> CheckpointState:
     """Reads `state.json` of a checkpoint's folder.
 
     Raises:
-        CheckpointError: It is not there, not JSON, or a field is missing or wrong.
+        CheckpointError: It is missing or no JSON, or a field is missing or wrong.
     """
     path = folder / STATE_FILE_NAME
     try:

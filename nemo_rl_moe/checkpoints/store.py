@@ -32,12 +32,7 @@ _KEY = "checkpointing.checkpoint_dir"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint.
-
-    Attributes:
-        folder: Its folder.
-        state: Its `state.json`.
-    """
+    """A complete checkpoint."""
 
     folder: Path
     state: CheckpointState
@@ -49,10 +44,10 @@ class Checkpoint:
 
 
 def model_folder(checkpoint: Path, role: str) -> Path:
-    """Return the folder of a role's model in a checkpoint: of the policy the checkpoint itself.
+    """Return the folder of a role's model in a checkpoint; the policy's is the checkpoint itself.
 
-    What lies in it is a model in Megatron-Core's format: `config.json`, tokenizer, and the state of training in
-    `POLICY_FOLDER_NAME`. So a run can start from it, and `convert` can read it.
+    It is a model in Megatron-Core's format (`config.json`, tokenizer, training state in `POLICY_FOLDER_NAME`), so that
+    a run can start from it and `convert` can read it.
     """
     return checkpoint if role == POLICY_ROLE else checkpoint / role
 
@@ -73,14 +68,14 @@ def of_history(checkpoints: Sequence[Checkpoint], first_run_id: str | None) -> l
 
 
 class CheckpointStore:
-    """Writes, finds and removes the checkpoints of one folder.
+    """Write, find and remove the checkpoints of one folder.
 
-    Only one run may write there at a time, see `locked`; reading is always safe. Nothing but the names above is ever
-    touched, so that other things may stand in the folder.
+    Only one run may write at a time, see `locked`; reading is always safe. Only the names above are touched, so that
+    other things may stand in the folder.
 
     Args:
-        checkpoint_dir: Made when the first checkpoint is staged. On several machines, one that all of them share.
-        warn: Gets a line for each checkpoint that cannot be used, once.
+        checkpoint_dir: Created with the first checkpoint; machines of one run must share it.
+        warn: Called once for each checkpoint that cannot be used.
     """
 
     def __init__(self, checkpoint_dir: Path, warn: Callable[[str], None] = lambda text: None):
@@ -90,9 +85,9 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Makes the folder, and keeps other runs out of it: two runs would remove each other's checkpoints.
+        """Create the folder and keep other runs out: two runs would remove each other's checkpoints.
 
-        Folders that were made for the lock go with it where nothing else has come into them.
+        Folders that were made for the lock are removed again where they stay empty.
 
         Raises:
             CheckpointError: Another run uses the folder, or it cannot be written to.
@@ -163,7 +158,7 @@ class CheckpointStore:
         return self.folder.is_dir() and any(_WHOLE.fullmatch(entry.name) for entry in self.folder.iterdir())
 
     def stage(self, step: int) -> Path:
-        """Makes the empty folder in which the checkpoint of a step is put together.
+        """Create the empty folder in which the checkpoint of a step is assembled.
 
         Raises:
             OSError: It cannot be made.
@@ -178,10 +173,7 @@ class CheckpointStore:
         return self._leftover(step, "incomplete")
 
     def publish(self, step: int) -> Path:
-        """Gives the staged checkpoint of a step its name, once all of it is on the disk.
-
-        Returns:
-            The checkpoint's folder.
+        """Give the staged checkpoint of a step its name, once all of it is on disk.
 
         Raises:
             OSError: The disk did not take it.
@@ -192,7 +184,7 @@ class CheckpointStore:
         return target
 
     def discard(self, step: int) -> None:
-        """Deletes what was staged of a step.
+        """Delete what was staged of a step.
 
         Raises:
             OSError: It cannot be deleted.
@@ -200,7 +192,7 @@ class CheckpointStore:
         delete(self._leftover(step, "incomplete"))
 
     def remove(self, step: int) -> None:
-        """Deletes a checkpoint; half a deletion never looks like a checkpoint.
+        """Delete a checkpoint; half a deletion never looks like a checkpoint.
 
         Raises:
             OSError: It cannot be deleted.

@@ -9,14 +9,14 @@ from nemo_rl_moe.config.schema_run import parse_duration
 
 
 class TimeLimit:
-    """Time limit of a run: it stops after the last step behind which there is still time to save.
+    """Time limit of a run: it stops after the last step that leaves time to save.
 
-    Further steps and saves are taken to last as long as the longest so far; a step's validation is part of it.
+    Further steps (with validation) and saves are assumed to last as long as the longest so far.
 
     Args:
-        must_save_by: Time after the start, DD:HH:MM:SS, as `checkpointing.checkpoint_must_save_by`; None: no limit.
-        started: Start of the run in the clock's seconds; None: now.
-        clock: Monotonic clock, in seconds.
+        must_save_by: Time after the start, DD:HH:MM:SS (`checkpointing.checkpoint_must_save_by`); None: no limit.
+        started: Start of the run on `clock`; None: now.
+        clock: Monotonic, in seconds.
     """
 
     def __init__(

@@ -34,10 +34,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, more: Sequence[str] = ()) -> None:
-    """Compares each folder, and prints a line for each that is whole.
+    """Compare each folder with its checksums, and print a line for each that is whole.
 
     Args:
-        options: The arguments.
         more: Folders that follow an option.
 
     Raises:

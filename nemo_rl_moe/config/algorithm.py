@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of an algorithm, the registry of all algorithms, and the three that ship with this package.
 
-Commands, configuration, checkpoints, reports and memory plans read what they need to know of an algorithm from its
-record. One that lives outside of this package is a record too: a configuration names it by `algorithm:
-my_module:ALGORITHM`, and `nemo-rl-moe run` starts it. Imports no torch.
+Commands, configuration, checkpoints, reports and memory plans read all that they need from a record. A custom one is
+named by `algorithm: my_module:ALGORITHM` in a configuration. Imports no torch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -29,30 +28,26 @@ ORDER_OF_THE_DATA = "the checkpoint's place in the data is one in the order that
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Record of an algorithm: all that the package knows of it.
-
-    The functions take a checked configuration, an instance of `config_class`.
+    """Record of an algorithm; its functions take a checked instance of `config_class`.
 
     Attributes:
-        name: Its own section of the configuration; also its name in commands, checkpoints and reports.
+        name: Its section of the configuration; also its name in commands, checkpoints and reports.
         summary: One line for `nemo-rl-moe --help`.
-        config_class: The schema of its configurations, with the section `name`, and with `data`, which has `train` and
-            `validation`.
-        run: Entry point: a function of the configuration and the `launch.training_run.TrainingRun`, or
-            `package.module:function`, which is imported when a run starts. None: that of a built-in one, which
-            `launch.start.entry_point_of` names.
-        rules: Checks between settings; each yields one line for each problem. Common rules are checked anyway.
-        resume_keys: Keys that must be the same when a run goes on from a checkpoint, each with the reason.
-        loop: The section of the run's length and validations: `max_num_epochs`, `max_num_steps`, `val_period`,
-            `val_at_start`, `val_at_end` and `seed`. Empty: the section `name`.
-        sequences_per_sample: Sequences of what the batch sizes count.
+        config_class: Its schema, with the section `name`, and with `data`, which has `train` and `validation`.
+        run: Function of the configuration and the `launch.training_run.TrainingRun`, or `package.module:function`,
+            imported when a run starts. None: that of a built-in one, from `launch.start.entry_point_of`.
+        rules: Checks between settings; each yields one line for each problem. Common rules apply anyway.
+        resume_keys: Keys that must not change on resume, each with the reason.
+        loop: Section with `max_num_epochs`, `max_num_steps`, `val_period`, `val_at_start`, `val_at_end` and `seed`.
+            Empty: the section `name`.
+        sequences_per_sample: Sequences of one sample, in which batch sizes count.
         updates_per_step: Optimizer steps of one step.
-        needs_reference: Whether the workers keep the weights that the run began with.
-        roles: Models beside the policy that have workers of their own, by the role's name; `cluster.roles` places them.
-        optional_places: Roles without a model of their own that `cluster.roles` may place, by the role's name with what
-            they are; those that it does not name share the policy's machines.
+        needs_reference: Whether workers keep the initial weights.
+        roles: Models beside the policy with workers of their own, by role; `cluster.roles` places them.
+        optional_places: Roles without a model of their own that `cluster.roles` may place, with what they are;
+            otherwise they share the policy's machines.
         responses_at_a_time: Most responses that are generated at a time; None: the algorithm generates nothing.
-        best_metric: Metric that `checkpointing.metric_name: auto` means; more of it is better.
+        best_metric: Metric of `checkpointing.metric_name: auto`; more of it is better.
         reference: `package.module:ATTRIBUTE` by which configurations name it, set at import; None: a built-in one.
     """
 
@@ -87,7 +82,7 @@ class Algorithm:
         return getattr(config, self.loop_name)
 
     def entry_point(self) -> Callable[[Any, Any], None]:
-        """The function that runs the algorithm, imported where the record names it.
+        """Return the function that runs the algorithm, imported where the record names it.
 
         Raises:
             ConfigurationError: There is no such function.
@@ -108,10 +103,7 @@ def grpo_responses_at_a_time(config: GRPOMasterConfig) -> int:
 
 
 def grpo_best_metric(config: GRPOMasterConfig) -> str:
-    """Accuracy where rewards only say right or wrong; the reward where they may be graded.
-
-    Of functions of the user's own the reward: of one that says right or wrong, it is the accuracy.
-    """
+    """Return accuracy where rewards are right or wrong, and the reward where they may be graded or are custom."""
     env = config.env
     partial_credit = env.reasoning_gym is not None and env.reasoning_gym.partial_credit
     says_right_or_wrong = env.name in ("math", "exact") or (env.name == "reasoning_gym" and not partial_credit)
@@ -175,9 +167,9 @@ def metric_in_force(config: MasterConfig) -> str | None:
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """A built-in algorithm by its name, or another by `package.module:ATTRIBUTE`, which is imported and registered.
+    """Return a built-in algorithm by its name, or import and register one by `package.module:ATTRIBUTE`.
 
-    The working folder is searched for modules too.
+    The working folder is on the search path.
 
     Raises:
         ConfigurationError: There is no such algorithm, or its record cannot be used.

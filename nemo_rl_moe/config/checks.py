@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rules between settings, each a pure function that yields one line for each problem.
 
-A rule's docstring names what it is about. Where the schema found some values wrong, the rules that need them are
-skipped and all others still run, so that the user sees every problem at once.
+A rule's docstring names its subject. Rules that need values that the schema rejected are skipped and all others run, so
+that the user sees every problem at once.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,11 @@ Rule = Callable[[Any], Iterator[str]]
 
 
 def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_version: str | None) -> list[str]:
-    """One line for each rule that the configuration breaks.
+    """Return one line for each rule that the configuration breaks.
 
     Args:
-        config: The configuration, or the valid part of it.
-        is_whole: False when values are missing from it; rules that need them are skipped.
-        megatron_version: Installed version of Megatron-Core, or None to allow what any version has.
+        is_whole: False when values are missing; rules that need them are skipped.
+        megatron_version: Installed version of Megatron-Core; None: allow what any version has.
     """
     rules: list[Rule] = [*COMMON_RULES, *DATA_RULES, *CHECKPOINTING_RULES, *algorithm_of(config).rules]
     problems = apply_rules(rules, config, is_whole=is_whole)
@@ -40,11 +39,10 @@ def combination_problems(config: MasterConfig, *, is_whole: bool, megatron_versi
 
 
 def path_problems(config: MasterConfig, *, is_whole: bool) -> list[str]:
-    """One line for each local file or folder of the configuration that is not there.
+    """Return one line for each local file or folder of the configuration that is missing.
 
     Args:
-        config: The configuration, or the valid part of it.
-        is_whole: False when values are missing from it; rules that need them are skipped.
+        is_whole: False when values are missing; rules that need them are skipped.
     """
     return apply_rules(PATH_RULES, config, is_whole=is_whole)
 

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Rules of what the chat template gets beside the messages of a run's data.
+"""Rules of the chat template's inputs beside the messages.
 
-An algorithm of the user's own may have a section `data` without these keys.
+A custom algorithm may have a section `data` without these keys.
 """
 
 from collections.abc import Iterator

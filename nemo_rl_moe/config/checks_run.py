@@ -123,9 +123,9 @@ CHECKPOINTING_RULES = (
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Tells a folder from a name on the hub, which has no leading dot or slash and at most one slash.
+    """Tell a folder from a name on the hub, which has no leading dot or slash and at most one slash.
 
-    A name below a folder that exists means a folder too: asking the hub for a mistyped one takes half a minute.
+    A name below an existing folder means a folder too: asking the hub for a mistyped one takes half a minute.
     """
     is_inside = "/" in name and Path(name).parent.is_dir()
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).is_dir() or is_inside

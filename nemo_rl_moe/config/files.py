@@ -51,7 +51,7 @@ def exemplar_summaries() -> dict[str, str]:
 
 
 def find_config(path: str | Path) -> Path:
-    """The file that the user asked for: a path, or the name of a shipped configuration.
+    """Find a configuration by its path, or by the name of a shipped one.
 
     Raises:
         ConfigurationError: There is no such file.
@@ -74,18 +74,17 @@ Join = Callable[[Mapping[str, Any], Mapping[str, Any]], dict[str, Any]]
 
 
 def read_with_defaults(path: Path, *, shipped: bool = True, join: Join | None = None) -> dict[str, Any]:
-    """Reads a YAML file over the files that its `defaults:` names; nothing is interpolated yet.
+    """Read a YAML file over the files that its `defaults:` names, without interpolation.
 
-    `defaults` is one file or a list, in which later ones win; the file itself wins over all of them. A name is looked
-    for beside the including file first, then among the shipped configurations.
+    `defaults` is one file or a list, in which later ones win; the file itself wins over all. Names are searched beside
+    the including file first, then among the shipped configurations.
 
     Args:
-        path: The file.
-        shipped: Look among the shipped configurations; false for files of another framework, whose names are theirs.
-        join: What lays a file over those that it inherits from; None: `merge`.
+        shipped: Search the shipped configurations; false for files of another framework.
+        join: Merges a file over those that it inherits from; None: `merge`.
 
     Raises:
-        ConfigurationError: A file is missing, is no YAML mapping, includes itself, or is inherited from too far away.
+        ConfigurationError: A file is missing, is no YAML mapping, includes itself, or inherits too deeply.
     """
     return _read_with_defaults(path, (), {}, shipped, join or merge)
 
@@ -96,11 +95,8 @@ def _read_with_defaults(
     """See `read_with_defaults`.
 
     Args:
-        path: The file.
-        including: The files that led here, the first one outermost.
-        known: What has been read, with what it inherits; gets this one. A file that many name is read once.
-        shipped: Look among the shipped configurations too.
-        join: What lays a file over those that it inherits from.
+        including: Files that led here, outermost first.
+        known: Files that have been read, with what they inherit; updated in place.
     """
     here = path.resolve()
     if here in known:
@@ -135,7 +131,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """One value as YAML reads it, with OmegaConf's numbers (`1e-3` is one).
+    """Parse one value as YAML with OmegaConf's numbers (`1e-3` is one).
 
     Raises:
         YAMLError: The text is no YAML.

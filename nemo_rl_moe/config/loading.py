@@ -41,7 +41,7 @@ def load_dpo_config(path: str | Path, overrides: Sequence[str] = (), *, check_pa
 
 
 def load_any_config(path: str | Path, overrides: Sequence[str] = (), *, check_paths: bool = True) -> MasterConfig:
-    """Loads the configuration of whichever algorithm it is for; see `load_config_as`.
+    """Load the configuration of any algorithm; see `load_config_as`.
 
     Raises:
         ConfigurationError: It is no algorithm's, or something is wrong.
@@ -59,15 +59,13 @@ def load_config_as(
     """Loads and checks a configuration.
 
     Args:
-        schema: The algorithm's.
         path: A YAML file, or the name of a shipped configuration.
         overrides: `section.key=value` (a key of the schema or of the file), `+section.key=value`, `~section.key`;
             applied in this order, values in YAML.
-        check_paths: Also check that local data files and model folders are there. Relative ones are looked for from
-            the working folder.
+        check_paths: Also check that local data files and model folders exist, relative to the working folder.
 
     Raises:
-        ConfigurationError: Something is wrong; it carries one line for each problem, all of them at once.
+        ConfigurationError: Something is wrong; carries all problems, one line each.
     """
     merged = read_with_defaults(find_config(path))
     algorithm = _algorithm_in(merged)
@@ -87,7 +85,7 @@ def load_config_as(
 def check_values(
     schema: type[ConfigT], merged: Mapping[str, Any], overrides: Sequence[str] = (), *, check_paths: bool
 ) -> tuple[ConfigT, list[str]]:
-    """Checks values that are not interpolated yet; see `load_config_as`.
+    """Check values before interpolation; see `load_config_as`.
 
     Returns:
         The configuration, or the valid part of it, and a line for each problem.
@@ -111,8 +109,7 @@ def check_values(
 
 
 def problems_of_translation(translation: Translation) -> list[str]:
-    """Return a line for each thing that would keep a translated configuration from starting: what a start checks, and
-    what the translation itself knows of the samples and the rewards."""
+    """Return a line for each thing that would keep a translated configuration from starting."""
     values = translation.nested()
     # Not by `find_config`: in a folder of NeMo-RL's it would find a file of theirs by the same name.
     merged = merge(read_with_defaults(exemplars_folder() / values.pop(DEFAULTS_KEY)), values)
@@ -133,7 +130,7 @@ def _with_section_of_engine(schema: type[ConfigT], values: Mapping[str, Any]) ->
 
 
 def _algorithm_in(values: Mapping[str, Any]) -> Algorithm | None:
-    """The algorithm that a file names, or else the built-in one whose section it has.
+    """Return the algorithm that a file names, or else the built-in one whose section it has.
 
     Raises:
         ConfigurationError: The name is no algorithm's.
@@ -153,12 +150,10 @@ def installed_megatron_version() -> str | None:
 
 
 def dump_resolved(config: MasterConfig) -> dict[str, Any]:
-    """Return the whole configuration as nested plain values, in the form in which it leaves the process.
+    """Return the whole configuration as nested plain values; secrets are masked (`masking.py`).
 
-    Secrets are masked (`masking.py`). Without any, it loads to an equal configuration when it is written as YAML.
-
-    What is not common to all algorithms comes first: their name where it is not a built-in one, their own section, and
-    further ones. `moe_*` fields that the user did not set are left out.
+    Without secrets it loads, as YAML, to an equal configuration. What is not common to all algorithms comes first;
+    `moe_*` fields that the user did not set are left out.
     """
     plain: dict[str, Any] = masked(_dump(config))
     return plain

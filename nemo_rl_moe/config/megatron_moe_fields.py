@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `moe_*` fields of Megatron-Core's `TransformerConfig`, by their own names.
 
-A static copy of names and types, so that a configuration is checked without importing Megatron-Core. It covers 0.16.1
-and 0.19.2; a field that only some versions have says so. A field that the user does not set is not passed on: the
-model's own value or Megatron-Core's default holds. `moe_router_force_biased` is Megatron-Core's from 0.17 on; this
-project adds it to older routers. `moe_per_layer_logging` is not here: it is a key of this project
-that decides about all per-layer MoE metrics. Neither is `moe_extended_tp`, which Megatron-Core replaced by the expert
-tensor parallel size, nor `moe_grad_scale_func`, a function. Numbers of experts come from the model and are no keys.
+A static copy of names and types of 0.16.1 and 0.19.2, so that checking a configuration does not import Megatron-Core; a
+field that only some versions have says so. A field that is not set is not passed on. `moe_router_force_biased` is
+Megatron-Core's from 0.17 on; this project adds it to older routers. Not here: `moe_per_layer_logging`, a key of this
+project; `moe_extended_tp`, which the expert tensor parallel size replaced; `moe_grad_scale_func`, a function; and
+numbers of experts, which come from the model.
 """
 
 import re
@@ -185,13 +184,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def version_problem(name: str, value: Any, installed: str) -> str | None:
-    """Problem with a `moe_*` field under the installed Megatron-Core, in words; None without one.
-
-    Args:
-        name: A field of `MoeTransformerFields`.
-        value: Its value.
-        installed: Version of Megatron-Core, such as "0.16.1".
-    """
+    """Return the problem with a `moe_*` field under the installed Megatron-Core, in words; None without one."""
     extra = MoeTransformerFields.model_fields[name].json_schema_extra
     since, until = (extra.get("since"), extra.get("until")) if isinstance(extra, dict) else (None, None)
     if isinstance(since, str) and _release(installed) < _release(since):

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration of NeMo-RL as one of this package, with a line for each of its keys that has no counterpart.
+"""Translation of a NeMo-RL configuration, with a line for each key that has no counterpart.
 
-Single keys follow the table in `nemo_rl_keys.py`; what several keys decide together are the rules of
-`nemo_rl_training.py`, `nemo_rl_data.py` and `nemo_rl_grpo.py`.
+Single keys follow the table in `nemo_rl_keys.py`; `nemo_rl_training.py`, `nemo_rl_data.py` and `nemo_rl_grpo.py` have
+the rules for keys that decide something together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ from nemo_rl_moe.masking import masked
 
 
 def translate(path: Path) -> Translation:
-    """Translates a file and what it inherits from.
+    """Translate a file and what it inherits from.
 
     Raises:
         ConfigurationError: The file cannot be read, is no configuration of NeMo-RL, or none of SFT, DPO or GRPO.
@@ -37,7 +37,6 @@ def translate_tree(theirs: Mapping[str, Any], path: Path) -> Translation:
     """Translate a configuration that has been read; see `translate`.
 
     Args:
-        theirs: Its sections, references resolved.
         path: Its file, for messages.
     """
     translation = Translation(algorithm_in(theirs, path))

@@ -23,13 +23,11 @@ class KnownDataset:
     """A data set that NeMo-RL knows by a name of its own.
 
     Attributes:
-        path: Its name on the hub.
-        prompt_key: Key of the prompt, for GRPO.
-        answer_key: Key of the answer, for GRPO.
-        split: Its split where the configuration names none.
-        other_paths: Names on the hub of splits of theirs that are data sets of their own.
-        image_key: Key of a record's images; None: it has none.
-        form: Form of its records: questions with an answer, conversations, or pairs.
+        path: Name on the hub.
+        split: Split where the configuration names none.
+        other_paths: Hub names of its splits that are separate data sets.
+        image_key: None: no images.
+        form: Of its records: questions with an answer, conversations, or pairs.
         to_do: What has to be done before it can be read here; empty: nothing.
     """
 

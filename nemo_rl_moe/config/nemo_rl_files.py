@@ -16,10 +16,10 @@ from nemo_rl_moe.errors import ConfigurationError
 
 
 def read_theirs(path: Path) -> dict[str, Any]:
-    """A file with what it inherits from, references resolved.
+    """Read a file with what it inherits from, references resolved.
 
     Raises:
-        ConfigurationError: It is not there, is not YAML, or has what is not supported.
+        ConfigurationError: It is missing, is not YAML, or has what is not supported.
     """
     if not path.is_file():
         raise ConfigurationError(f"{path}: no such file")
@@ -67,7 +67,7 @@ def _their_resolvers() -> Iterator[None]:
 
 
 def algorithm_in(theirs: Mapping[str, Any], path: Path) -> str:
-    """The algorithm whose section it has.
+    """Return the algorithm whose section the configuration has.
 
     Raises:
         ConfigurationError: It is no configuration of NeMo-RL, or has no single section of SFT, DPO or GRPO.

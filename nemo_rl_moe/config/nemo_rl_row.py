@@ -16,11 +16,11 @@ class Row:
 
     Attributes:
         theirs: Full key.
-        ours: Full key here; None: there is none.
-        note: What differs; of a key without a counterpart, why there is none.
-        convert: Their value to ours; None: a rule sets ours, from several keys.
-        off: Their value that asks for nothing, where that is not null, false, zero or empty.
-        repeats: Their key that this one may repeat, and then asks for nothing where it has no counterpart.
+        ours: Full key; None: no counterpart.
+        note: What differs, or why there is no counterpart.
+        convert: Converts the value; None: a rule does, from several keys.
+        off: Value that asks for nothing, where that is not null, false, zero or empty.
+        repeats: Key that this one may repeat, and then needs no counterpart.
     """
 
     theirs: str

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A translation from NeMo-RL in the making: their configuration, and ours with its remarks."""
+"""State of a translation from NeMo-RL: the source configuration, and the result with its remarks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,13 +21,12 @@ class Translation:
     """A translated configuration.
 
     Attributes:
-        algorithm: Its algorithm.
-        values: Full key here to its value.
+        values: By full key.
         changed: A line for each value that means something else here, or was read otherwise.
         without: A line for each key that asks for something and has no counterpart.
         idle: Keys without a counterpart that ask for nothing, and sections that are switched off.
-        unread: A line for each key that is not read beside the other settings.
-        obstacles: A line for each key of which something is left to do before the result can be used.
+        unread: A line for each key that other settings make irrelevant.
+        obstacles: A line for each key that needs work before the result can be used.
     """
 
     algorithm: str
@@ -47,11 +46,7 @@ class Translation:
         return tree
 
     def text(self, source: str) -> str:
-        """The whole as YAML, what is to be known in comments below.
-
-        Args:
-            source: Name of the file that was translated.
-        """
+        """Return the result as YAML, with remarks as comments below."""
         # In a folder of NeMo-RL's, `defaults` would be a file of theirs.
         head = f"# From NeMo-RL's {source}; to be kept in a folder that has no {BASES[self.algorithm]} of NeMo-RL's."
         parts = [head, yaml.safe_dump(self.nested(), sort_keys=False, width=10_000).rstrip()]
@@ -69,12 +64,12 @@ class Translation:
 
 @dataclass(frozen=True)
 class Theirs:
-    """Their configuration, read by full keys.
+    """The source configuration, read by full keys.
 
     Attributes:
         tree: Its sections.
-        read: Full keys that have been asked for, each with all that is below it: a key that no rule has asked for is
-            reported. So a rule asks for what it uses, and for nothing that another setting rules out.
+        read: Full keys that rules have asked for, with all below: other keys are reported, so a rule asks for what it
+            uses, and for nothing that another setting rules out.
     """
 
     tree: Mapping[str, Any]

@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Notices of what a run's settings come to: allowed, but worth a line on the console before training.
+"""Notices about a run's settings that are allowed but worth a line on the console before training.
 
-Each is a pure function that yields its lines; errors are the rules' (`checks.py`).
+Each is a pure function that yields lines; errors are the rules' (`checks.py`).
 """
 
 from collections.abc import Iterator
@@ -14,12 +14,7 @@ from nemo_rl_moe.config.schema_grpo import generating
 
 
 def notices(config: LoopMasterConfig, num_steps: int) -> list[str]:
-    """All notices of a run, a line each.
-
-    Args:
-        config: A checked configuration.
-        num_steps: Steps of the whole run.
-    """
+    """Return all notices of a run, a line each."""
     return [line for notice in NOTICES for line in notice(config, num_steps)]
 
 

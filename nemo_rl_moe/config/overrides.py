@@ -24,13 +24,11 @@ _REMOVAL = re.compile(r"~(?P<key>[^=+~\s]+)")
 
 @dataclass(frozen=True)
 class Override:
-    """One override.
+    """One override; without a value and with `remove`, the key is removed.
 
     Attributes:
-        key: The parts of the full key.
-        value: The new value; None and `remove` set: the key goes.
+        key: Parts of the full key.
         add: The key need not exist.
-        remove: Take the key out.
     """
 
     key: tuple[str, ...]
@@ -40,7 +38,7 @@ class Override:
 
 
 def parse_override(text: str) -> Override:
-    """Reads one override; its value is YAML.
+    """Parse one override; its value is YAML.
 
     Raises:
         ValueError: It has another form, or its value is no YAML; the message is for the user.
@@ -67,12 +65,11 @@ def parse_override(text: str) -> Override:
 def apply_overrides(
     config: Mapping[str, Any], overrides: Sequence[str], known: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Applies overrides in their order.
+    """Apply overrides in order.
 
     Args:
-        config: The merged YAML; it is not changed.
-        overrides: As the user typed them.
-        known: Every full key of the schema. These may be set without `+` even where the YAML leaves them out.
+        config: The merged YAML, unchanged.
+        known: Every full key of the schema; these need no `+` even where the YAML lacks them.
 
     Returns:
         The new mapping, and a line for each override that could not be applied.
@@ -139,12 +136,9 @@ Place = tuple[str | int, ...]
 def resolve(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Place, str]]:
     """Resolves interpolations.
 
-    Args:
-        config: Plain nested mapping; it is not changed.
-
     Returns:
-        The resolved mapping, and a line for each value that could not be resolved, by the value's place. Such a value
-        stays as it was written. A value `???` is left out: it is to be given by an override.
+        The resolved mapping, and a line for each value that could not be resolved, by place; such a value stays as
+        written. A value `???` is left out: an override must give it.
     """
     problems = {}
     allowed: dict[str, Any] = _without_missing(config)
@@ -209,12 +203,10 @@ def _suggestion(text: str, names: Sequence[str]) -> str | None:
 
 
 def _num_lookups(config: Mapping[str, Any], path: Place, counts: dict[Place, float]) -> float:
-    """Number of keys that are looked up for the value at a place, and for what it names; of a circle infinite.
+    """Count the lookups that the value at a place causes; infinite for a cycle.
 
     Args:
-        config: The whole mapping.
-        path: The place of the value.
-        counts: The numbers of places that are known; gets this one's.
+        counts: Known numbers by place; updated in place.
     """
     if path not in counts:
         counts[path] = math.inf  # whoever comes back here while it is being counted has gone in a circle

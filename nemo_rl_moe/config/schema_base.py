@@ -14,23 +14,14 @@ from nemo_rl_moe.config.path_names import unusable_path
 
 @dataclass(frozen=True)
 class ExpectedWords:
-    """Form of a text for the error message, where its type does not say it.
-
-    Attributes:
-        words: What follows `expected`.
-    """
+    """Expected form of a text, for the error message where its type does not say it."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class RenamedValue:
-    """A value of a field that is now called something else; the error for the old name says so.
-
-    Attributes:
-        old: The name that is refused.
-        new: The name that replaces it.
-    """
+    """A former name of a field's value; the error for it gives the new one."""
 
     old: str
     new: str
@@ -38,7 +29,7 @@ class RenamedValue:
 
 @dataclass(frozen=True, eq=False)
 class NameIn:
-    """A text that has to be a name of a registry.
+    """A text that has to be a name in a registry.
 
     Attributes:
         registry: Records by name, read when a value is checked.

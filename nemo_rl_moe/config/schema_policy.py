@@ -229,8 +229,8 @@ class FreezeConfig(StrictModel):
 
 
 def sequence_multiple(context_parallel_size: int) -> int:
-    """Tokens that a row or a packed sequence is padded to a multiple of, where ranks share it: they cut it into twice
-    as many chunks as they are."""
+    """Return the number of tokens to a multiple of which a row or packed sequence is padded: twice the ranks that share
+    it."""
     return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 
@@ -298,12 +298,9 @@ class RoleModelConfig(StrictModel):
     """Parallel layout."""
 
     def as_policy(self, policy: PolicyConfig) -> PolicyConfig:
-        """The role's model as a `policy` section.
+        """Return the role's model as a `policy` section.
 
-        Routing settings of the policy (`moe_*`) are left out: a model's own `config.json` says how it routes.
-
-        Args:
-            policy: The policy's section, for all that the role has in common with it.
+        The policy's routing settings (`moe_*`) are left out: the model's own `config.json` has them.
         """
         megatron = policy.megatron_cfg
         shared = {name: getattr(megatron, name) for name in type(megatron).model_fields if name not in MOE_FIELD_NAMES}

@@ -34,12 +34,7 @@ def nearest(wrong: str, allowed: Iterable[str], cutoff: float = SAME_SECTION_CUT
 
 
 def nearest_key(wrong: str, known: Sequence[str]) -> str | None:
-    """The nearest known key: in the same section, otherwise one of nearly that name in the whole configuration.
-
-    Args:
-        wrong: Full key, parts joined by dots.
-        known: Full keys.
-    """
+    """Return the nearest known full key: in the same section, otherwise anywhere."""
     if len(wrong) > LONGEST_WORD:
         return None
     section, _, name = wrong.rpartition(".")

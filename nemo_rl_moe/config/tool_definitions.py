@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Form of what a chat template gets beside the messages: definitions of tools, and further names."""
+"""Form of a chat template's inputs beside the messages: definitions of tools, and further names."""
 
 from collections.abc import Mapping
 from typing import Any

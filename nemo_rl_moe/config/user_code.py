@@ -14,12 +14,10 @@ from nemo_rl_moe.errors import ConfigurationError, one_line
 
 
 def import_attribute(key: str, reference: str, form: str = "package.module:function") -> Any:
-    """Imports what a value of the configuration refers to. The working folder is searched too, after all else.
+    """Import what a value of the configuration refers to; the working folder is searched last.
 
     Args:
-        key: The configuration's key, for error messages.
-        reference: Its value; dots reach into classes: `package.module:Class.member`.
-        form: The expected form, for error messages.
+        reference: Dots reach into classes: `package.module:Class.member`.
 
     Raises:
         ConfigurationError: The reference has another form, or there is no such module or attribute.
@@ -45,17 +43,15 @@ def is_own(name: str) -> bool:
 def import_function(
     key: str, reference: str, takes: str, *, number: int = 1, names: Iterable[str] = ()
 ) -> Callable[..., Any]:
-    """Imports what is to be called: a function, or a class. The working folder is searched too, after all else.
+    """Import a function or class to call; the working folder is searched last.
 
     Args:
-        key: The configuration's key, for error messages.
-        reference: Its value.
         takes: What it is called with, for error messages, such as `one ScoringItem`.
-        number: Its positional arguments.
-        names: Its named arguments.
+        number: Number of positional arguments.
+        names: Named arguments.
 
     Raises:
-        ConfigurationError: There is no such thing, or it cannot be called so.
+        ConfigurationError: There is no such thing, or it has another signature.
     """
     found = import_attribute(key, reference)
     if not callable(found):

@@ -44,10 +44,10 @@ def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def field_at(model: type[BaseModel], path: Sequence[Any]) -> tuple[tuple[str, ...], FieldInfo | None]:
-    """Follows a pydantic error location as far as the schema goes.
+    """Follow a pydantic error location as far as the schema goes.
 
     Returns:
-        The keys that the schema knows, and the field at their end; None when the first key is unknown.
+        The known keys, and the field at their end; None when the first key is unknown.
     """
     keys: list[str] = []
     field: FieldInfo | None = None
@@ -72,12 +72,7 @@ def choices(field: FieldInfo) -> list[str]:
 
 
 def got(value: Any, key: str = "") -> str:
-    """Return a given value, in words: `'ten' (str)`; a secret is masked.
-
-    Args:
-        value: Any.
-        key: Its key.
-    """
+    """Describe a given value: `'ten' (str)`; a secret is masked."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):
@@ -167,13 +162,11 @@ def validate(
     """Checks values against the schema.
 
     Args:
-        schema: The model of the whole configuration.
-        values: Plain nested mapping.
-        reported: Places that something else has complained about already; nothing more is said about them.
+        reported: Places of problems that are reported already.
 
     Returns:
-        The configuration, one line for each problem, and whether the configuration is whole. Where it is not, it
-        holds the valid values only: reading another one raises AttributeError.
+        The configuration, one line for each problem, and whether the configuration is whole. Otherwise it holds the
+        valid values only: reading another one raises AttributeError.
     """
     try:
         return schema.model_validate(values), [], True

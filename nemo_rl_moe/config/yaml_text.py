@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Traps in a YAML text, found before it is parsed: numbers that mean something else, and what is too much to parse.
+"""Traps in a YAML text, found before it is parsed: numbers that mean something else, and oversized documents.
 
-YAML 1.1 has numbers to the base of 60 (`1:30` is 90) and of 8 (`017` is 15), which nobody means in a configuration.
+YAML 1.1 has numbers to the base of 60 (`1:30` is 90) and of 8 (`017` is 15), which nobody means here.
 """
 
 import re
@@ -30,9 +30,9 @@ _CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndTo
 
 
 def traps(text: str) -> list[tuple[int, str]]:
-    """Traps of a text: the line of each, counted from 1, and what is wrong, in words. The last one may end the search.
+    """Find the traps of a text: the line of each, counted from 1, and what is wrong. The last one may end the search.
 
-    A text that is no YAML is left to the parser from where it is none.
+    An invalid text is left to the parser from where it is invalid.
     """
     found: list[tuple[int, str]] = []
     with suppress(YAMLError):

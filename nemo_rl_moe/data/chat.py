@@ -25,15 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """One conversation, tokenized.
+    """A tokenized conversation.
 
     Attributes:
         input_ids: Token ids, shape [tokens].
         token_mask: True on the assistant's tokens, its end token included; shape [tokens].
         truncated: Tokens were cut off at the end.
-        sample_id: Where it came from.
-        images: Its images, none of them for a text; None: the model takes text alone.
-        notes: Words for what its reader should know, such as what the chat template leaves out.
+        images: None: the model takes text alone.
+        notes: For the user, such as what the chat template leaves out.
     """
 
     input_ids: NDArray[np.int32]
@@ -60,12 +59,10 @@ BatchTokenizer = Callable[[Sequence[Example]], list[TokenizedExample | BadLine]]
 
 
 def tokenize_example(example: Example, tokenizer: "PreTrainedTokenizerBase", max_length: int) -> TokenizedExample:
-    """Tokenizes one conversation; for many, `batch_tokenizer` is several times faster.
+    """Tokenize one conversation; for many, `batch_tokenizer` is several times faster.
 
     Args:
-        example: The conversation.
-        tokenizer: A Hugging Face tokenizer.
-        max_length: Tokens to keep; the rest is cut off at the end. Nothing may be left to train on then.
+        max_length: Further tokens are cut off, so that nothing may be left to train on.
 
     Raises:
         DataError: The conversation cannot be rendered or encoded with this tokenizer.
@@ -82,17 +79,13 @@ def batch_tokenizer(
     run_wide: TemplateInputs = NO_INPUTS,
     images: RecordImages = NO_IMAGES,
 ) -> BatchTokenizer:
-    """Makes a function that tokenizes a list of conversations; for one that cannot be tokenized it gives a `BadLine`.
+    """Make a function that tokenizes a list of conversations and gives a `BadLine` for each that cannot be tokenized.
 
     Args:
-        tokenizer: A Hugging Face tokenizer.
-        max_length: Tokens to keep of each conversation.
-        run_wide: What the chat template gets beside the messages where a record says nothing else.
-        images: Treatment of images.
+        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
-        DataError: The tokenizer cannot be used at all. The function raises it too, and where there are images and the
-            model takes text alone.
+        DataError: The tokenizer cannot be used; or, from the function, there are images and the model takes text alone.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     render = renderer_for(tokenizer, run_wide)
@@ -180,9 +173,8 @@ def tokens_in_spans(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArra
     """Mask of the tokens that share a character with a span, shape [tokens].
 
     Args:
-        offsets: First character of each token and the one after its last, shape [tokens, 2]. Of a token that is
-            blank space, some tokenizers give only the place where it ends, twice.
-        spans: Pieces of the text, given the same way.
+        offsets: First character of each token and the one after its last, shape [tokens, 2]. Some tokenizers give only
+            the end, twice, for a token of blank space.
     """
     first, end = offsets[:, 0], offsets[:, 1]
     first = np.where(first == end, end - 1, first)

@@ -30,12 +30,11 @@ def renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: TemplateInputs 
     - Without a chat template a prompt and a completion that are strings are joined, and the end token is added.
 
     Args:
-        tokenizer: A Hugging Face tokenizer.
-        run_wide: What the chat template gets beside the messages where a record says nothing else.
+        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
-        DataError: The tokenizer has neither a usable chat template nor an end token. The returned function raises it
-            for a template that breaks the limits on time and memory.
+        DataError: The tokenizer has neither a usable chat template nor an end token; or, from the function, the
+            template breaks the limits on time and memory.
         ConfigurationError: The run gives the chat template a name that it does not read.
     """
     if not tokenizer.chat_template:
@@ -50,8 +49,7 @@ def prompt_renderer_for(tokenizer: "PreTrainedTokenizerBase", run_wide: Template
     With a chat template the messages end in what opens the assistant's turn. Without one, a prompt that is a text is
     taken as it is, after the begin token where the tokenizer opens every text with it.
 
-    Args:
-        tokenizer: A Hugging Face tokenizer.
+        run_wide: Inputs of the chat template that a record may override.
         run_wide: What the chat template gets beside the messages where a record says nothing else.
 
     Raises:
@@ -96,11 +94,10 @@ class _Template:
     def render(
         self, records: Sequence[Example] | Sequence[PromptRecord], first_trained: Sequence[int | None]
     ) -> list[Rendered | str]:
-        """Rendered conversations, or prompts, or what is wrong with each.
+        """Render conversations or prompts; give for each its text or what is wrong with it.
 
         Args:
-            records: The conversations or prompts.
-            first_trained: Of each, the first message to train on; None: a prompt.
+            first_trained: First message of each to train on; None: a prompt.
 
         Raises:
             DataError: The template breaks a limit.

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Chat templates of our own for models whose published one loses a part of some conversations.
+"""Corrected chat templates for models whose published one loses a part of some conversations.
 
 They give the same text as the published ones wherever those show a conversation whole; each file says where it differs.
 """
@@ -24,14 +24,14 @@ _FOLDER = Path(__file__).parent / "corrected"
 
 @dataclass(frozen=True)
 class CorrectedTemplate:
-    """A template of our own, and the published one whose place it takes.
+    """A corrected template and the published one that it replaces.
 
     Attributes:
-        family: Models that publish it.
-        file: Ours, in `data/corrected/`.
-        values: Names that it reads, by which one file serves several published templates.
-        mark: Text that the published one has, and few others.
-        loses: Parts of a conversation that the published one leaves out.
+        family: Models that publish the original.
+        file: The corrected template, in `data/corrected/`.
+        values: Values of names that it reads, by which one file serves several published templates.
+        mark: Text that identifies the published template.
+        loses: What the published template leaves out.
     """
 
     family: str
@@ -56,16 +56,10 @@ CORRECTED = (
 
 
 def correct_template(tokenizer: "PreTrainedTokenizerBase", setting: CorrectedTemplates) -> str | None:
-    """Puts the template of ours in place of a published one that gives the same texts, for this process alone.
-
-    Files that a run exports keep the model's own.
-
-    Args:
-        tokenizer: With the model's own template.
-        setting: `policy.tokenizer.corrected_template`.
+    """Replace a published template that gives the same texts, for this process alone; exports keep the model's own.
 
     Returns:
-        A line that tells of it; None: the model's own template stays.
+        A line that reports the replacement; None: the model's own template stays.
     """
     own = tokenizer.chat_template
     if setting == "never" or not isinstance(own, str):

@@ -25,15 +25,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class ItemSize:
-    """Tokens of one item.
+    """Size of one item.
 
     Attributes:
-        sample_id: Where it came from.
-        num_tokens: All of its tokens.
-        num_trained_tokens: Those of them that count in the loss.
-        is_truncated: It was cut at the maximum length.
-        num_images: Its images; None: the model takes text alone.
-        notes: Words for what its reader should know, such as what the chat template leaves out.
+        num_trained_tokens: Tokens that count in the loss.
+        num_images: None: the model takes text alone.
+        notes: For the user, such as what the chat template leaves out.
     """
 
     sample_id: str
@@ -46,13 +43,7 @@ class ItemSize:
 
 @dataclass(frozen=True)
 class CountedNote:
-    """One note on items that were kept.
-
-    Attributes:
-        text: Its words.
-        count: Number of items with it.
-        first: Place of the first of them.
-    """
+    """A note on kept items, and the number and the first of the items that have it."""
 
     text: str
     count: int
@@ -67,9 +58,9 @@ class ReportWords:
     """Words of the report for one kind of item.
 
     Attributes:
-        noun: Name of an item: example, pair or prompt.
-        trained_tokens: Follows the number of trained tokens; None: that number is not reported.
-        dropped: Reason for which items are dropped.
+        noun: Singular name of an item, such as "pair".
+        trained_tokens: Text behind the number of trained tokens; None: that number is not reported.
+        dropped: Why items are dropped.
     """
 
     noun: str
@@ -82,19 +73,13 @@ class DataReport:
     """Numbers of the items of a data set that were kept, cut, dropped, or could not be read.
 
     Attributes:
-        name: The data set.
-        words: Words for its kind of item.
-        num_kept: Items to train on or to validate with.
-        num_tokens: Tokens of these.
-        num_trained_tokens: Those of the tokens that count in the loss.
-        num_images: Images of the kept items; None: the model takes text alone.
-        num_truncated: Kept items that were cut at the maximum length.
+        num_trained_tokens: Tokens that count in the loss.
+        num_images: None: the model takes text alone.
+        num_truncated: Kept items that were truncated at the maximum length.
         num_dropped: Items left out for the reason in `words`.
-        num_repeated: Prompts left out because they had been read or drawn before.
+        num_repeated: Prompts left out because they had been read or sampled before.
         num_training_prompts: Held-out prompts left out because they are training prompts.
-        num_bad_lines: Lines left out because they could not be used.
-        bad_lines: The first bad line of each cause, one text each, with the places of others like it.
-        notes: On the kept items.
+        bad_lines: The first bad line of each cause with the places of others like it.
     """
 
     name: str
@@ -138,10 +123,9 @@ class ItemKind(Generic[Parsed, Item]):
     """Treatment of one kind of item.
 
     Attributes:
-        words: For the report.
-        tokenize: From parsed lines to items, or to what is wrong with each.
-        size_of: Tokens of an item; None for one that is dropped.
-        why_none_is_left: Follows the number of dropped items in the error that says that nothing is left.
+        tokenize: Gives an item, or what is wrong, for each parsed line.
+        size_of: Size of an item; None: it is dropped.
+        why_none_is_left: Text of the error behind the number of dropped items.
     """
 
     words: ReportWords
@@ -155,12 +139,7 @@ def read_items(
 ) -> tuple[list[Item], DataReport]:
     """Reads and tokenizes a data set.
 
-    Args:
-        source: Its lines.
-        kind: Their treatment.
-        on_bad_line: `stop` raises when the first bad line has been met and the rest has been looked through for more;
-            `skip` leaves bad lines out and counts them.
-        progress: Called now and then.
+        on_bad_line: `stop` looks for further bad lines and raises; `skip` counts them.
 
     Raises:
         DataError: It has bad lines, of which the first 20 causes are listed; or no item is left.
@@ -215,7 +194,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNote, ...]:
-    """Count each note, in the order in which they were first met.
+    """Count each note, in order of first appearance.
 
     Args:
         items: Place and notes of each item.
@@ -228,11 +207,7 @@ def counted_notes(items: Iterable[tuple[str, Sequence[str]]]) -> tuple[CountedNo
 
 
 class _BadLines:
-    """Number of bad lines, and the first 20 causes: reasons that differ in more than numbers.
-
-    Args:
-        name: The data set.
-    """
+    """Count bad lines and keep the first 20 causes: reasons that differ in more than numbers."""
 
     def __init__(self, name: str) -> None:
         self.count = 0
@@ -259,13 +234,7 @@ class _BadLines:
 
 @dataclass
 class _Cause:
-    """Bad lines of one cause.
-
-    Attributes:
-        line: The first of them.
-        count: Number of all.
-        others: Places of the next few.
-    """
+    """Bad lines of one cause: the first, their number, and the places of the next few."""
 
     line: BadLine
     count: int = 0

@@ -24,13 +24,11 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class StoredImage:
-    """An image that has been read and decoded once, and is kept as it was named.
+    """An image that was read and decoded once.
 
     Attributes:
-        reference: Where it is.
         digest: Of the encoded image.
-        height: In pixels, as it is to be seen: turned as its camera says.
-        width: Likewise.
+        height: In pixels, after the rotation that its metadata asks for.
     """
 
     reference: ImageReference
@@ -44,15 +42,15 @@ class ImageReader:
     """Reader of a data set's images.
 
     Attributes:
-        folder: Relative paths start there, and no path leads out of it; None: the data has no folder.
-        max_pixels: Most pixels of an image, which is known before it is decoded.
+        folder: Root of relative paths, which may not leave it; None: the data has no folder.
+        max_pixels: Limit on the size, which is known before decoding.
     """
 
     folder: Path | None
     max_pixels: int
 
     def check(self, reference: ImageReference) -> StoredImage:
-        """Reads and decodes an image, and keeps nothing of it but its size.
+        """Read and decode an image, and keep only its size.
 
         Raises:
             RecordError: It cannot be used.
@@ -65,7 +63,7 @@ class ImageReader:
         """The image in red, green and blue.
 
         Raises:
-            RecordError: It cannot be read any more, or is another one than at the beginning.
+            RecordError: It cannot be read any more, or has changed.
         """
         content = self._content(stored.reference)
         if _digest(content) != stored.digest:

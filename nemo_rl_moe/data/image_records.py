@@ -32,12 +32,12 @@ _DATA_URL = re.compile(r"data:(?:image/[A-Za-z0-9.+-]+|image)?(?:;[A-Za-z0-9.+-]
 
 @dataclass(frozen=True)
 class ImageReference:
-    """An image as a record names it.
+    """Reference to an image in a record.
 
     Attributes:
-        path: Of its file; None where the record holds the image itself.
-        content: The encoded image; None: it is read from the file.
-        name: Its place in the record, for error messages; two references to the same image are equal.
+        path: None where the record holds the image itself.
+        content: The encoded image; None: read it from `path`.
+        name: Its place in the record, for error messages; equality ignores it.
     """
 
     path: str | None
@@ -51,10 +51,6 @@ class ImageReference:
 
 def parse_image(value: object, name: str) -> ImageReference:
     """Parses an image: a path, a data URL, `{"bytes": ..., "path": ...}` as `datasets` stores it, or `{"url": ...}`.
-
-    Args:
-        value: The record's value.
-        name: Its key, for error messages.
 
     Raises:
         RecordError: It cannot be used.
@@ -134,9 +130,7 @@ def require_image_key(
 
     Args:
         messages: Parsed; none has images of its own, and the record has none under `key`.
-        record: The record.
         key: The run's key of images beside the messages; None: they are left unread on purpose.
-        sample_id: Place of the record.
 
     Raises:
         DataError: It has such images: the run's key is wrong, not the line.
@@ -161,16 +155,13 @@ def _has_images(value: object, name: str) -> bool:
 def place_images(
     messages: Sequence[dict[str, Any]], images: Sequence[ImageReference], key: str | None
 ) -> list[dict[str, Any]]:
-    """The messages with the images that stand beside them in the record.
+    """Place the images that stand beside the messages in the record.
 
-    These take the places, in order, of the parts of type image that have none of their own; where there are no such
-    parts, of each `<image>` in the texts that are not the assistant's; where there is none of those either, they stand
-    before the text of the first user turn.
+    They fill, in order, the parts of type image that have none; without such parts, each `<image>` in texts that are
+    not the assistant's; without those, they stand before the text of the first user turn.
 
     Args:
-        messages: Parsed.
-        images: Parsed; may be none.
-        key: The record's key of them, for error messages; None: the run reads none.
+        key: The record's key of the images, for error messages; None: the run reads none.
 
     Raises:
         RecordError: There are more or fewer places than images.

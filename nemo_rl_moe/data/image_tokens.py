@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that stand for images: one for each image in the rendered text, as many as the model wants in the sample.
 
-A sample keeps references to its images, not their pixels, which ten thousand pictures would fill gigabytes with: they
-are decoded once to see that they can be, and again when a batch is made of them.
+A sample keeps references to its images, not their pixels, which would fill gigabytes: images are decoded once as a
+check, and again when a batch is made of them.
 """
 
 import warnings
@@ -56,10 +56,7 @@ class SampleImages:
     """Images of one tokenized sample of a vision-language model; of a sample of text, none.
 
     Attributes:
-        tokens: Reads and resizes them.
-        images: In order.
-        runs: Of each image, its first image token and the number of them.
-        sample_id: Where the sample came from.
+        runs: First image token and number of image tokens of each image.
     """
 
     tokens: "ImageTokenizer"
@@ -85,13 +82,10 @@ class SampleImages:
 
 
 def batch_inputs(samples: Sequence[tuple[SampleImages | None, int]]) -> list[dict[str, ModelInput]]:
-    """The model's inputs of samples, each image decoded once.
+    """Return the inputs of `models.images.image_inputs` for samples, empty for a model of text; decode each image once.
 
     Args:
-        samples: Images of each, and its number of tokens; None: the model takes text alone.
-
-    Returns:
-        Of each the inputs of `models.images.image_inputs`; empty for a model of text.
+        samples: Images of each (None: the model takes text alone), and its number of tokens.
 
     Raises:
         DataError: An image cannot be read any more, or has changed.
@@ -120,12 +114,10 @@ def num_images_of(images: SampleImages | None) -> int | None:
 
 @dataclass(frozen=True)
 class Expanded:
-    """Tokens of a sample with as many for each image as the model wants.
+    """Token ids of a sample with its image tokens repeated as the model wants.
 
     Attributes:
-        input_ids: Token ids.
-        repeats: How often each token of the text stands there; others than image tokens once.
-        images: The images.
+        repeats: Number of tokens for each token of the text: 1 for all but image tokens.
     """
 
     input_ids: Int[np.ndarray, " tokens"]
@@ -135,11 +127,9 @@ class Expanded:
 
 @dataclass(frozen=True)
 class ImageTokenizer:
-    """Everything that turns a data set's images into tokens and pictures.
+    """Turn a data set's images into tokens and pixels.
 
     Attributes:
-        rule: The model's.
-        reader: The data set's.
         token: The image token as text.
         before: Tokens in front of an image's, which a chat template does not show.
         behind: Tokens behind them.
@@ -152,7 +142,7 @@ class ImageTokenizer:
     behind: tuple[int, ...] = ()
 
     def pictures(self, image: StoredImage) -> list[Picture]:
-        """The pictures of an image.
+        """Return the pixels of an image.
 
         Raises:
             RecordError: It cannot be read any more, or has changed.
@@ -162,12 +152,7 @@ class ImageTokenizer:
     def check(
         self, records: Sequence[PicturedRecord], rendered: Sequence[Rendered | str]
     ) -> list[tuple[Rendered, tuple[StoredImage, ...]] | str]:
-        """The rendered records with their images, each of which has been decoded, or what is wrong with a record.
-
-        Args:
-            records: Conversations or prompts.
-            rendered: Their texts, or what is wrong with them.
-        """
+        """Decode the images of rendered records; give each record with its images, or what is wrong with it."""
         references = [
             reference
             for record, text in zip(records, rendered, strict=True)

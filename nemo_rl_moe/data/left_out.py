@@ -70,14 +70,10 @@ def _instead(messages: Sequence[Message], index: int) -> list[Message]:
 def _is_shown(
     part: str, text: str, other: Sequence[Message], messages: Sequence[Message], render: RenderVariant
 ) -> bool:
-    """True where a part stands in the text: it is long and nowhere else, or another conversation's text differs.
+    """Whether a text shows a part: it is long and nowhere else, or the text changes with the part.
 
     Args:
-        part: Of a turn.
-        text: Of the conversation.
         other: The conversation with something else in place of the part.
-        messages: The conversation.
-        render: Renders the other one.
     """
     part = part.strip()
     if not part or part == _STAND_IN:
@@ -104,14 +100,7 @@ def _require_all_calls(messages: Sequence[Message], index: int, text: str, rende
 def thinking_notes(
     messages: Sequence[Message], text: str, spans: Sequence[Span], render: RenderVariant
 ) -> tuple[str, ...]:
-    """Return notes on thinking that is left out of earlier turns, and on empty blocks of it that are trained on.
-
-    Args:
-        messages: The conversation.
-        text: Its rendered text.
-        spans: Pieces of the text that are trained on.
-        render: Renders a variant of it.
-    """
+    """Return notes on thinking that is left out of earlier turns, and on empty blocks of it that are trained on."""
     earlier = (place for place in range(len(messages) - 1) if messages[place]["role"] == "assistant")
     found = [EARLIER_THINKING] if any(_lacks_thinking(messages, place, text, render) for place in earlier) else []
     if any(_EMPTY_BLOCK.search(text, first, end) for first, end in spans):

@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Encoding of texts of which only so many tokens are kept: what is far too long is cut before it is encoded."""
+"""Encoding of texts to a maximum number of tokens: texts that are far too long are cut before they are encoded."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -21,14 +21,10 @@ Encoding = TypeVar("Encoding", bound=Encoded)
 
 
 def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: Sequence[Item]) -> list[Encoding | str]:
-    """Encodes items in one call; where that fails, one by one, so that one bad text does not cost the others.
-
-    Args:
-        encode: From items to their encodings; may raise.
-        items: May be empty.
+    """Encode items in one call; where that fails, one by one, so that one bad text does not cost the others.
 
     Returns:
-        The encodings, or a text that says what is wrong with one.
+        The encodings, or what is wrong with an item.
     """
     if not items:
         return []
@@ -42,13 +38,9 @@ def encode_each(encode: Callable[[Sequence[Item]], Sequence[Encoding]], items: S
 
 
 class LengthLimit:
-    """Limit in characters that no text of so many tokens exceeds: that many times the longest token.
+    """Limit in characters that no text within a token limit exceeds: `max_length` times the longest token.
 
     Encoding takes time and memory by the length of the text, however little of it is kept.
-
-    Args:
-        tokenizer: A Hugging Face tokenizer.
-        max_length: Tokens that are kept.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", max_length: int):
@@ -66,9 +58,7 @@ class LengthLimit:
         """Encodings that agree with those of the whole items as far as tokens are kept; see `encode_each`.
 
         Args:
-            encode: From items to their encodings.
-            items: May be empty.
-            cut: From an item and a number of characters to its beginning, or to the item itself where it is no longer.
+            cut: Returns the beginning of an item, of a number of characters, or the item itself where it is no longer.
         """
         heads = [cut(item, self._characters) for item in items]
         results = encode_each(encode, heads)

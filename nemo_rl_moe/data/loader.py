@@ -16,11 +16,7 @@ from nemo_rl_moe.errors import DataError
 
 
 def collate(examples: Sequence[TokenizedExample], pad_token_id: int) -> TokenBatch:
-    """Pads examples on the right to the longest of them.
-
-    Args:
-        examples: At least one.
-        pad_token_id: Token after an example's end.
+    """Pad examples on the right to the longest.
 
     Raises:
         DataError: An image cannot be read any more, or has changed.
@@ -46,11 +42,7 @@ def token_ids_and_images(examples: Iterable[TokenizedExample]) -> Iterator[NDArr
 
 
 class TokenStore(Sequence[TokenizedExample]):
-    """Sequence of tokenized examples in three flat arrays: 5 bytes a token. Images are kept as they were named.
-
-    Args:
-        examples: The examples, in order.
-    """
+    """Sequence of tokenized examples in three flat arrays: 5 bytes a token. Images are kept as they were named."""
 
     def __init__(self, examples: Sequence[TokenizedExample]):
         self._starts: NDArray[np.int64] = np.cumsum([0, *(len(example) for example in examples)], dtype=np.int64)
@@ -89,18 +81,14 @@ MakeBatch = Callable[[Sequence[Any], int], TokenBatch]
 
 
 class GlobalBatchLoader:
-    """Global batches of each epoch.
+    """Iterate over the global batches of each epoch.
 
     The order depends on the seed and the epoch alone. The examples that do not fill a last batch are left out of that
     epoch, so that every optimizer step sees the same number of sequences; with shuffling they are others each time.
 
     Args:
-        dataset: The examples.
         global_batch_size: Examples of one optimizer step, over all ranks.
-        pad_token_id: Token after an example's end.
-        seed: Not negative.
-        shuffle: False keeps the order of the data.
-        make_batch: Puts examples side by side, whatever kind they are.
+        make_batch: Collates examples.
 
     Raises:
         DataError: The examples do not fill one batch.
@@ -148,14 +136,7 @@ class GlobalBatchLoader:
 
 
 def epoch_order(size: int, seed: int, epoch_index: int, *, shuffle: bool) -> Sequence[int]:
-    """The order of the items of one epoch, which depends on nothing but the arguments.
-
-    Args:
-        size: Number of items.
-        seed: Not negative.
-        epoch_index: Counted from 0.
-        shuffle: False keeps the order of the data.
-    """
+    """The order of the items of one epoch, which depends on nothing but the arguments."""
     if not shuffle:
         return range(size)
     order: list[int] = np.random.default_rng([seed, epoch_index]).permutation(size).tolist()
@@ -169,14 +150,11 @@ def sequential_batches(
     max_batches: int | None = None,
     make_batch: MakeBatch = collate,
 ) -> Iterator[TokenBatch]:
-    """The examples in their order, for validation; the last batch may be smaller, so that none is left out.
+    """Iterate over examples in order, for validation; the last batch may be smaller, so that none is left out.
 
     Args:
-        dataset: The examples.
-        batch_size: Examples of a batch.
-        pad_token_id: Token after an example's end.
-        max_batches: Stop after so many; None: all.
-        make_batch: Puts examples side by side, whatever kind they are.
+        max_batches: None: all.
+        make_batch: Collates examples.
     """
     starts = range(0, len(dataset), batch_size)
     for start in starts[:max_batches]:

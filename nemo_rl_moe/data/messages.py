@@ -47,8 +47,6 @@ def parse_turns(value: object, name: str, role: str) -> list[Message]:
     """Parses a text or a list of messages into messages.
 
     Args:
-        value: The record's value.
-        name: Its key, for error messages.
         role: Role of the turn that a text becomes.
 
     Raises:

@@ -39,13 +39,7 @@ RESPONSES = ("chosen", "rejected")
 
 @dataclass(frozen=True)
 class PreferenceRecord:
-    """Two responses to one prompt.
-
-    Attributes:
-        sample_id: Where it came from: `file:line`, or `dataset[split]:row`.
-        chosen: The prompt with the better response.
-        rejected: The prompt with the worse one.
-    """
+    """Two responses to one prompt, each with the prompt."""
 
     sample_id: str
     chosen: Example
@@ -55,13 +49,11 @@ class PreferenceRecord:
 def parse_preference(record: object, sample_id: str, image_key: str | None = None) -> PreferenceRecord:
     """Parses one decoded record.
 
-    `prompt`, `chosen` and `rejected` are each a text or a list of messages. Where both responses repeat the prompt, as
-    in data sets that hold whole conversations, it counts once; where there is no `prompt`, it is the messages that both
-    conversations begin with. `tools` and `chat_template_kwargs` are for the chat template; further keys are ignored.
+    `prompt`, `chosen` and `rejected` are each a text or a list of messages. A prompt that both responses repeat counts
+    once; without `prompt`, it is the messages that both begin with. `tools` and `chat_template_kwargs` are for the chat
+    template; further keys are ignored.
 
     Args:
-        record: A decoded line.
-        sample_id: Where it is.
         image_key: Key of images beside the messages, which belong to the prompt; None: such images are not read.
 
     Raises:
@@ -100,12 +92,9 @@ def parse_preference(record: object, sample_id: str, image_key: str | None = Non
 
 
 def preference_columns(path: str, names: Sequence[str], image_key: str | None = None) -> list[str]:
-    """The columns of a table that are read.
+    """Choose the columns of a table to read.
 
-    Args:
-        path: The table, for messages.
-        names: Of its columns.
-        image_key: Column of images; None: none is read.
+        image_key: None: no images are read.
 
     Raises:
         DataError: It has no pairs.
@@ -139,9 +128,7 @@ class PreferencePair:
     """Two responses to one prompt, tokenized.
 
     Attributes:
-        chosen: The prompt with the better response.
-        rejected: The prompt with the worse one.
-        reference_sums: Log-probability of each response under the reference model, in nats; None: not known.
+        reference_sums: Log-probability of each response under the reference model, in nats; None: unknown.
     """
 
     chosen: TokenizedExample
@@ -156,13 +143,12 @@ WORDS_WITH_IMAGES = replace(WORDS, dropped="no two different responses, or not a
 
 
 class PreferenceDataset(Sequence[PreferencePair]):
-    """Sequence of pairs, kept in few flat arrays.
+    """Sequence of pairs, stored in few flat arrays.
 
     Args:
-        examples: The sequences in the order of the pairs, the chosen before the rejected one.
-        report: What was read and what was left out.
-        reference_sums: Log-probability of each response under the reference model, in nats; None: not known. NaN where
-            a pair has none.
+        examples: Chosen and rejected sequence of each pair in turn.
+        reference_sums: Log-probability of each response under the reference model, in nats, NaN where a pair has none;
+            None: unknown.
     """
 
     def __init__(
@@ -210,12 +196,8 @@ def load_preferences(
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
-        split: The split to take; a `.jsonl` file has none and ignores it.
-        tokenizer: A Hugging Face tokenizer.
         max_length: Tokens to keep of each sequence, prompt and response together.
-        on_bad_line: see `read_items`.
-        run_wide: What the chat template gets beside the messages where a record says nothing else.
-        images: Treatment of images.
+        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no pair is left.
@@ -238,12 +220,7 @@ def load_preferences(
 
 
 def collate_pairs(pairs: Sequence[PreferencePair], pad_token_id: int) -> TokenBatch:
-    """Pads pairs on the right to the longest sequence of all; a pair's sequences are neighbours, the chosen one first.
-
-    Args:
-        pairs: At least one.
-        pad_token_id: What stands after a sequence's end.
-    """
+    """Collate pairs padded to the longest sequence, the chosen and the rejected one of a pair side by side."""
     batch = collate([example for pair in pairs for example in (pair.chosen, pair.rejected)], pad_token_id)
     sums = [pair.reference_sums for pair in pairs if pair.reference_sums is not None]
     values = torch.tensor(sums, dtype=torch.float64).flatten()

@@ -22,15 +22,12 @@ ANSWERED = ("user", "tool")
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt, not yet tokenized.
+    """A prompt before tokenization.
 
     Attributes:
-        sample_id: Where it came from.
-        messages: The turns, the last one the user's or a tool's; a prompt that is a text is one turn.
-        is_text: The prompt was written as a text.
-        record: The record, with `question` and `answer` in it, and without encoded images.
-        inputs: What the record gives the chat template beside the messages.
-        images: Those of the messages, in order.
+        is_text: The prompt is a text, not messages.
+        record: The decoded record with `question` and `answer`, without encoded images.
+        inputs: The record's inputs of the chat template.
     """
 
     sample_id: str
@@ -62,17 +59,16 @@ def apply_template(messages: Sequence[Message], template: str | None) -> tuple[M
 def prompt_parser(data: PromptDataConfig, env: EnvironmentConfig | None) -> Callable[[object, str], PromptRecord]:
     """Makes the function that checks records.
 
-    The record that an environment later sees is the data's own, with two keys set: `answer`, from `data.answer_key`
-    (a number as text), and, unless it is there, `question`, the prompt's text. `math` and `reasoning_gym` cannot do
-    without an answer, and `reasoning_gym` not without the task's `metadata`; a function of the user's own gets None for
-    an answer that is missing, and one of any type as it is. Of images it holds the paths, and no encoded ones.
+    The record that a reward function sees is the data's own with `answer` from `data.answer_key` (numbers as text) and,
+    unless present, `question`, the prompt's text. `math` and `reasoning_gym` need an answer, and `reasoning_gym` also
+    the task's `metadata`; a custom function gets a missing answer as None, and any other as it is. Images appear as
+    paths.
 
     Args:
-        data: Where in a record prompt and answer are.
-        env: What will score the responses; None: nothing, so that a record needs no answer.
+        env: None: nothing scores responses, so that no answer is needed.
 
     Returns:
-        A function of a decoded record and where it is, which raises `RecordError`.
+        A function of a decoded record and its place, which raises `RecordError`.
     """
 
     env_name = "callable" if env is None or env.is_own else env.name
@@ -125,12 +121,11 @@ def prompt_columns(
 
 
 def value_at(record: Mapping[str, Any], key: str, setting: str) -> Any:
-    """Value of a record under a key; dots reach into objects, unless the record has the whole key itself.
+    """Return the value under a key; dots reach into objects, unless the record has the whole key itself.
 
     Args:
-        record: The record.
         key: Such as `reward_model.ground_truth`.
-        setting: Setting that names the key.
+        setting: The setting that names the key, for messages.
 
     Raises:
         RecordError: The record has no such key.

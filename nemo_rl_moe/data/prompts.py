@@ -1,6 +1,6 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of GRPO: read or drawn, tokenized, without repeats, and given out step by step."""
+"""Prompts of GRPO: read or sampled, tokenized, without repeats, and given out step by step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,13 +36,10 @@ _DIGEST_BYTES = 16
 class RepeatFilter:
     """Filter that lets each prompt through once: published data sets hold some problems a hundred times.
 
-    Two prompts are the same when the model is asked the same and the response is compared with the same.
+    Two prompts are equal when the model sees the same tokens and the response is compared with the same answer.
 
     Args:
-        env_name: Name of the environment, which decides what a response is compared with.
-
-    Attributes:
-        num_repeated: Prompts left out so far.
+        env_name: Decides what a response is compared with.
     """
 
     def __init__(self, env_name: str):
@@ -80,12 +77,12 @@ class Prompt:
     """One prompt, tokenized.
 
     Attributes:
-        sample_id: Where it came from: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
-        text: The prompt as text, without what a chat template adds.
+        sample_id: `file:line`, `dataset[split]:row`, or `task[seed 0]:item`.
+        text: The prompt without what a chat template adds.
         token_ids: The rendered prompt.
-        record: The record of the data; always has `question` and `answer`.
-        images: Its images, none of them for a text; None: the model takes text alone.
-        notes: Words for what its reader should know, such as what the chat template leaves out.
+        record: The data's record; always has `question` and `answer`.
+        images: None: the model takes text alone.
+        notes: For the user, such as what the chat template leaves out.
     """
 
     sample_id: str
@@ -97,7 +94,7 @@ class Prompt:
 
     @property
     def model_inputs(self) -> dict[str, ModelInput]:
-        """The model's inputs beside the tokens, its images decoded anew; for many prompts see `prompt_inputs`.
+        """Decode the images and return the model's inputs beside the tokens; for many prompts use `prompt_inputs`.
 
         Raises:
             DataError: An image cannot be read any more, or has changed.
@@ -110,7 +107,7 @@ class Prompt:
 
 
 def prompt_inputs(prompts: Sequence[Prompt]) -> list[dict[str, ModelInput]]:
-    """The model's inputs of prompts beside their tokens, each image decoded once; empty for a model of text.
+    """Return the model's inputs of prompts beside their tokens, each image decoded once; empty for a model of text.
 
     Raises:
         DataError: An image cannot be read any more, or has changed.
@@ -122,12 +119,7 @@ WORDS = ReportWords("prompt", None, "longer than a prompt may be")
 
 
 class PromptDataset(Sequence[Prompt]):
-    """Sequence of prompts with the report of its loading.
-
-    Args:
-        prompts: In order.
-        report: Numbers of prompts kept and left out.
-    """
+    """Sequence of prompts with the report of its loading."""
 
     def __init__(self, prompts: Sequence[Prompt], report: DataReport):
         self.report = report
@@ -152,24 +144,21 @@ def load_prompts(
     env: EnvironmentConfig | None,
     images: ImageTokenizer | None = None,
 ) -> PromptDataset:
-    """Reads one set of prompts, or draws it from the environment's task, and tokenizes it.
+    """Read one set of prompts, or sample it from the environment's task, and tokenize it.
 
-    Prompts differ from each other: one that is read again, with the same answer, is left out and counted, and for a
-    question that is drawn again another is drawn with another seed. Sets with different seeds share no seed of an item,
-    but may share a question by chance, the more so the fewer the task has: see `without_training_prompts`.
+    Prompts differ: one that repeats, with the same answer, is left out and counted when read, and replaced by another
+    with another seed when sampled. Sets with different seeds share no seed of an item, but may share a question by
+    chance, the more so the fewer the task has: see `without_training_prompts`.
 
     Args:
-        source: Which set.
-        data: How its records are read.
-        tokenizer: A Hugging Face tokenizer.
-        max_prompt_length: Most tokens of a prompt; longer ones are left out and counted.
-        env: What will score the responses: decides what a record needs, and is what prompts are drawn from. None:
-            nothing scores them; repeated prompts stay, and records need no answer.
-        images: Turns images into tokens; None: the model takes text alone.
+        max_prompt_length: In tokens; longer prompts are left out and counted.
+        env: Decides what a record needs, and prompts are sampled from it. None: nothing scores responses; repeated
+            prompts stay, and records need no answer.
+        images: None: the model takes text alone.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no prompt is left.
-        ConfigurationError: Prompts cannot be drawn from the task.
+        ConfigurationError: Prompts cannot be sampled from the task.
     """
     lines, num_redrawn = (
         _drawn(source, data, env) if source.path is None else (_read(source.path, source, data, env), 0)
@@ -202,16 +191,10 @@ def load_prompts(
 
 
 class PromptLoader:
-    """Prompts of each step, in an order drawn anew for each epoch.
+    """Give out the prompts of each step, in a new order each epoch.
 
     The order depends on the seed and the epoch alone. The prompts that do not fill a last step are left out of that
     epoch; with shuffling they are others each time.
-
-    Args:
-        dataset: The prompts.
-        num_prompts_per_step: Prompts of one step.
-        seed: Not negative.
-        shuffle: False keeps the order of the data.
 
     Raises:
         DataError: The prompts do not fill one step.
@@ -317,8 +300,7 @@ def _finish(
 
 
 def without_training_prompts(held_out: PromptDataset, training: Iterable[Prompt]) -> PromptDataset:
-    """The held-out prompts that are no training prompts, token for token and image for image; the report counts the
-    others.
+    """Drop held-out prompts that equal a training prompt in tokens and images, and count them in the report.
 
     Raises:
         DataError: None is left.

@@ -17,7 +17,7 @@ class RecordError(ValueError):
 
 
 def json_object(value: object, name: str) -> dict[str, Any]:
-    """An object that a record holds as it is, or as its JSON in a string; of an empty string, the empty object.
+    """Return an object that a record holds as it is or as JSON in a string; an empty string is the empty object.
 
     Raises:
         RecordError: It is neither.
@@ -30,10 +30,10 @@ def json_object(value: object, name: str) -> dict[str, Any]:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of JSON's pairs, as `object_pairs_hook` gets them.
+    """Return the object of JSON's pairs, for `object_pairs_hook`.
 
     Raises:
-        RecordError: A key stands there twice; JSON's readers differ in which of them counts.
+        RecordError: A key repeats; JSON readers differ in which value counts.
     """
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -43,7 +43,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def decoded_json(value: object, name: str) -> Any:
-    """Value of a string's JSON; any other value as it is.
+    """Decode the JSON of a string; return any other value as it is.
 
     Raises:
         RecordError: The string is no JSON, or gives a key twice.
@@ -60,7 +60,7 @@ def decoded_json(value: object, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without the nulls of objects, however deep: tables fill the keys that a row lacks with them.
+    """Drop nulls from objects at any depth: tables fill keys that a row lacks with them.
 
     Strings of JSON and members of lists stay as they are.
     """

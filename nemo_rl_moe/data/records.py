@@ -20,13 +20,11 @@ class Example:
     """One conversation.
 
     Attributes:
-        sample_id: Where it came from: `file:line`, or `dataset[split]:row`.
-        messages: The turns; each has `role` and `content`, a text or parts of type text and image, and whatever else
-            the chat template may read.
-        first_trained_message: Assistant turns before this index are context; those from it on are trained on.
-        plain: Prompt and completion as the user wrote them, when both are strings.
-        inputs: What the record gives the chat template beside the messages.
-        images: Those of the messages, in order.
+        messages: Each has `role`, `content` (a text, or parts of type text and image), and further keys of the
+            template.
+        first_trained_message: Earlier assistant turns are context.
+        plain: Prompt and completion when both are strings.
+        inputs: The record's inputs of the chat template.
     """
 
     sample_id: str
@@ -39,12 +37,7 @@ class Example:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be used.
-
-    Attributes:
-        sample_id: Where it is.
-        reason: What is wrong with it, and what is allowed.
-    """
+    """A line that cannot be used, and why."""
 
     sample_id: str
     reason: str
@@ -57,14 +50,11 @@ class BadLine:
 def parse_record(record: object, sample_id: str, image_key: str | None = None) -> Example:
     """Parses one decoded record of a conversation.
 
-    `messages` wins over `conversations`, the form of ShareGPT. Beside either a `completion` is an error, as nothing
-    says which of them is meant; a `prompt` alone is ignored, which published data sets have beside messages. Beside
-    conversations, a text under `system` is the system turn. `tools` and `chat_template_kwargs` are for the chat
-    template; other keys are ignored.
+    `messages` wins over `conversations`, the form of ShareGPT. A `completion` beside either is an error, because it is
+    ambiguous; a `prompt` is ignored there, because published data sets have one. A text under `system` is the system
+    turn of `conversations`. `tools` and `chat_template_kwargs` are for the chat template; other keys are ignored.
 
     Args:
-        record: A decoded line.
-        sample_id: Where it is.
         image_key: Key of images beside the messages; None: such images are not read.
 
     Raises:
@@ -87,7 +77,7 @@ def parse_record(record: object, sample_id: str, image_key: str | None = None) -
 def with_images(
     messages: Sequence[Message], record: Mapping[str, Any], image_key: str | None, sample_id: str
 ) -> tuple[list[Message], tuple[ImageReference, ...]]:
-    """Messages of a record with the images that stand beside them, as chat templates read them, and all images.
+    """Return a record's messages with the images beside them put in place, and all images.
 
     Raises:
         RecordError: An image cannot be used, or there are more or fewer places than images.

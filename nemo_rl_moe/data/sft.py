@@ -22,12 +22,7 @@ WORDS_WITH_IMAGES = replace(WORDS, dropped="no response, or not all images, befo
 
 
 class TokenizedDataset(TokenStore):
-    """Tokenized conversations of a data set.
-
-    Args:
-        examples: The examples, in order.
-        report: What was read and what was left out.
-    """
+    """Tokenized conversations of a data set."""
 
     def __init__(self, examples: Sequence[TokenizedExample], report: DataReport):
         super().__init__(examples)
@@ -48,14 +43,8 @@ def load_sft_dataset(
 
     Args:
         path: A `.jsonl` file, or what `datasets` can load.
-        split: The split to take; a `.jsonl` file has none and ignores it.
-        tokenizer: A Hugging Face tokenizer.
-        max_length: Tokens to keep of each example.
-        on_bad_line: `stop` raises when the first bad line has been met and the rest has been looked through for more;
-            `skip` leaves bad lines out and counts them.
-        progress: Called now and then with the lines read so far and the lines in all.
-        run_wide: What the chat template gets beside the messages where a record says nothing else.
-        images: Treatment of images.
+        progress: Called with the lines read so far and the lines in all.
+        run_wide: Inputs of the chat template that a record may override.
 
     Raises:
         DataError: The data cannot be read; or it has bad lines, of which the first 20 are listed; or no example is

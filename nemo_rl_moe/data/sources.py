@@ -34,7 +34,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def count_lines(path: Path) -> int:
-    """Number of lines of a file, the last one with or without its newline.
+    """Count the lines of a file, the last one with or without its newline.
 
     Raises:
         DataError: The file cannot be read.
@@ -50,13 +50,12 @@ def count_lines(path: Path) -> int:
 
 
 def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[Parsed | BadLine]:
-    """Yields the parsed record of each line in order, or a `BadLine`.
+    """Yield the record of each line, or a `BadLine`.
 
-    Lines end at the newline byte only: JSON allows the other separators of Unicode inside a string.
+    Lines end at the newline byte only: JSON allows Unicode's other separators inside a string.
 
     Args:
-        path: The file.
-        parse: Gets a decoded line and its `file:line`; raises `RecordError` for one that cannot be used.
+        parse: Takes a decoded line and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file), start=1):
@@ -70,12 +69,11 @@ def read_jsonl(path: Path, parse: Callable[[object, str], Parsed]) -> Iterator[P
 
 
 def read_text(path: Path, key: str, parse: Callable[[object, str], Parsed]) -> Iterator[Parsed | BadLine]:
-    """The same of a plain text file, whose every line is a record with one key.
+    """Read a plain text file, each line as a record with one key.
 
     Args:
-        path: The file.
-        key: The key under which the line stands in the record.
-        parse: Gets a record and its `file:line`; raises `RecordError` for one that cannot be used.
+        key: The record's key for the line.
+        parse: Takes a record and its `file:line`; raises `RecordError`.
     """
     with path.open("rb") as file:
         for number, line in enumerate(_lines(file), start=1):
@@ -134,11 +132,10 @@ _BUILDER_OF_SUFFIX = {".parquet": "parquet", ".json": "json", ".csv": "csv", ".a
 
 
 def load_table(path: str, split: str) -> "Dataset":
-    """The rows of one split.
+    """Load the rows of one split.
 
     Args:
-        path: A hub's name; a folder of data files, or one that `save_to_disk` wrote; or a data file.
-        split: The split's name.
+        path: A hub's name, a folder of data files or of `save_to_disk`, or a data file.
 
     Raises:
         DataError: There is no such dataset or split.
@@ -154,13 +151,11 @@ def load_table(path: str, split: str) -> "Dataset":
 def read_table(
     table: "Dataset", path: str, split: str, parse: Callable[[object, str], Parsed]
 ) -> Iterator[Parsed | BadLine]:
-    """Yields the parsed record of each row in order (counted from 0), or a `BadLine`.
+    """Yield the record of each row (counted from 0), or a `BadLine`.
 
     Args:
-        table: The rows.
-        path: Path or name of the data set, for error messages.
-        split: Its split.
-        parse: Gets a row and its `path[split]:row`; raises `RecordError` for one that cannot be used.
+        path: For error messages.
+        parse: Takes a row and its `path[split]:row`; raises `RecordError`.
     """
     for number, row in enumerate(_rows(table)):
         sample_id = f"{path}[{split}]:{number}"
@@ -237,9 +232,8 @@ class LineSource(Generic[Parsed]):
     """An opened data set.
 
     Attributes:
-        name: Its name in messages.
-        num_lines: Number of lines or rows, good and bad.
-        lines: Parsed records and bad lines in order; can be read once.
+        num_lines: Good and bad lines or rows.
+        lines: Can be read once.
     """
 
     name: str
@@ -251,9 +245,7 @@ def open_source(path: str, split: str, image_key: str | None = None) -> LineSour
     """Opens examples for supervised fine-tuning.
 
     Args:
-        path: The file, folder or hub's name.
-        split: The split to take; a `.jsonl` file has none and ignores it.
-        image_key: Key of images beside the messages; None: such images are not read.
+        image_key: Key of images beside the messages; None: they are not read.
 
     Raises:
         DataError: There is nothing that can be read.
@@ -263,13 +255,13 @@ def open_source(path: str, split: str, image_key: str | None = None) -> LineSour
 
 
 def open_lines(path: str, split: str, parse: Parse[Parsed], choose_columns: ChooseColumns) -> LineSource[Parsed]:
-    """Opens a `.jsonl` file, or a data set that `datasets` can load.
+    """Open a `.jsonl` file, or a data set that `datasets` can load.
 
     Args:
-        path: The file, folder or hub's name.
-        split: The split to take; a `.jsonl` file has none and ignores it.
-        parse: Gets a decoded line and where it is; raises `RecordError` for one that cannot be used.
-        choose_columns: Gets the path and the columns of a table; returns those to read, or raises `DataError`.
+        path: File, folder or hub's name.
+        split: Ignored for a `.jsonl` file.
+        parse: Takes a decoded line and its place; raises `RecordError`.
+        choose_columns: Takes path and columns of a table; returns those to read, or raises `DataError`.
 
     Raises:
         DataError: There is nothing that can be read.
@@ -286,7 +278,7 @@ TEXT_SUFFIX = ".txt"
 
 
 def open_text(path: str, key: str, parse: Parse[Parsed]) -> LineSource[Parsed]:
-    """Opens a plain text file, whose every line is a record with one key.
+    """Open a plain text file, each line as a record with one key.
 
     Raises:
         DataError: It cannot be read.
@@ -310,14 +302,10 @@ _last_sample = ""
 
 @contextmanager
 def load_limit(limit_s: float, name: str) -> Iterator[None]:
-    """Bounds the time that reading a data set inside may take.
+    """Bound the time of reading a data set inside the context.
 
-    Only on the main thread, and before anything has been started that needs an orderly end: what does not let itself
-    be interrupted, such as a mount whose server is gone, ends the process with exit code 2.
-
-    Args:
-        limit_s: Seconds that it may take.
-        name: The data set's name in messages.
+    Use it on the main thread, before anything starts that needs an orderly end: a read that cannot be interrupted, as
+    from a mount whose server is gone, ends the process with exit code 2.
 
     Raises:
         DataError: It took longer.

@@ -17,11 +17,11 @@ ToolDefinition = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TemplateInputs:
-    """Definitions of tools, and further names for a chat template.
+    """Tools and further names for a chat template.
 
     Attributes:
-        tools: Definitions in the standard form; None: not said.
-        kwargs: Name to value, such as `enable_thinking`.
+        tools: Definitions in the standard form; None: unspecified.
+        kwargs: Such as `enable_thinking`.
     """
 
     tools: tuple[ToolDefinition, ...] | None = None
@@ -42,7 +42,7 @@ def run_wide_inputs(tools: Sequence[ToolDefinition], kwargs: Mapping[str, Any]) 
 
 
 def parse_template_inputs(record: Mapping[str, Any]) -> TemplateInputs:
-    """Parses `tools` and `chat_template_kwargs` of a record; each may be the JSON of its value in a string.
+    """Parse `tools` and `chat_template_kwargs` of a record, each an object or JSON in a string.
 
     Raises:
         RecordError: One of them cannot be used.

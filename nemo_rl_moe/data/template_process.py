@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A process of its own for chat templates, with limits on their time and memory.
+"""A separate process for chat templates, with limits on time and memory.
 
-A template is a program from whoever made the tokenizer. Jinja's sandbox keeps it from files and from Python, but not
-from loops without an end or from filling the memory, so that it runs here. Requests and replies are lines of JSON.
+A template is a program of the tokenizer's author. Jinja's sandbox denies it files and Python, but not endless loops or
+filling the memory. Requests and replies are lines of JSON.
 """
 
 import json
@@ -36,10 +36,10 @@ _PROGRAM = f"import sys; sys.path.insert(0, {str(_PACKAGE_ROOT)!r}); from {__nam
 
 
 class TemplateFailure(Exception):
-    """A chat template that cannot be used at all; the message says why, after `the chat template`.
+    """A chat template that cannot be used at all; the message follows the words `the chat template`.
 
     Attributes:
-        place: Place of the request at which it failed.
+        place: Index of the request at which it failed.
     """
 
     place = 0
@@ -71,7 +71,7 @@ class TemplateProcess:
         return names
 
     def render(self, setup: TemplateSetup, requests: Sequence[RenderRequest]) -> list[Rendered | str]:
-        """Rendered conversations or prompts, or what is wrong with each.
+        """Render conversations or prompts; give for each its text or what is wrong with it.
 
         Raises:
             TemplateFailure: The template has broken a limit.
@@ -90,7 +90,7 @@ class TemplateProcess:
         return results
 
     def same_texts(self, setup: TemplateSetup, other: TemplateSetup) -> bool:
-        """True where two templates give the same texts for conversations with and without tools and thinking.
+        """Whether two templates give the same texts for conversations with and without tools and thinking.
 
         Raises:
             TemplateFailure: One of them cannot be used, or has broken a limit.

@@ -28,10 +28,8 @@ class TemplateSetup:
     """A chat template with what it needs of its tokenizer.
 
     Attributes:
-        template: In Jinja.
-        names: Special tokens that it may name, such as `eos_token`.
-        end_token: The tokenizer's end token, or the empty text.
-        special_tokens: Texts that are one token.
+        names: Special tokens by name, such as `eos_token`.
+        special_tokens: Texts that are single tokens.
     """
 
     template: str
@@ -49,8 +47,6 @@ class RenderRequest:
     """A conversation or a prompt to render.
 
     Attributes:
-        messages: The turns.
-        tools: Definitions of tools; None: none.
         kwargs: Further names for the template.
         first_trained: Assistant turns before this index are context; None: a prompt, with the generation prompt.
     """
@@ -66,9 +62,8 @@ class Rendered:
     """A conversation as text.
 
     Attributes:
-        text: The whole conversation, special tokens spelled out.
+        text: With special tokens spelled out.
         spans: First character and the one after the last of each piece to train on.
-        notes: Of `left_out.NOTES`.
     """
 
     text: str
@@ -118,8 +113,7 @@ class TemplateRenderer:
     """Renderer of one chat template.
 
     Args:
-        setup: The template.
-        before_rendering: Called before each rendering, with the number of characters of the conversation.
+        before_rendering: Called with the number of characters of the conversation.
 
     Raises:
         TemplateProblem: The template is no Jinja, or can render nothing.
@@ -133,14 +127,13 @@ class TemplateRenderer:
         self.variables = self._checked()
 
     def render(self, request: RenderRequest, size: int) -> Rendered:
-        """A conversation with the spans to train on, or a prompt.
+        """Render a prompt, or a conversation with the spans to train on.
 
         Args:
-            request: The conversation.
-            size: About how many characters it has.
+            size: Approximate number of characters.
 
         Raises:
-            RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be told apart.
+            RenderError: It cannot be rendered, not all of it would be there, or its turns cannot be separated.
         """
         self._size = size
         messages = [with_thinking_named(message, self._setup.template) for message in request.messages]
@@ -220,10 +213,10 @@ class TemplateRenderer:
     def _form_of(
         self, messages: Sequence[Message], render: Callable[[Sequence[Message]], str]
     ) -> tuple[ToolCallForm, str | None]:
-        """Form of a conversation's tool calls, and a note on what the template leaves out of them.
+        """Find the form of a conversation's tool calls, and a note on what the template leaves out of them.
 
-        A template that shows a call of any name with any argument whole shows all of them. Of any other each
-        conversation is looked at: it may be made for one tool.
+        A template that shows any call with any argument whole shows all of them; with any other, each conversation is
+        checked: the template may be made for one tool.
         """
         if not any(message.get("tool_calls") for message in messages):
             return FORMS[0], None

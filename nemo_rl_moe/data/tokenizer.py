@@ -25,7 +25,7 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> "PreTrainedTo
 
     Args:
         name: A folder, or a hub's name.
-        chat_template: A Jinja file to use in place of the tokenizer's own template.
+        chat_template: A Jinja file that replaces the tokenizer's template.
 
     Raises:
         ConfigurationError: There is no such tokenizer, or no such file, or the folder's files are not what was written.
@@ -70,7 +70,7 @@ def _nothing_printed() -> Iterator[None]:
 
 
 def pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """The id to pad with. Padding is masked everywhere, so the end token does where there is no token for it.
+    """Return the id to pad with, else the end token's: padding is masked everywhere.
 
     Raises:
         DataError: The tokenizer has neither.

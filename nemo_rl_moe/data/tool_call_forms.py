@@ -24,11 +24,11 @@ _Call = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ToolCallForm:
-    """Form in which a template shows a turn that only calls tools.
+    """Form of a turn that only calls tools.
 
     Attributes:
-        content: The turn's content: templates differ in whether it is the empty text or null.
-        arguments_as_text: Arguments are a string of JSON, not an object.
+        content: Of the turn: templates differ in whether it is the empty text or null.
+        arguments_as_text: Arguments are JSON in a string, not an object.
     """
 
     content: str | None
@@ -54,11 +54,7 @@ FORMS = tuple(ToolCallForm(content, as_text) for as_text in (False, True) for co
 
 
 def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolCallForm, str | None]:
-    """Return the form of a conversation's calls of which a template shows most, and a note on what it leaves out.
-
-    Args:
-        messages: The conversation, its arguments objects.
-        render: Renders messages in a form.
+    """Return the form of a conversation's calls that a template shows best, and a note on what it leaves out.
 
     Raises:
         RenderError: A call leaves no trace, or the template refuses the conversation.
@@ -81,11 +77,6 @@ def best_form(messages: Sequence[Message], render: RenderVariant) -> tuple[ToolC
 
 def note_on_calls(messages: Sequence[Message], form: ToolCallForm, render: RenderVariant) -> str | None:
     """Return a note on what a template leaves out of calls in a form; None: nothing.
-
-    Args:
-        messages: The conversation, its arguments objects.
-        form: The form.
-        render: Renders messages in a form.
 
     Raises:
         RenderError: A call leaves no trace, or arguments are written as Python writes an object, or the template

@@ -36,18 +36,15 @@ def turn_spans(
     end_token: str,
     special_tokens: Collection[str],
 ) -> list[Span]:
-    """Spans of the assistant turns from one message on.
+    """Find the spans of the assistant turns from one message on.
 
     Args:
-        messages: The conversation.
-        first_trained: Assistant turns before this index are context.
-        text: The whole conversation, rendered.
-        render: Renders parts of it.
-        end_token: The tokenizer's; a newline after it belongs to no turn.
-        special_tokens: Texts that are one token.
+        first_trained: Earlier assistant turns are context.
+        end_token: A newline after it belongs to no turn.
+        special_tokens: Texts that are single tokens.
 
     Raises:
-        RenderError: The tokens of a turn cannot be told from the rest.
+        RenderError: The tokens of a turn cannot be separated from the rest.
     """
     spans = []
     for index in range(first_trained, len(messages)):
@@ -171,7 +168,7 @@ class _Turn:
 
 
 def _spaced_as(between: str, prompted: str) -> str:
-    """The generation prompt behind the turn before, with the blank space that the conversation has before its header.
+    """Return the generation prompt after the turn before, with the blank space of the conversation before its header.
 
     Some templates put a newline behind an assistant turn only where another turn follows.
     """

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A bucket of a weight transfer: a safetensors file that says which one it is, with a checksum of each tensor.
+"""A bucket of a weight transfer: a labelled safetensors file with a checksum of each tensor.
 
-A receiver compares both before its loader gets a tensor. So bytes that were changed on the way, and a bucket of another
-transfer, place or version, are told with their names instead of being trained with.
+A receiver compares both before its loader gets a tensor: corrupted bytes, and a bucket of another transfer, place or
+version, are errors that name them.
 """
 
 import json
@@ -31,10 +31,10 @@ class BucketLabel:
     """Identity of a bucket.
 
     Attributes:
-        transfer: Name of the transfer, which no other has.
+        transfer: Unique name.
         version: Optimizer steps of the weights.
         sender: Trainer rank.
-        number: Among the sender's buckets, from 0.
+        number: Counted from 0 for each sender.
     """
 
     transfer: str
@@ -50,8 +50,6 @@ def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) 
     """Writes a bucket.
 
     Args:
-        path: The file.
-        label: Its identity.
         tensors: By name; contiguous, on the host, and no two in the same memory.
 
     Raises:
@@ -63,10 +61,10 @@ def write_bucket(path: Path, label: BucketLabel, tensors: Mapping[str, Tensor]) 
 
 @contextmanager
 def opened_bucket(path: Path, label: BucketLabel) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a bucket, all of them as they were sent; valid until it is closed.
+    """Open a bucket's tensors, all of them as they were sent; valid until it is closed.
 
     Raises:
-        WeightSyncError: It is not this bucket, or damaged; names it and its tensors.
+        WeightSyncError: It is another bucket, or damaged; names it and its tensors.
     """
     try:
         file = safe_open(path, framework="pt")
@@ -89,7 +87,7 @@ def compare(bucket_name: str, label: BucketLabel, tensors: Mapping[str, Tensor],
     """Compares the tensors of a bucket with their checksums.
 
     Raises:
-        WeightSyncError: They are not what was sent; names the first ones.
+        WeightSyncError: They differ; names the first ones.
     """
     damaged = [name for name, tensor in tensors.items() if tensor_checksum(name, tensor) != expected.get(name)]
     damaged += [name for name in expected if name not in tensors]
@@ -107,12 +105,9 @@ def tensor_checksum(name: str, tensor: Tensor) -> str:
 
 
 def weighted_sum(content: Tensor) -> int:
-    """Sum of the bytes' words of 32 bits, each times an odd number of its place, modulo 2^64: a checksum for devices.
+    """Sum the bytes' 32-bit words, each times an odd number of its place, modulo 2^64: a checksum for devices.
 
-    Every change of one word changes it, and so do two words that change places.
-
-    Args:
-        content: Bytes, `[bytes]`.
+    A change of one word, and a swap of two words, always change it.
     """
     whole = content.numel() // 4 * 4
     words = torch.cat([content[:whole].clone().view(torch.int32).long(), content[whole:].long()])

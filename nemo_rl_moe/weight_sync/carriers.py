@@ -1,11 +1,11 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Ways of a bucket's bytes from a trainer rank to the engines' workers: files, collectives (NCCL, gloo), CUDA IPC.
+"""Transports of a bucket's bytes from a trainer rank to the engines' workers: files, collectives (NCCL, gloo), CUDA
+IPC.
 
-A transfer's folder says which buckets there are, which one each is, and who has taken them; the bytes travel in the
-bucket's own file, or beside it. A collective serves engines on GPUs of their own, and reads each bucket once however
-many receive it. CUDA IPC serves engines that share the trainer's GPUs, between which NCCL has no connection, and copies
-nothing.
+A transfer's folder lists and labels the buckets and records who has taken them; the bytes travel in the bucket's file
+or beside it. A collective serves engines on GPUs of their own, and reads each bucket once for any number of receivers.
+CUDA IPC serves engines on the trainer's GPUs, between which NCCL cannot connect, and copies nothing.
 """
 
 import base64
@@ -82,18 +82,16 @@ _groups: dict[tuple[str, int], Any] = {}
 
 @dataclass(frozen=True)
 class CollectiveCarrier:
-    """Buckets as broadcasts from a sender to all receivers, in a process group of these for each sender.
+    """Broadcasts from each sender to all receivers, in one process group for each sender.
 
-    Senders wait for each other in collectives of the trainer while they bring tensors together. So receivers take
-    buckets in the one order in which senders had them ready: two that waited in broadcasts of different senders would
-    wait for ever.
+    Senders wait for each other in the trainer's collectives while they gather tensors, so receivers take buckets in the
+    one order in which they became ready; two that waited in broadcasts of different senders would deadlock.
 
     Attributes:
         backend: `nccl`, between GPUs; `gloo`, on hosts.
-        group: Name of the connections; another one when other processes take part, or a transfer has failed.
-        num_receivers: Engine workers.
-        timeout_s: Seconds until a broadcast in which somebody is missing fails.
-        address: Address whose interface gloo takes, such as the loopback one on one machine; None: of the host's name.
+        group: Name of the connections; a new one for other processes or after a failed transfer.
+        timeout_s: Of a broadcast.
+        address: Address whose interface gloo takes, such as loopback on one machine; None: of the host's name.
     """
 
     backend: Literal["nccl", "gloo"]
@@ -218,11 +216,7 @@ class CudaMemory:
 
 @dataclass(frozen=True)
 class IpcCarrier:
-    """Buckets that receivers read in the sender's own memory, on one machine.
-
-    Attributes:
-        memory: Makes the memory, or opens it.
-    """
+    """Buckets that receivers read in the sender's memory, on one machine."""
 
     memory: SharedMemory = field(default_factory=CudaMemory)
     is_ordered: bool = field(default=False, init=False)
@@ -266,11 +260,10 @@ def _padded(num_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Content of a bucket whose bytes lie elsewhere.
+    """Content of a bucket whose bytes travel beside it.
 
     Attributes:
         tensors: Name, type and shape of each, in the order of the bytes.
-        checksums: By name.
         handle: Of the memory; empty where there is none.
     """
 
@@ -329,12 +322,11 @@ CarrierFactory = Callable[[int, str], Carrier]
 
 
 def make_carrier(way: str, group: str, num_receivers: int, address: str | None) -> Carrier:
-    """The carrier that `policy.generation.weight_transport` names.
+    """Make the transport that `policy.generation.weight_transport` names.
 
     Args:
-        way: `files`, `gloo`, `nccl` or `cuda_ipc`.
-        group: Name of the connections of a collective.
-        num_receivers: Engine workers.
+        Args:
+            group: Name of a collective's connections.
         address: Address whose interface gloo takes; None: of the host's name.
     """
     if way == "cuda_ipc":

@@ -1,9 +1,9 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights: a checksum of each tensor's values, of the trainer's and of those that an engine stores.
+"""Fingerprints of weights: checksums of the values of the trainer's tensors and of those that an engine stores.
 
-Log-probabilities in 16 bits hide small faults behind rounding; a checksum of the stored values hides none. Both sides
-round to one number format first, so that a right copy has the trainer's fingerprint in every format.
+Log-probabilities in 16 bits hide small faults behind rounding; checksums do not. Both sides round to one number format
+first, so that a right copy has the trainer's fingerprint in every format.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,12 +25,9 @@ class FingerprintingEngine(Protocol):
     """A generation engine that can say which weights it stores."""
 
     def weight_fingerprints(self, number_format: str) -> Sequence[Fingerprints]:
-        """Return the fingerprints of the tensors as they lie in each copy of the weights, `[copy][name]`.
+        """Return the fingerprints of the stored tensors of each copy of the weights, `[copy][name]`.
 
-        A tensor that the engine stores in a form of its own, and cannot map back, is left out.
-
-        Args:
-            number_format: Of `fingerprint`.
+        Tensors in an engine's private layout that it cannot map back are left out.
         """
         ...
 
@@ -39,8 +36,7 @@ def fingerprint(tensor: Tensor, number_format: str) -> str:
     """Return a tensor's shape and the checksum of its values.
 
     Args:
-        tensor: In any format, on any device.
-        number_format: Format that the values are rounded to first, such as `bfloat16`.
+        number_format: Format to round to first, such as `bfloat16`.
     """
     dtype: torch.dtype = getattr(torch, number_format)
     values = (tensor.detach().to(dtype) + 0.0).cpu().contiguous()  # a zero has no sign
@@ -63,9 +59,9 @@ class WeightComparison:
     """Comparison of an engine's fingerprints with the trainer's.
 
     Attributes:
-        different: Names of the tensors that differ, in the trainer's order.
-        num_compared: Tensors of which both sides have a fingerprint.
-        num_tensors: The trainer's tensors.
+        different: Tensors that differ, in the trainer's order.
+        num_compared: Tensors that both sides have.
+        num_tensors: Tensors of the trainer.
     """
 
     different: Sequence[str]
@@ -88,8 +84,8 @@ class WeightComparison:
 def compare_fingerprints(found: Fingerprints, expected: Fingerprints) -> WeightComparison:
     """Compare what an engine stores with what the trainer has.
 
-    Pass over names that one side lacks, and tensors of another shape: weights of a wrong shape cannot be loaded, so the
-    engine has put them into a layout of its own.
+    Names that one side lacks are passed over, and tensors of another shape: weights of a wrong shape cannot be loaded,
+    so the engine has put them into a layout of its own.
     """
     shared = [name for name in expected if name in found and _shape(found[name]) == _shape(expected[name])]
     different = [name for name in shared if found[name] != expected[name]]

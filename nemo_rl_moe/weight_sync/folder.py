@@ -1,8 +1,8 @@
 # Copyright (c) 2026 The nemo_rl_moe authors.
 # SPDX-License-Identifier: Apache-2.0
-"""A weight transport that is arranged in a folder: shared memory on one machine, or a disk that all reach.
+"""A weight transport through a folder: shared memory on one machine, or a disk that all machines reach.
 
-Files of a transfer, all of which get their names when they are complete:
+Files of a transfer, each of which appears complete:
 
     0003-000012.bucket                  bucket 12 of sender 3, with checksums; its bytes too, or the way to them
     000045.order                        the name of the bucket that is to be taken after 45 others
@@ -47,15 +47,14 @@ class FolderTransfer:
     """A `TransportSpec` for one transfer through a folder.
 
     Attributes:
-        folder: Its own, which all of its processes reach; empty at the start.
+        folder: Of this transfer alone, empty at the start, reachable for all processes.
         version: Optimizer steps of the weights.
         num_senders: Trainer ranks.
         num_receivers: Engine workers.
-        bucket_bytes: Most bytes of a bucket that holds more than one tensor.
-        max_unacknowledged: Buckets of one sender that lie in the folder at a time, at most.
-        stall_timeout_s: Seconds without any progress after which a process gives up on the others: they may have been
-            killed, which leaves no other trace.
-        carrier: The way of the buckets' bytes.
+        bucket_bytes: Maximum size of a bucket of several tensors.
+        max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
+        stall_timeout_s: Seconds without progress after which a process gives up: a peer that was killed leaves no
+            trace.
     """
 
     folder: Path
@@ -68,13 +67,13 @@ class FolderTransfer:
     carrier: Carrier = FileCarrier()  # noqa: RUF009  (it cannot change)
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Sends this rank's tensors, and returns when every receiver has taken them.
+        """Send this rank's tensors, and return when every receiver has taken them.
 
         Returns:
             Bytes sent.
 
         Raises:
-            WeightSyncError: As `TransportSpec.send` says, or the folder has no space left.
+            WeightSyncError: See `TransportSpec.send`, or the folder is full.
         """
         with self._telling(f"sender {sender}"):
             if version != self.version:
@@ -82,13 +81,13 @@ class FolderTransfer:
             return _Sender(self, sender).send(tensors)
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Gives the tensors of all senders to a loader, in the order in which they arrive.
+        """Pass the tensors of all senders to a loader in order of arrival.
 
         Returns:
             Bytes received.
 
         Raises:
-            WeightSyncError: As `TransportSpec.receive` says, or a bucket is damaged or another one.
+            WeightSyncError: See `TransportSpec.receive`, or a bucket is damaged or another one.
         """
         with self._telling(f"receiver {receiver}"):
             arrivals = _Receiver(self, receiver)
@@ -103,11 +102,10 @@ class FolderTransfer:
         return BucketLabel(self.folder.name, self.version, sender, bucket)
 
     def queue(self, name: str, after: int) -> int:
-        """Gives a bucket a place in the order of all buckets, the first free one.
+        """Take the first free place for a bucket in the order of all buckets.
 
         Args:
-            name: The bucket's.
-            after: Places that are taken.
+            after: Number of places that are taken.
         """
         with tempfile.NamedTemporaryFile("w", dir=self.folder, encoding="utf-8") as file:
             file.write(name)
@@ -131,10 +129,10 @@ class FolderTransfer:
             pass
 
     def names(self) -> set[str]:
-        """Names of the files that are there now.
+        """List the files of the transfer.
 
         Raises:
-            WeightSyncError: The transfer has been ended, with the reason.
+            WeightSyncError: The transfer has ended; gives the reason.
         """
         try:
             names = {path.name for path in self.folder.iterdir()}
@@ -150,10 +148,10 @@ class FolderTransfer:
         return [each for each in range(self.num_receivers) if _taken_name(name, each) not in names]
 
     def place(self, name: str, write: Callable[[Path], object]) -> None:
-        """Writes a file that appears whole or not at all.
+        """Write a file that appears complete or not at all.
 
         Raises:
-            WeightSyncError: The folder did not take it.
+            WeightSyncError: The folder cannot be written to.
         """
         staging = self.folder / f"{name}.incomplete"
         try:
@@ -195,7 +193,7 @@ class _Stall:
         """Waits a moment.
 
         Raises:
-            WeightSyncError: It has waited for too long.
+            WeightSyncError: It has waited too long.
         """
         if time.monotonic() - self._since > self._timeout_s:
             raise WeightSyncError(f"waited for {self._timeout_s:g} s for {waits_for}")
@@ -384,18 +382,17 @@ class _Receiver:
 
 
 class FolderTransport:
-    """A `WeightTransport` through a folder of its own, which is there while this is open and never afterwards.
+    """A `WeightTransport` through a folder that exists while this is open.
 
-    A driver that is killed leaves its folder behind; the next transport of the same machine removes it.
+    A killed driver leaves its folder behind; the next transport on the same machine removes it.
 
     Args:
-        parent: Gets the folder. All processes that take part must reach it.
+        parent: Parent of the folder, reachable for all processes.
         num_senders: Trainer ranks.
-        send: Has all of them send by a specification and returns when they have; the bytes of all.
-        bucket_bytes: Most bytes of a bucket that holds more than one tensor.
-        max_unacknowledged: Buckets of one sender that lie in the folder at a time, at most.
+        send: Makes all ranks send by a specification; returns the bytes of all.
+        bucket_bytes: Maximum size of a bucket of several tensors.
+        max_unacknowledged: Maximum number of a sender's buckets in the folder at a time.
         stall_timeout_s: Seconds without progress after which a process gives up on the others.
-        make_carrier: The way of the buckets' bytes.
     """
 
     def __init__(
@@ -451,7 +448,7 @@ class FolderTransport:
         return self._transfer
 
     def send(self) -> int:
-        """Has all trainer ranks send; the receivers have been started.
+        """Make all trainer ranks send; the receivers have been started.
 
         Raises:
             WeightSyncError: Not every tensor was sent and taken.
@@ -472,9 +469,9 @@ class FolderTransport:
 
 
 def folder_of_one_machine(num_senders: int) -> Path:
-    """Shared memory where there is room for twice the buckets under way, otherwise the folder of temporary files.
+    """Choose shared memory where it holds twice the buckets under way, otherwise the folder of temporary files.
 
-    Containers have 64 MiB of shared memory unless they are given more.
+    Containers have 64 MiB of shared memory by default.
     """
     needed = 2 * num_senders * MAX_UNACKNOWLEDGED * BUCKET_BYTES
     has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free >= needed

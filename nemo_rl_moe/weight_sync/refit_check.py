@@ -52,24 +52,21 @@ class ScoringEngine(Protocol):
     """A generation engine that can be checked."""
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float, *model_inputs: Inputs) -> Sequence[Scores]:
-        """Log-probability of each token after the first given those before it, of the softmax of all logits divided by
-        the temperature, by each copy of the weights: `[copy][sequence]`.
+        """Score each token after the first given those before it, by each copy of the weights: `[copy][sequence]`.
 
         Args:
-            sequences: Tokens.
-            temperature: Divides the logits.
-            model_inputs: Pictures of each sequence; none at all, for models of text, where all are text.
+            temperature: Divides the logits before the softmax over all of them.
+            model_inputs: Images of each sequence; absent where all sequences are text.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Difference up to which scores count as equal.
+    """Difference up to which scores count as equal, in nats.
 
     Attributes:
-        nats: The bound.
-        of_the_mean: Of the mean difference over all tokens; False: of the largest.
+        of_the_mean: Bounds the mean difference over all tokens; False: the largest.
     """
 
     nats: float
@@ -90,7 +87,7 @@ class Gap:
     Attributes:
         largest: Of one token; infinite where a score is not finite.
         mean: Over all tokens.
-        copy: Number of the copy of the weights that has it.
+        copy: Copy of the weights that has it.
     """
 
     largest: float
@@ -104,7 +101,7 @@ class Finding:
 
     Attributes:
         gap: Of the copy of the weights that differs most.
-        weights: Comparison of each copy's fingerprints; empty of an engine that gives none.
+        weights: Comparison of each copy's fingerprints; empty where the engine gives none.
     """
 
     gap: Gap
@@ -128,7 +125,7 @@ def coarse_bound(noise: float) -> Bound:
     """Return the bound in 16 bits.
 
     Args:
-        noise: Mean difference after the right refit that differed most, in nats.
+        noise: Largest mean difference after a right refit so far, in nats.
     """
     nats = float(np.clip(COARSE_FACTOR * noise, SMALLEST_COARSE_BOUND, LARGEST_COARSE_BOUND))
     return Bound(nats, of_the_mean=True)
@@ -145,22 +142,20 @@ class RefitCheck:
     """The check of one run.
 
     Attributes:
-        sequences: What is scored.
-        temperature: Of both scorings.
-        start_trainer: Has the trainer begin to score with its weights as they are; what it returns waits for the
+        sequences: Tokens to score.
+        start_trainer: Starts scoring by the trainer with its present weights; returns a function that waits for the
             scores.
-        refit: Sends the trainer's weights; with True, others that are certain to differ in every tensor.
-        explain: Names the tensors that disagree, when the check has failed: of a copy.
-        in_float32: Number format of the engine's weights and of the trainer's.
-        bound_nats: The user's bound of the largest difference; None: this check's own.
+        refit: Sends the trainer's weights; with True, weights that differ from them in every tensor.
+        explain: Names the tensors that disagree in a copy, after a failed check.
+        in_float32: Whether engine and trainer hold the weights in float32.
+        bound_nats: Configured bound of the largest difference; None: chosen here.
         refits_again: Send the weights once more before giving up.
-        model_inputs: Pictures of each sequence; none for a model of text.
-        start_fingerprints: Has the trainer begin with the fingerprints of its weights; what it returns waits for them.
-            None: of an engine that gives none.
+        model_inputs: Images of each sequence; empty for a model of text.
+        start_fingerprints: Starts the fingerprints of the trainer's weights; returns a function that waits for them.
+            None: the engine gives none.
         number_format: Of the fingerprints.
 
     Attributes that change:
-        num_failed: Checks that have failed.
         share_compared: Share of the trainer's tensors whose fingerprints were compared last; None: none were.
     """
 
@@ -193,10 +188,10 @@ class RefitCheck:
         self._expected = self.start_trainer(self.sequences)
 
     def after_refit(self, engine: ScoringEngine) -> Gap:
-        """Checks the weights that an engine has now; in 16 bits the first time also by a round trip.
+        """Check the weights that an engine has now; in 16 bits the first time also by a round trip.
 
         Raises:
-            WeightSyncError: They are not the trainer's, or something of earlier ones stays.
+            WeightSyncError: They are not the trainer's, or something of earlier weights remains.
         """
         if self._is_first and not self.in_float32:
             self._with_copies(lambda: self._make_round_trip(engine))
@@ -218,7 +213,7 @@ class RefitCheck:
         """Compares every copy of the weights with the trainer's.
 
         Raises:
-            GenerationError: Engines die meanwhile, also the one that replaced another.
+            GenerationError: Engines keep dying, also the replacement.
         """
         if self._expected is None:
             self.begin()
@@ -300,15 +295,14 @@ def first_disagreement(
     expected: Mapping[str, Float[np.ndarray, "tokens features"]],
     tolerance: float,
 ) -> tuple[str, Int[np.ndarray, " tokens"]] | None:
-    """The first module, in the order of a forward pass, whose output is not the reference's.
+    """Find the first module, in the order of a forward pass, whose output differs from the reference's.
 
     Args:
-        found: Outputs of an engine's modules, by name.
-        expected: Those of the reference, in the order in which they ran.
+        expected: The reference's, in the order in which they ran.
         tolerance: Largest difference, as a share of the root mean square of the reference's output.
 
     Returns:
-        Its name, and the tokens that differ; None where all agree.
+        Its name and the tokens that differ; None where all agree.
     """
     for name, output in expected.items():
         theirs = found.get(name)

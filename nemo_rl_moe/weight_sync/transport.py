@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight transports: tensors from the trainer's ranks to the workers of a generation engine, in buckets.
 
-The driver opens a transfer and hands its picklable specification to both sides. All trainer ranks send at the same time
-as all engine workers receive; the driver itself never holds a tensor. Only Hugging Face names and full tensors cross.
-What a specification holds is the transport's own: a folder here, the address of a rendezvous for NCCL, say.
+The driver opens a transfer and hands its picklable specification to both sides. All trainer ranks send while all engine
+workers receive; the driver never holds a tensor. Only Hugging Face names and full tensors cross.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,36 +18,35 @@ class TransportSpec(Protocol):
     """One transfer of weights, in a form that is pickled to the processes that take part in it."""
 
     def send(self, tensors: Iterable[NamedTensor], sender: int, version: int) -> int:
-        """Sends this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to send.
+        """Send this rank's tensors, a bucket at a time; every trainer rank calls it, also with nothing to send.
 
         Args:
             tensors: Hugging Face names and full tensors; taken one at a time, and not to be changed afterwards.
-            sender: The trainer's rank.
-            version: Optimizer steps of the weights that it has.
+            version: Optimizer steps of the sent weights.
 
         Returns:
             Bytes sent.
 
         Raises:
-            WeightSyncError: A receiver failed or has stopped taking buckets, or the weights have another version than
-                the transfer.
+            WeightSyncError: A receiver failed or has stopped taking buckets, or the transfer is of another version.
         """
         ...
 
     def receive(self, receiver: int, load: Callable[[Iterator[NamedTensor]], object]) -> int:
-        """Gives the tensors of all senders to a loader; every engine worker calls it.
+        """Pass the tensors of all senders to a loader; every engine worker calls it.
 
         Args:
-            receiver: Number of the engine's worker, from 0.
-            load: Takes each tensor once, in no order that is agreed, and all of them before it returns. A tensor's
-                memory is its own only until the next one is taken: what is kept is copied.
+            receiver: Engine worker, from 0.
+            load: Takes each tensor once, in any order, and all before it returns. A tensor is valid only until the next
+                one is
+                taken: what is kept is copied.
 
         Returns:
             Bytes received.
 
         Raises:
-            WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once. The weights are
-                then a mixture. What `load` raises ends the transfer for all, and is raised here as it is.
+            WeightSyncError: A sender failed or has stopped sending, or not every tensor arrived once; the weights are
+                then a mixture. What `load` raises ends the transfer for all, and is raised here unchanged.
         """
         ...
 
@@ -57,7 +55,7 @@ class WeightTransport(Protocol):
     """The driver's side of one transfer.
 
     Attributes:
-        num_bytes: Bytes sent by all ranks together; 0 before `send` has returned.
+        num_bytes: Bytes sent by all ranks; 0 before `send` has returned.
     """
 
     num_bytes: int
@@ -66,27 +64,27 @@ class WeightTransport(Protocol):
         """Opens the transfer.
 
         Args:
-            num_receivers: Workers of the engine; each of them receives every tensor.
-            version: Optimizer steps of the weights that they are to have afterwards.
-            receivers: Text that is another one when other processes receive: connections to these are kept.
+            num_receivers: Engine workers, each of which receives every tensor.
+            version: Optimizer steps of the weights.
+            receivers: Identifies the receiving processes: connections to the same ones are kept.
         """
         ...
 
     def send(self) -> int:
-        """Has all trainer ranks send, and returns when they have; called after the receivers have been started.
+        """Make all trainer ranks send, and return when they have; called after the receivers have been started.
 
         Returns:
             Bytes sent by all ranks together.
 
         Raises:
-            WeightSyncError: Not every tensor was sent and taken. The trainer's ranks go on working.
+            WeightSyncError: Not every tensor was sent and taken. The trainer's ranks stay usable.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Ends the transfer early for all that take part in it, also from another thread than that which sends.
+        """End the transfer early for all that take part; may be called from any thread.
 
         Args:
-            reason: Of the errors that they raise; where there is one already, that one stays.
+            reason: Of the errors that they raise, unless there is one already.
         """
         ...
